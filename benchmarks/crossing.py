@@ -2,8 +2,9 @@
 
     mpirun -n 2 python -m mpi4py benchmarks/crossing.py          # or on the testbed; --help for the options
 
-"at once" is how messages leave, see the head of `collectives.runtime.messages`; "as they come" lets every message
-leave when it is ready. Both take turns in an order drawn anew; a time is that of the slowest rank.
+"at once" is how messages leave, see the head of `collectives.runtime.messages`; "as
+they come" lets every message leave when it is ready. Both take turns in an order drawn
+anew; a time is that of the slowest rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from mpicomp_bench.bench.data import draw_sparse
 from mpicomp_bench.measuring import interleave, paced
 from mpicomp_bench.options import Parser
 
-WAYS = {"as they come": 1 << 62, "at once": messages.BIDIRECTIONAL}  # from how many bytes on a message awaits the other
+# from how many bytes on a message awaits the other
+WAYS = {"as they come": 1 << 62, "at once": messages.BIDIRECTIONAL}
 HEADER = "| algorithm | as they come, ms | at once, ms | of the time before |\n| --- | --- | --- | --- |"
 
 
@@ -34,8 +36,13 @@ def lines(times: dict[tuple[str, str], Any]) -> Iterator[str]:
     """Yield the table: medians, and quartiles in brackets."""
     yield HEADER
     for name in dict.fromkeys(name for name, _ in times):
-        rows = [1e3 * np.percentile(times[name, way].max(axis=0), [50, 25, 75]) for way in WAYS]
-        cells = [f"{middle:.1f} ({low:.1f} to {high:.1f})" for middle, low, high in rows]
+        rows = [
+            1e3 * np.percentile(times[name, way].max(axis=0), [50, 25, 75])
+            for way in WAYS
+        ]
+        cells = [
+            f"{middle:.1f} ({low:.1f} to {high:.1f})" for middle, low, high in rows
+        ]
         yield f"| {name} | {' | '.join(cells)} | {rows[1][0] / rows[0][0]:.2f} |"
 
 
@@ -50,10 +57,19 @@ def main() -> None:
     options, comm = parser.parse_args(), MPI.COMM_WORLD
     length = int(options.length)
     entries = max(1, round(length * options.density))
-    vector = draw_sparse("independent", comm.rank, comm.size, length, entries, "float32")
-    calls = {name: partial(sparse_allreduce, vector, comm, algorithm=name) for name in options.algorithms}
+    vector = draw_sparse(
+        "independent", comm.rank, comm.size, length, entries, "float32"
+    )
+    calls = {
+        name: partial(sparse_allreduce, vector, comm, algorithm=name)
+        for name in options.algorithms
+    }
     calls["MPI's Iallreduce"] = partial(dense_allreduce, vector.to_dense(), comm)
-    ways = {(name, way): partial(going, way, call) for name, call in calls.items() for way in WAYS}
+    ways = {
+        (name, way): partial(going, way, call)
+        for name, call in calls.items()
+        for way in WAYS
+    }
     contestants = paced(ways, comm)
     times = interleave(contestants, options.repeats, comm)
     if comm.rank == 0:

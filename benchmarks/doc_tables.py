@@ -12,8 +12,9 @@
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9 E10    # and so benchmarks/papers/README.md
     python benchmarks/doc_tables.py
 
-Each table is between two comments that name it; the rest of its page is left alone. With --check nothing is written:
-the exit status is 1 where a page is not what the files give.
+Each table is between two comments that name it; the rest of its page is left alone.
+With --check nothing is written: the exit status is 1 where a page is not what the files
+give.
 """
 
 import argparse
@@ -30,7 +31,10 @@ from mpicomp_bench.bench.choice import near_best
 from mpicomp_bench.explain import explained
 from mpicomp_bench.methods import METHODS
 
-sys.path += [str(pathlib.Path(__file__).parent / name) for name in ("", "race", "every_step", "papers")]
+sys.path += [
+    str(pathlib.Path(__file__).parent / name)
+    for name in ("", "race", "every_step", "papers")
+]
 
 import losses
 import results
@@ -56,7 +60,12 @@ TRAININGS = [  # values, seconds of computing, ranks, density
     *(("25e6", 0.2, ranks, density) for ranks in (8, 64) for density in (0.001, 0.01)),
     *(("1e9", 2.0, 64, density) for density in (0.001, 0.01)),
 ]
-LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "hdr": "200 Gbit/s"}
+LINKS = {
+    "100mbit": "100 Mbit/s",
+    "1gbit": "1 Gbit/s",
+    "10gbit": "10 Gbit/s",
+    "hdr": "200 Gbit/s",
+}
 VALUES = ["all tensors", "normal", "Laplace", "t(3)"]  # that are quantised
 
 
@@ -73,10 +82,16 @@ def times(steps: list[str], suffix: str = "") -> list[str]:
     by_name = [{row["name"]: row for row in run["rows"]} for run in runs]
     rows = []
     for name in steps:
-        cells = [f"{1e3 * rows_of[name]['seconds']:.1f} ms, {rows_of[name]['speedup']:.2f}x" for rows_of in by_name]
+        cells = [
+            f"{1e3 * rows_of[name]['seconds']:.1f} ms, {rows_of[name]['speedup']:.2f}x"
+            for rows_of in by_name
+        ]
         density, _, step = name.partition(" ")
         rows.append([f"{100 * float(density):g} %: {step}", *cells])
-    dense = [f"{1e3 * max(row['baseline_seconds'] for row in run['rows']):.1f} ms" for run in runs]
+    dense = [
+        f"{1e3 * max(row['baseline_seconds'] for row in run['rows']):.1f} ms"
+        for run in runs
+    ]
     return table(heads, [*rows, ["`MPI_Allreduce`, dense", *dense]])
 
 
@@ -85,27 +100,45 @@ def compressors() -> list[str]:
     shown = {"one vector": "steps", "54 tensors": "steps-tensors"}
     columns = []
     for file in shown.values():
-        rows = {tuple(row["name"].split(" ", 1)): row["seconds"] for row in loaded(file)["rows"]}
+        rows = {
+            tuple(row["name"].split(" ", 1)): row["seconds"]
+            for row in loaded(file)["rows"]
+        }
         for density in dict.fromkeys(density for density, _ in rows):
-            columns.append({name: seconds for (each, name), seconds in rows.items() if each == density})
+            columns.append(
+                {
+                    name: seconds
+                    for (each, name), seconds in rows.items()
+                    if each == density
+                }
+            )
     heads = [f"{what}, {density}" for what in shown for density in ("0.1 %", "1 %")]
     rows, top_k = [], next(iter(columns[0]))
     for name in columns[0]:
-        cells = [f"{1e3 * own[name]:.1f} ms, {own[name] / own[top_k]:.2f}" for own in columns]
+        cells = [
+            f"{1e3 * own[name]:.1f} ms, {own[name] / own[top_k]:.2f}" for own in columns
+        ]
         rows.append([f"`{name.partition(',')[0]}`", *cells])
     return table(["compressor", *heads], rows)
 
 
 def gains() -> list[str]:
     """Return the table of predicted training steps: with a dense allreduce over with an exchange, by rate and case."""
-    heads = [f"{length}, {ranks} ranks, {100 * density:g} %" for length, _, ranks, density in TRAININGS]
+    heads = [
+        f"{length}, {ranks} ranks, {100 * density:g} %"
+        for length, _, ranks, density in TRAININGS
+    ]
     rows = []
     for network, name in LINKS.items():
         cells = []
         for length, computing, ranks, density in TRAININGS:
             case = Case(ranks, int(float(length)), float(length) * density)
             found = explained(case, NETWORKS[network], computing)
-            cells += [f"{row['speedup']:.3g}" for row in found if row["algorithm"] == "by sparse_allreduce"]
+            cells += [
+                f"{row['speedup']:.3g}"
+                for row in found
+                if row["algorithm"] == "by sparse_allreduce"
+            ]
         rows.append([name, *cells])
     return table(["link of a rank", *heads], rows)
 
@@ -115,11 +148,24 @@ def threads() -> list[str]:
     found = loaded("threads")["rows"]
     rows = []
     for row in found:
-        times = [f"{1e3 * row['seconds'][way]:.2f} ms" for way in ("one thread", "threads", "processes")]
-        shares = [row["rate"]["threads"] / row["rate"][way] for way in ("one thread", "processes")]
+        times = [
+            f"{1e3 * row['seconds'][way]:.2f} ms"
+            for way in ("one thread", "threads", "processes")
+        ]
+        shares = [
+            row["rate"]["threads"] / row["rate"][way]
+            for way in ("one thread", "processes")
+        ]
         rows.append([row["call"], *times, *(f"{share:.2f}" for share in shares)])
-    heads = ["25e6 float32", "one thread", "two threads", "two processes, one vector each"]
-    return table([*heads, "throughput: two threads over one", "over two processes"], rows)
+    heads = [
+        "25e6 float32",
+        "one thread",
+        "two threads",
+        "two processes, one vector each",
+    ]
+    return table(
+        [*heads, "throughput: two threads over one", "over two processes"], rows
+    )
 
 
 def parts() -> list[str]:
@@ -132,12 +178,17 @@ def parts() -> list[str]:
             name = row["name"].removeprefix(f"{bits} bits").lstrip(": ")
             if row["name"].startswith(f"{bits} bits") and row["baseline"] != "16 bits":
                 whole = f"a call, and its speed-up over `{row['baseline']}`"
-                last = f"{row['speedup']:.2f}" if name == "direct" else f"{row['seconds'] / row['floor']:.1f} reads"
+                last = (
+                    f"{row['speedup']:.2f}"
+                    if name == "direct"
+                    else f"{row['seconds'] / row['floor']:.1f} reads"
+                )
                 rows.setdefault(whole if name == "direct" else name, []).append(
                     f"{1e3 * row['seconds']:.1f} ms, {last}"
                 )
     return table(
-        ["25e6 float32", *(f"P = {size}, {bits} bits" for size, bits in columns)], [[k, *v] for k, v in rows.items()]
+        ["25e6 float32", *(f"P = {size}, {bits} bits" for size, bits in columns)],
+        [[k, *v] for k, v in rows.items()],
     )
 
 
@@ -148,7 +199,13 @@ def choice() -> list[str]:
     for name in next(iter(runs.values())):
         near = [runs[size][name] for size in CHOICES]
         whole = sum(found for found, _ in near) / sum(count for _, count in near)
-        rows.append([f"`{name}`", *(f"{found} of {count}" for found, count in near), f"{100 * whole:.0f} %"])
+        rows.append(
+            [
+                f"`{name}`",
+                *(f"{found} of {count}" for found, count in near),
+                f"{100 * whole:.0f} %",
+            ]
+        )
     return table(['"auto" of', *(f"P = {size}" for size in CHOICES), "together"], rows)
 
 
@@ -157,11 +214,27 @@ def short() -> list[str]:
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for size in reversed(RANKS):
         for row in loaded(f"short-{size}")["rows"]:
-            case = f"{size}", f"{row['length']:.0e}".replace("e+0", "e"), f"{100 * row['density']:g} %"
-            found.setdefault(case, {})[row["algorithm"]] = f"{1e6 * row['seconds']:.0f} us"
-    heads = ["P", "values", "density", "`MPI_Allreduce`, dense", "`MPI_Allgatherv`", "`sparse_allreduce`"]
+            case = (
+                f"{size}",
+                f"{row['length']:.0e}".replace("e+0", "e"),
+                f"{100 * row['density']:g} %",
+            )
+            found.setdefault(case, {})[row["algorithm"]] = (
+                f"{1e6 * row['seconds']:.0f} us"
+            )
+    heads = [
+        "P",
+        "values",
+        "density",
+        "`MPI_Allreduce`, dense",
+        "`MPI_Allgatherv`",
+        "`sparse_allreduce`",
+    ]
     names = "MPI_Allreduce", "MPI_Allgatherv", "auto"
-    return table(heads, [[*case, *(taken[name] for name in names)] for case, taken in found.items()])
+    return table(
+        heads,
+        [[*case, *(taken[name] for name in names)] for case, taken in found.items()],
+    )
 
 
 def race(schedule: str) -> list[str]:
@@ -171,15 +244,28 @@ def race(schedule: str) -> list[str]:
     def loss(pair: tuple[str, list[Any]]) -> float:
         return results.final(results.by_learning_rate(pair[1])[0])
 
-    ordered = {setting: dict(sorted(own.items(), key=loss)) for setting, own in results.settings(rows).items()}
-    tables = (results.table(setting, own, results.sittings(rows, setting)) for setting, own in ordered.items())
+    ordered = {
+        setting: dict(sorted(own.items(), key=loss))
+        for setting, own in results.settings(rows).items()
+    }
+    tables = (
+        results.table(setting, own, results.sittings(rows, setting))
+        for setting, own in ordered.items()
+    )
     return "\n".join(tables).rstrip().split("\n")
 
 
 def quantisers() -> list[str]:
     """Return the table of relative squared errors."""
     rows = loaded("quantisers")["rows"]
-    cells = [[row["quantiser"], str(row["bits"]), *(f"{row['errors'][of]:.4f}" for of in VALUES)] for row in rows]
+    cells = [
+        [
+            row["quantiser"],
+            str(row["bits"]),
+            *(f"{row['errors'][of]:.4f}" for of in VALUES),
+        ]
+        for row in rows
+    ]
     return table(["quantiser", "bits", *VALUES], cells)
 
 
@@ -189,14 +275,22 @@ def accuracy() -> list[str]:
     densities = sorted({row["density"] for row in rows if row["density"]}, reverse=True)
     heads = [
         "method",
-        *(f"{100 * each:g} %: {what}" for each in densities for what in ("test accuracy, %", "rate", "bytes")),
+        *(
+            f"{100 * each:g} %: {what}"
+            for each in densities
+            for what in ("test accuracy, %", "rate", "bytes")
+        ),
     ]
     lines = []
     for name in dict.fromkeys(row["name"] for row in rows):
         own = {row["density"]: row for row in rows if row["name"] == name}
         cells = []
         for row in [own.get(None, own.get(each)) for each in densities[: len(own)]]:
-            cells += [f"{row['figure']:.2f} ± {row['spread']:.2f}", f"{row['rate']:g}", f"{row['nbytes']:,.0f}"]
+            cells += [
+                f"{row['figure']:.2f} ± {row['spread']:.2f}",
+                f"{row['rate']:g}",
+                f"{row['nbytes']:,.0f}",
+            ]
         lines.append([f"`{name}`", *cells, *[""] * (len(heads) - 1 - len(cells))])
     return table(heads, lines)
 
@@ -205,11 +299,24 @@ def large() -> list[str]:
     """Return the table of one exchange of a large gradient: bytes, and seconds over links and in shared memory."""
     lines = []
     for length in ("1e8", "5e7"):
-        links, memory = (loaded(f"large/{length}-{where}")["rows"] for where in ("1gbit", "memory"))
+        links, memory = (
+            loaded(f"large/{length}-{where}")["rows"] for where in ("1gbit", "memory")
+        )
         for over, inside in zip(links, memory, strict=True):
             seconds = [f"{row['seconds']:.2f}" for row in (over, inside)]
-            lines.append([over["method"], length, f"{over['nbytes'] / 1e6:.3g}", *seconds])
-    return table(["method", "values", "MB sent", "8 hosts at 1 Gbit/s, s", "8 ranks in shared memory, s"], lines)
+            lines.append(
+                [over["method"], length, f"{over['nbytes'] / 1e6:.3g}", *seconds]
+            )
+    return table(
+        [
+            "method",
+            "values",
+            "MB sent",
+            "8 hosts at 1 Gbit/s, s",
+            "8 ranks in shared memory, s",
+        ],
+        lines,
+    )
 
 
 def methods() -> list[str]:
@@ -236,7 +343,9 @@ def every_step(which: str) -> list[str]:
 def paper(name: str) -> list[str]:
     """Return the table of an experiment on the claims of the papers."""
     file = RESULTS / "papers" / f"{name}.json"
-    found: list[str] = of_experiment(name, loaded(f"papers/{name}")["rows"] if file.exists() else [])
+    found: list[str] = of_experiment(
+        name, loaded(f"papers/{name}")["rows"] if file.exists() else []
+    )
     return found
 
 
@@ -257,10 +366,18 @@ TABLES = {
     "docs/frameworks.md": {"hook": hook},
     "docs/compressors.md": {"quantisers": quantisers},
     "docs/choosing.md": {"every_step": partial(every_step, "summary")},
-    "docs/accuracy.md": {"accuracy": accuracy, "E9": partial(paper, "E9"), "E10": partial(paper, "E10")},
-    "benchmarks/every_step/README.md": {"methods": methods, "every_step": partial(every_step, "table")},
+    "docs/accuracy.md": {
+        "accuracy": accuracy,
+        "E9": partial(paper, "E9"),
+        "E10": partial(paper, "E10"),
+    },
+    "benchmarks/every_step/README.md": {
+        "methods": methods,
+        "every_step": partial(every_step, "table"),
+    },
     "benchmarks/papers/README.md": {
-        name: partial(paper, name) for name in ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8")
+        name: partial(paper, name)
+        for name in ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8")
     },
 }
 
@@ -268,13 +385,19 @@ TABLES = {
 def main() -> int:
     """Write the pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page differs")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 where a page differs",
+    )
     check, differ = parser.parse_args().check, False
     for name, tables in TABLES.items():
         path = ROOT / name
         page = before = path.read_text()
         for each, make in tables.items():
-            block = "\n".join([f"<!-- {each} -->", "", *make(), "", f"<!-- end of {each} -->"])
+            block = "\n".join(
+                [f"<!-- {each} -->", "", *make(), "", f"<!-- end of {each} -->"]
+            )
             place = rf"<!-- {each} -->.*?<!-- end of {each} -->"
             page, count = re.subn(place, lambda _, b=block: b, page, flags=re.DOTALL)
             assert count == 1, f"{name} has {count} places for the table {each}"

@@ -3,9 +3,9 @@
     benchmarks/tables.sh choice docs/results      # measures every algorithm on 2, 4 and 8 ranks
     python benchmarks/fit_choice.py               # needs scipy
 
-Bits of values are means over encoded vectors. The predicted seconds of `collectives.choice` are fitted to logarithms of
-the measured ones, with independent supports; a constant is kept near that of
-the code where the times say little of it.
+Bits of values are means over encoded vectors. The predicted seconds of
+`collectives.choice` are fitted to logarithms of the measured ones, with independent
+supports; a constant is kept near that of the code where the times say little of it.
 """
 
 import json
@@ -38,7 +38,9 @@ NAMES = [(module, name) for module, names in FITTED.items() for name in names]
 SUPPORTS = "independent", "8 bits", "4 bits"
 LENGTH = 200_000  # of the encoded vectors
 FORMS = None, "bfloat16", "sign", "two_bit"
-KEPT = 0.3  # the pull of each constant towards that of the code: of a time that is off by this factor's logarithm
+# the pull of each constant towards that of the code: of a time that is off by this
+# factor's logarithm
+KEPT = 0.3
 
 
 def places() -> list[tuple[str, Case, Links, dict[str, float]]]:
@@ -49,7 +51,11 @@ def places() -> list[tuple[str, Case, Links, dict[str, float]]]:
         ranks, own = run["ranks"], Links(0.0, 1.0, max(1.0, run["ranks"] / run["cpus"]))
         for row in run["rows"]:
             if row["supports"] in SUPPORTS:
-                bits = int(row["supports"][0]) if row["supports"].endswith("bits") else None
+                bits = (
+                    int(row["supports"][0])
+                    if row["supports"].endswith("bits")
+                    else None
+                )
                 entries = max(1, round(row["length"] * row["density"]))
                 case = Case(ranks, row["length"], entries, ranks, bits=bits)
                 found.append((row["collective"], case, own, row["seconds"]))
@@ -59,10 +65,14 @@ def places() -> list[tuple[str, Case, Links, dict[str, float]]]:
 def fractions() -> dict[str, float]:
     """Return the bits of a value as coded over those in memory: means over ranks, densities and supports."""
     found: dict[str, list[float]] = {"FLOATS": [], "SUMS": [], "HALF_SUMS": []}
-    for ranks, density, form, pattern in product((4, 8), (0.001, 0.01, 0.1), FORMS, PATTERNS):
+    for ranks, density, form, pattern in product(
+        (4, 8), (0.001, 0.01, 0.1), FORMS, PATTERNS
+    ):
         vectors = []
         for rank in range(ranks):
-            support = draw_sparse(pattern, rank, ranks, LENGTH, round(density * LENGTH), "float32")
+            support = draw_sparse(
+                pattern, rank, ranks, LENGTH, round(density * LENGTH), "float32"
+            )
             gradient = np.random.default_rng(rank).standard_normal(LENGTH, np.float32)
             largest = support.with_values(TopK(k=support.nnz).compress(gradient).values)
             vectors.append(largest if form is None else quantise(largest, form)[0])
@@ -93,7 +103,10 @@ def main() -> int:
         found = list(KEPT * (logarithms - before))
         for collective, case, own, seconds in measured:
             taken: dict[str, Any] = predicted(collective, case, own)
-            found += [math.log(taken[name][0] / seconds[name]) for name in taken.keys() & seconds.keys()]
+            found += [
+                math.log(taken[name][0] / seconds[name])
+                for name in taken.keys() & seconds.keys()
+            ]
         return found
 
     after = least_squares(misses, before, loss="soft_l1").x
@@ -102,15 +115,21 @@ def main() -> int:
     for what, each in ("of the code", before), ("fitted", after):
         factor = math.exp(np.median(np.abs(misses(each)[len(NAMES) :])))
         near = [is_near_best(*place) for place in measured if place[1].ranks > 2]
-        print(f"constants {what}: times within a factor of {factor:.2f} (median), near the best in {np.mean(near):.0%}")
+        print(
+            f"constants {what}: times within a factor of {factor:.2f} (median), near the best in {np.mean(near):.0%}"
+        )
     return 0
 
 
-def is_near_best(collective: str, case: Case, own: Links, seconds: dict[str, float]) -> bool:
+def is_near_best(
+    collective: str, case: Case, own: Links, seconds: dict[str, float]
+) -> bool:
     """Return whether the algorithm with the shortest prediction is within 15 % of the best."""
     taken = predicted(collective, case, own)
     chosen = min(taken, key=lambda name: taken[name][0])
-    return seconds[chosen] <= NEAR * min(own for name, own in seconds.items() if name != AUTO)
+    return seconds[chosen] <= NEAR * min(
+        own for name, own in seconds.items() if name != AUTO
+    )
 
 
 if __name__ == "__main__":

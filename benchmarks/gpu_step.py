@@ -2,9 +2,10 @@
 
     mpirun -n 2 python benchmarks/gpu_step.py --length 25e6 --json step.json
 
-Ranks may share a GPU; MPICOMP_CUDA_AWARE says how messages pass MPI. A time is that of the slowest rank, from a barrier
-until its stream has finished; the median of the repeats. The sparse mean is returned, and added to an array of
-parameters; the dense sum is written to an array.
+Ranks may share a GPU; MPICOMP_CUDA_AWARE says how messages pass MPI. A time is that of
+the slowest rank, from a barrier until its stream has finished; the median of the
+repeats. The sparse mean is returned, and added to an array of parameters; the dense sum
+is written to an array.
 """
 
 import argparse
@@ -23,13 +24,20 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 from mpi4py import MPI  # noqa: E402
 
-from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, sparse_allreduce  # noqa: E402
+from collectives import (  # noqa: E402
+    GradientExchange,
+    dense_allreduce,
+    gtopk_allreduce,
+    sparse_allreduce,
+)
 from mpicomp import ChunkedTopK, ErrorFeedback, Quantised, TopK  # noqa: E402
 
 
 def main() -> None:
     """Measure, and write the rows on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=float, default=25e6)
     parser.add_argument("--density", type=float, default=0.001)
     parser.add_argument("--repeats", type=int, default=9)
@@ -38,13 +46,20 @@ def main() -> None:
     comm, cupy = MPI.COMM_WORLD, importlib.import_module("cupy")
     cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()).use()
     rows = [
-        {"name": name, "length": int(options.length), "ranks": comm.size, "seconds": timed(comm, cupy, call, options)}
+        {
+            "name": name,
+            "length": int(options.length),
+            "ranks": comm.size,
+            "seconds": timed(comm, cupy, call, options),
+        }
         for name, call in contestants(comm, cupy, options).items()
     ]
     if comm.rank == 0:
         for row in rows:
             row["over_dense"] = row["seconds"] / rows[0]["seconds"]
-            print(f"{row['name']:40s} {1e3 * row['seconds']:9.3f} ms, {row['over_dense']:.3f} of the dense one")
+            print(
+                f"{row['name']:40s} {1e3 * row['seconds']:9.3f} ms, {row['over_dense']:.3f} of the dense one"
+            )
         if options.json:
             Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -52,12 +67,16 @@ def main() -> None:
 def contestants(comm: Any, cupy: Any, options: Any) -> dict[str, Callable[[], Any]]:
     """Return a step by name, the dense one first. Each adds a fresh gradient to the array that holds the residual."""
     length, density = int(options.length), options.density
-    fresh = cupy.asarray(np.random.default_rng(comm.rank).standard_normal(length, np.float32))
+    fresh = cupy.asarray(
+        np.random.default_rng(comm.rank).standard_normal(length, np.float32)
+    )
     parameters = cupy.zeros(length, np.float32)
 
     def step(compressor: Any, collective: Any) -> Callable[[], Any]:
         gradient = fresh.copy()
-        exchange = GradientExchange(comm, compressor, ErrorFeedback(in_place=True), collective)
+        exchange = GradientExchange(
+            comm, compressor, ErrorFeedback(in_place=True), collective
+        )
 
         def run() -> None:
             np.add(gradient, fresh, out=gradient)
@@ -68,9 +87,13 @@ def contestants(comm: Any, cupy: Any, options: Any) -> dict[str, Callable[[], An
     k = max(1, round(4096 * density))
     return {
         "dense_allreduce": lambda: dense_allreduce(fresh, comm),
-        f"in place, top-k {density:g}, allreduce": step(TopK(density), sparse_allreduce),
+        f"in place, top-k {density:g}, allreduce": step(
+            TopK(density), sparse_allreduce
+        ),
         f"in place, top-k {density:g}, gTop-k": step(TopK(density), gtopk_allreduce),
-        f"in place, {k} of 4096, two bits": step(Quantised(ChunkedTopK(k, 4096), "two_bit"), sparse_allreduce),
+        f"in place, {k} of 4096, two bits": step(
+            Quantised(ChunkedTopK(k, 4096), "two_bit"), sparse_allreduce
+        ),
     }
 
 

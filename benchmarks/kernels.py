@@ -27,15 +27,24 @@ from mpicomp.kernels import host
 from mpicomp.vector import SparseVector
 from mpicomp_bench.bench.data import FAMILIES
 from mpicomp_bench.files import check_files, new_file
-from mpicomp_bench.measuring import Call, Row, compare, missing_gpu, read_once, until_done
+from mpicomp_bench.measuring import (
+    Call,
+    Row,
+    compare,
+    missing_gpu,
+    read_once,
+    until_done,
+)
 from mpicomp_bench.options import Parser, positive
 from mpicomp_bench.output import COMPARISON, show, write_rows
 
 Sparse = tuple[Array, Array]
-# name, the kernel's call, baselines, and the array that one read of is the floor, or how many entries a call works on
+# name, the kernel's call, baselines, and the array that one read of is the floor, or
+# how many entries a call works on
 Comparisons = Iterator[tuple[str, Call, Mapping[str, Call], Any]]
 ONE = {"threads": 1}
-_LONG, _BLOCK = 100_000_000, 1 << 22  # values of a long vector on a GPU, and of the block that it repeats
+# values of a long vector on a GPU, and of the block that it repeats
+_LONG, _BLOCK = 100_000_000, 1 << 22
 
 
 def rows(options: Namespace) -> Iterator[Row]:
@@ -45,11 +54,17 @@ def rows(options: Namespace) -> Iterator[Row]:
         from mpicomp.kernels import device
 
         cupy: Any = importlib.import_module("cupy")
-        for both in (top_k, passes, sums, dense) if length <= _LONG else (of_a_long_vector,):
-            yield from compared(both(cupy, device, rng, length), repeats, until_done, read_once_on_gpu)
+        for both in (
+            (top_k, passes, sums, dense) if length <= _LONG else (of_a_long_vector,)
+        ):
+            yield from compared(
+                both(cupy, device, rng, length), repeats, until_done, read_once_on_gpu
+            )
         return
     for size in sorted({min(length, 1_000_000), length}):
-        yield from compared(top_k(np, host, rng, size), 3 * repeats if size <= 1_000_000 else repeats)
+        yield from compared(
+            top_k(np, host, rng, size), 3 * repeats if size <= 1_000_000 else repeats
+        )
     for both in passes, sums, dense:
         yield from compared(both(np, host, rng, length), repeats)
     for subject in fused, transforms, few_bits, coding, offsets:
@@ -57,14 +72,23 @@ def rows(options: Namespace) -> Iterator[Row]:
 
 
 def compared(
-    found: Comparisons, repeats: int, call: Callable[[Call], Call] = lambda call: call, read: Any = read_once
+    found: Comparisons,
+    repeats: int,
+    call: Callable[[Call], Call] = lambda call: call,
+    read: Any = read_once,
 ) -> Iterator[Row]:
     """Yield the rows of comparisons. call: makes a call synchronous; read: reads an array once."""
     for name, ours, against, what in found:
         counted = isinstance(what, int)
         floor = None if counted else call(read(what))
         baselines = {each: call(baseline) for each, baseline in against.items()}
-        yield from compare({name: call(ours)}, baselines, repeats, floor=floor, entries=what if counted else None)
+        yield from compare(
+            {name: call(ours)},
+            baselines,
+            repeats,
+            floor=floor,
+            entries=what if counted else None,
+        )
 
 
 def top_k(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
@@ -72,39 +96,71 @@ def top_k(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Compa
     on_host, one, size = xp is np, ONE if xp is np else {}, f"{length / 1e6:g}e6"
     normal = FAMILIES["normal"](rng, length)
     for family in "normal", "laplace", "cauchy":
-        values = xp.asarray(normal if family == "normal" else FAMILIES[family](rng, length))
+        values = xp.asarray(
+            normal if family == "normal" else FAMILIES[family](rng, length)
+        )
         for density in (0.001, 0.01):
             k = max(1, round(density * length))
-            against: dict[str, Call] = {f"{xp.__name__}.argpartition": partial(argpartition, xp, values, k)}
+            against: dict[str, Call] = {
+                f"{xp.__name__}.argpartition": partial(argpartition, xp, values, k)
+            }
             if on_host:
                 against["np.partition, np.flatnonzero"] = partial(partition, values, k)
             against |= torch_top_k(values, k, on_host=on_host)
-            yield f"top_k {family} {size} k/n={density}", partial(kernels.largest, values, k, **one), against, values
-    data: dict[str, Callable[[], Array]] = {  # types, and data that mislead a sample, or that are full of ties
+            yield (
+                f"top_k {family} {size} k/n={density}",
+                partial(kernels.largest, values, k, **one),
+                against,
+                values,
+            )
+    # types, and data that mislead a sample, or that are full of ties
+    data: dict[str, Callable[[], Array]] = {
         "float16": lambda: normal.astype(np.float16),
         "float64": lambda: normal.astype(np.float64),
         "zeros": lambda: np.zeros(length, np.float32),
         "all equal": lambda: np.full(length, 3, np.float32),
         "sorted": lambda: np.arange(length, dtype=np.float32),
         "quantised": lambda: np.round(4 * normal),
-        "a thousandth non-zero": lambda: (rng.random(length, np.float32) < 0.001).astype(np.float32),
+        "a thousandth non-zero": lambda: (
+            rng.random(length, np.float32) < 0.001
+        ).astype(np.float32),
     }
     for name, make in data.items():
         values, k = xp.asarray(make()), max(1, length // 1000)
         against = {f"{xp.__name__}.argpartition": partial(argpartition, xp, values, k)}
-        yield f"top_k {name} {size} k/n=0.001", partial(kernels.largest, values, k, **one), against, values
+        yield (
+            f"top_k {name} {size} k/n=0.001",
+            partial(kernels.largest, values, k, **one),
+            against,
+            values,
+        )
 
 
-def of_a_long_vector(cupy: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comparisons:
+def of_a_long_vector(
+    cupy: Any, kernels: Any, rng: np.random.Generator, length: int
+) -> Comparisons:
     """Top-k, alone and of a sum, of a periodic vector: drawing all of its values would take minutes."""
     block = rng.standard_normal(_BLOCK, np.float32)
-    values, size = cupy.tile(cupy.asarray(block), -(-length // _BLOCK))[:length], f"{length / 1e6:g}e6"
+    values, size = (
+        cupy.tile(cupy.asarray(block), -(-length // _BLOCK))[:length],
+        f"{length / 1e6:g}e6",
+    )
     out = cupy.empty_like(values)
     for density in (0.0001, 0.001):
         k = round(density * length)
-        against = {"cupy.argpartition": partial(argpartition, cupy, values, k)} | torch_top_k(values, k, on_host=False)
-        yield f"top_k normal {size} k/n={density}", partial(kernels.largest, values, k), against, values
-        ours, add = partial(kernels.add_largest, values, values, out, k), partial(np.add, values, values, out=out)
+        against = {
+            "cupy.argpartition": partial(argpartition, cupy, values, k)
+        } | torch_top_k(values, k, on_host=False)
+        yield (
+            f"top_k normal {size} k/n={density}",
+            partial(kernels.largest, values, k),
+            against,
+            values,
+        )
+        ours, add = (
+            partial(kernels.add_largest, values, values, out, k),
+            partial(np.add, values, values, out=out),
+        )
         yield f"add_largest {size} k/n={density}", ours, {"cupy.add": add}, values
 
 
@@ -123,13 +179,29 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
     if on_host:
         other, out = values[::-1].copy(), np.empty_like(values)
         calls |= {
-            "sides": (partial(host.sides, values, 1.0, **ONE), "abs(x).sum()", lambda: np.abs(values).sum()),
-            "add": (partial(host.add, values, other, out, **ONE), "add", partial(np.add, values, other, out=out)),
+            "sides": (
+                partial(host.sides, values, 1.0, **ONE),
+                "abs(x).sum()",
+                lambda: np.abs(values).sum(),
+            ),
+            "add": (
+                partial(host.add, values, other, out, **ONE),
+                "add",
+                partial(np.add, values, other, out=out),
+            ),
         }
     else:
-        calls["sides"] = partial(kernels.sides, values, 1.0), "sum", partial(xp.sum, values)
+        calls["sides"] = (
+            partial(kernels.sides, values, 1.0),
+            "sum",
+            partial(xp.sum, values),
+        )
         other = values.copy()
-        calls["hadamard of 256"] = partial(kernels.hadamard, values, other, 256), "copy", partial(values.copy)
+        calls["hadamard of 256"] = (
+            partial(kernels.hadamard, values, other, 256),
+            "copy",
+            partial(values.copy),
+        )
     for name, (ours, what, theirs) in calls.items():
         yield f"{name} {size}", ours, {f"{xp.__name__}.{what}": theirs}, values
 
@@ -145,8 +217,16 @@ def fused(rng: np.random.Generator, length: int) -> Comparisons:
 
     for density in (0.001, 0.01):
         k = round(density * length)
-        ours, against = partial(host.add_largest, a, b, out, k, **ONE), partial(one_after_the_other, k)
-        yield f"add_largest {length / 1e6:g}e6 k/n={density}", ours, {"add, then largest": against}, a
+        ours, against = (
+            partial(host.add_largest, a, b, out, k, **ONE),
+            partial(one_after_the_other, k),
+        )
+        yield (
+            f"add_largest {length / 1e6:g}e6 k/n={density}",
+            ours,
+            {"add, then largest": against},
+            a,
+        )
 
 
 def transforms(rng: np.random.Generator, length: int) -> Comparisons:
@@ -165,7 +245,12 @@ def transforms(rng: np.random.Generator, length: int) -> Comparisons:
     for number in sorted({1, threads.count()}):
         for chunk in 64, 256, 1024, 4096:
             name = f"hadamard {size} of {chunk}, forward and inverse, threads={number}"
-            yield name, partial(forward_and_inverse, chunk, number), {"two copies": copy_twice}, values
+            yield (
+                name,
+                partial(forward_and_inverse, chunk, number),
+                {"two copies": copy_twice},
+                values,
+            )
     yield (
         f"signs {size}",
         partial(host.signs, out, **ONE),
@@ -185,20 +270,39 @@ def sums(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Compar
         return together[starts], np.add.reduceat(np.concatenate(values)[order], starts)
 
     few, many = max(1, length // 1000), max(1, length // 100)
-    shapes = (2, few, length), (2, many, length), (8, few, length), (8, many, length), (64, few, length)
+    shapes = (
+        (2, few, length),
+        (2, many, length),
+        (8, few, length),
+        (8, many, length),
+        (64, few, length),
+    )
     for parts, k, whole in (*shapes, (64, few, length // 10), (64, few, 2**50)):
         for dtype in (np.float32, np.float16)[: 2 if parts == 2 else 1]:
             vectors = [sparse(rng, whole, k, dtype) for _ in range(parts)]
             indices, values = (list(each) for each in zip(*vectors, strict=True))
             sent = [[xp.asarray(each) for each in vector] for vector in vectors]
             if parts == 2:
-                ours, name = partial(kernels.merge, *sent[0], *sent[1]), f"merge 2 x {k} {np.dtype(dtype)}"
+                ours, name = (
+                    partial(kernels.merge, *sent[0], *sent[1]),
+                    f"merge 2 x {k} {np.dtype(dtype)}",
+                )
             else:
-                ours = partial(kernels.accumulate, *(list(each) for each in zip(*sent, strict=True)), whole)
+                ours = partial(
+                    kernels.accumulate,
+                    *(list(each) for each in zip(*sent, strict=True)),
+                    whole,
+                )
                 name = f"accumulate {parts} x {k} in {whole:.1e}"
-            against: dict[str, Call] = {"the host's kernel": partial(host.accumulate, indices, values, whole)}
+            against: dict[str, Call] = {
+                "the host's kernel": partial(host.accumulate, indices, values, whole)
+            }
             if xp is np:
-                against = {"concatenate, argsort, reduceat": partial(by_sorting, indices, values)}
+                against = {
+                    "concatenate, argsort, reduceat": partial(
+                        by_sorting, indices, values
+                    )
+                }
             yield name, ours, against, sum(len(each) for each in indices)
 
 
@@ -207,16 +311,31 @@ def dense(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Compa
     one = ONE if xp is np else {}
     for dtype in (np.float32, np.float16):
         array = xp.zeros(length, dtype)
-        indices, values = (xp.asarray(each) for each in sparse(rng, length, max(1, length // 100), dtype))
+        indices, values = (
+            xp.asarray(each)
+            for each in sparse(rng, length, max(1, length // 100), dtype)
+        )
 
-        def add(array: Any = array, indices: Any = indices, values: Any = values) -> None:
+        def add(
+            array: Any = array, indices: Any = indices, values: Any = values
+        ) -> None:
             array[indices] += values
 
         name = f"{indices.size} of {length / 1e6:g}e6 {array.dtype}"
         ours = partial(kernels.scatter_add, array, indices, values, **one)
-        yield f"scatter_add {name}", ours, {"dense[indices] += values": add}, indices.size
+        yield (
+            f"scatter_add {name}",
+            ours,
+            {"dense[indices] += values": add},
+            indices.size,
+        )
         take = partial(array.__getitem__, indices)
-        yield f"gather {name}", partial(kernels.gather, array, indices, **one), {"dense[indices]": take}, indices.size
+        yield (
+            f"gather {name}",
+            partial(kernels.gather, array, indices, **one),
+            {"dense[indices]": take},
+            indices.size,
+        )
 
 
 def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
@@ -232,15 +351,24 @@ def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
 
     for bits in BITS:
         coded = quantise(values, out, few_bits_message(values.size, bits, 256, values))
-        arrays, others = (coded.codes, coded.scales), (coded.codes.copy(), coded.scales.copy())
+        arrays, others = (
+            (coded.codes, coded.scales),
+            (coded.codes.copy(), coded.scales.copy()),
+        )
         calls: dict[str, Call] = {
-            "quantise": partial(host.quantise, values, [], bits, 256, *arrays, out, threads=1),
-            "quantise a sum of two": partial(host.quantise, values, [arrays], bits, 256, *others, out, threads=1),
+            "quantise": partial(
+                host.quantise, values, [], bits, 256, *arrays, out, threads=1
+            ),
+            "quantise a sum of two": partial(
+                host.quantise, values, [arrays], bits, 256, *others, out, threads=1
+            ),
             "dequantise": partial(host.dequantise, *arrays, bits, 256, out, threads=1),
         }
         for name, ours in calls.items():
             against = (
-                {"8 bits by NumPy": by_numpy} if name == "quantise" else {"add": partial(np.add, values, out, out=out)}
+                {"8 bits by NumPy": by_numpy}
+                if name == "quantise"
+                else {"add": partial(np.add, values, out, out=out)}
             )
             yield f"{name} {bits} bits {length / 1e6:g}e6", ours, against, values
 
@@ -250,9 +378,16 @@ def coding(rng: np.random.Generator, length: int) -> Comparisons:
     for density in (0.001, 0.01, 0.125):
         indices, _ = sparse(rng, length, round(density * length), np.float32)
         vector = SparseVector(indices, np.empty((indices.size, 0), np.float32), length)
-        against: dict[str, Call] = {"a copy of the plain indices": partial(encode, vector)}
+        against: dict[str, Call] = {
+            "a copy of the plain indices": partial(encode, vector)
+        }
         for name, form in (("Elias-Fano", ELIAS_FANO), ("bitmap", BITMAP)):
-            yield from coded(f"{name} at {density:g}", vector, Coding(form, plain(vector).values), against)
+            yield from coded(
+                f"{name} at {density:g}",
+                vector,
+                Coding(form, plain(vector).values),
+                against,
+            )
 
 
 def offsets(rng: np.random.Generator, length: int) -> Comparisons:
@@ -261,13 +396,28 @@ def offsets(rng: np.random.Generator, length: int) -> Comparisons:
     for density in (0.001, 0.01, 0.125):
         values = TopK(density=density).compress(gradient).values
         vector = SparseVector(np.arange(values.size), values, values.size)
-        copy: dict[str, Call] = {"a copy of the values": partial(encode, vector, coding=quick(vector))}
-        yield from coded(f"offsets of the largest {density:g}", vector, Coding(RANGE, Offsets.of(values)), copy)
+        copy: dict[str, Call] = {
+            "a copy of the values": partial(encode, vector, coding=quick(vector))
+        }
+        yield from coded(
+            f"offsets of the largest {density:g}",
+            vector,
+            Coding(RANGE, Offsets.of(values)),
+            copy,
+        )
 
 
-def coded(name: str, vector: SparseVector, form: Coding, against: Mapping[str, Callable[..., Any]]) -> Comparisons:
+def coded(
+    name: str,
+    vector: SparseVector,
+    form: Coding,
+    against: Mapping[str, Callable[..., Any]],
+) -> Comparisons:
     """Encode a vector into a buffer, and decode it."""
-    message, buffer = encode(vector, coding=form), np.empty(8 * vector.nnz + vector.length // 8 + 4096, np.uint8)
+    message, buffer = (
+        encode(vector, coding=form),
+        np.empty(8 * vector.nnz + vector.length // 8 + 4096, np.uint8),
+    )
     what = f"{name}, {8 * message.size / max(1, vector.nnz):.2f} bits"
     into = {each: partial(call, out=buffer) for each, call in against.items()}
     yield f"encode {what}", partial(encode, vector, buffer, form), into, vector.nnz
@@ -312,7 +462,9 @@ def torch_top_k(values: Any, k: int, *, on_host: bool) -> dict[str, Call]:
 
 def sparse(rng: np.random.Generator, length: int, k: int, dtype: Any) -> Sparse:
     """Return about `k` increasing indices below `length`, and their values."""
-    indices = np.unique(rng.integers(0, length, k)).astype(np.int32 if length < 2**31 else np.int64)
+    indices = np.unique(rng.integers(0, length, k)).astype(
+        np.int32 if length < 2**31 else np.int64
+    )
     return indices, rng.standard_normal(indices.size).astype(dtype)
 
 
@@ -321,9 +473,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="kernels.py", description=__doc__.partition("\n")[0])
     about = "whose kernels; those of a GPU against CuPy and PyTorch there (%(default)s)"
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help=about)
-    parser.add_argument("--length", type=positive, default=25_000_000, help="values of a gradient (%(default)s)")
-    parser.add_argument("--repeats", type=positive, default=9, help="timed turns of each call (%(default)s)")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows as JSON (not written)")
+    parser.add_argument(
+        "--length",
+        type=positive,
+        default=25_000_000,
+        help="values of a gradient (%(default)s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=positive,
+        default=9,
+        help="timed turns of each call (%(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=new_file,
+        metavar="FILE",
+        help="write the rows as JSON (not written)",
+    )
     options = parser.parse_args(arguments)
     check_files(options)
     if fault := missing_gpu() if options.device == "gpu" else None:

@@ -8,13 +8,15 @@
       in-basis-two-bit-8 local-sparse-1 --length 5e7 --json docs/results/large/5e7-1gbit.json
     python benchmarks/testbed/testbed.py down
 
-Each method has the memory to itself: what it keeps is allocated before its turns, and freed after them. The first turn
-compiles, connects and touches the memory, and is not counted. Seconds are those of the slowest rank, from a common
-start; bytes are those that the busiest rank sends, as `collectives.traffic` counts them. MPI's own sums, which are not
-counted, have their least bytes.
+Each method has the memory to itself: what it keeps is allocated before its turns, and
+freed after them. The first turn compiles, connects and touches the memory, and is not
+counted. Seconds are those of the slowest rank, from a common start; bytes are those
+that the busiest rank sends, as `collectives.traffic` counts them. MPI's own sums, which
+are not counted, have their least bytes.
 
-The hosts of a testbed share the cores of one machine. What an exchange takes of them, without links, is in
-1e8-memory.json and 5e7-memory.json: the same by `mpirun -n 8 python -m mpi4py benchmarks/large.py`.
+The hosts of a testbed share the cores of one machine. What an exchange takes of them,
+without links, is in 1e8-memory.json and 5e7-memory.json: the same by `mpirun -n 8
+python -m mpi4py benchmarks/large.py`.
 """
 
 import gc
@@ -38,7 +40,14 @@ from mpicomp_bench.output import write_rows
 Call = Callable[[], Any]
 
 
-METHODS = "dense", "fp16", "few-bits-4", "in-basis-two-bit-8", "topk-0.001", "local-sparse-1"
+METHODS = (
+    "dense",
+    "fp16",
+    "few-bits-4",
+    "in-basis-two-bit-8",
+    "topk-0.001",
+    "local-sparse-1",
+)
 
 
 def call_of(name: str, gradient: Array, comm: Any) -> Call:
@@ -71,21 +80,45 @@ def row(method: str, length: int, turns: int, comm: Any) -> Row:
     call()
     sent = traffic(comm).nbytes - before
     if method in ("dense", "fp16"):
-        sent = 2 * (comm.size - 1) * gradient.nbytes // comm.size // (2 if method == "fp16" else 1)
+        sent = (
+            2
+            * (comm.size - 1)
+            * gradient.nbytes
+            // comm.size
+            // (2 if method == "fp16" else 1)
+        )
     (seconds,) = interleave([Contestant(method, call)], turns, comm, warm=False)
     nbytes = comm.allreduce(sent, MPI.MAX)
     del call
     gc.collect()
-    return {"method": method, "length": length, "ranks": comm.size, "nbytes": nbytes, **timed(seconds)}
+    return {
+        "method": method,
+        "length": length,
+        "ranks": comm.size,
+        "nbytes": nbytes,
+        **timed(seconds),
+    }
 
 
 def main() -> int:
     """Measure, and write the rows on rank 0."""
     parser = Parser(description=__doc__.partition("\n")[0])
     add_list(parser, "--methods", list(METHODS), "to measure ")
-    parser.add_argument("--length", type=positive, default=100_000_000, help="values of the gradient (%(default)s)")
-    parser.add_argument("--turns", type=positive, default=3, help="of each method that count (%(default)s)")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file")
+    parser.add_argument(
+        "--length",
+        type=positive,
+        default=100_000_000,
+        help="values of the gradient (%(default)s)",
+    )
+    parser.add_argument(
+        "--turns",
+        type=positive,
+        default=3,
+        help="of each method that count (%(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=new_file, metavar="FILE", help="write the rows to a file"
+    )
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
     check_files(options, comm)
@@ -93,7 +126,10 @@ def main() -> int:
     for method in options.methods:
         rows.append(row(method, options.length, options.turns, comm))
         if comm.rank == 0:
-            print(f"{method:<18} {rows[-1]['nbytes'] / 1e6:10.1f} MB {rows[-1]['seconds']:9.3f} s", flush=True)
+            print(
+                f"{method:<18} {rows[-1]['nbytes'] / 1e6:10.1f} MB {rows[-1]['seconds']:9.3f} s",
+                flush=True,
+            )
     return 0 if comm.rank else write_rows(options, rows)
 
 

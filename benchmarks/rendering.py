@@ -14,7 +14,9 @@ Panel = dict[str, Any]  # `lines`, and what matplotlib's Axes.set takes
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table in Markdown."""
-    return [f"| {' | '.join(cells)} |" for cells in [heads, ["---"] * len(heads), *rows]]
+    return [
+        f"| {' | '.join(cells)} |" for cells in [heads, ["---"] * len(heads), *rows]
+    ]
 
 
 @FileType
@@ -24,26 +26,37 @@ def new_figure(path: Path) -> Path:
     try:
         figure: Any = importlib.import_module("matplotlib.figure")
     except ImportError:
-        raise argparse.ArgumentTypeError("a plot needs matplotlib: pip install matplotlib, or use --json") from None
+        raise argparse.ArgumentTypeError(
+            "a plot needs matplotlib: pip install matplotlib, or use --json"
+        ) from None
     known = figure.Figure().canvas.get_supported_filetypes()
     if path.suffix[1:] not in known:
-        raise argparse.ArgumentTypeError(f"got {str(path)!r}: expected a name that ends in .{', .'.join(known)}")
+        raise argparse.ArgumentTypeError(
+            f"got {str(path)!r}: expected a name that ends in .{', .'.join(known)}"
+        )
     return path
 
 
 def draw(grid: Sequence[Sequence[Panel]], file: Path) -> None:
     """Draw lines of panels, with one legend beside them.
 
-    A panel has `lines`: arguments of matplotlib's `Axes.errorbar` with `label`, and `look`, which selects the colour in
-    all panels. `marks` are vertical lines: position, text, look.
+    A panel has `lines`: arguments of matplotlib's `Axes.errorbar` with `label`, and
+    `look`, which selects the colour in all panels. `marks` are vertical lines:
+    position, text, look.
     """
     matplotlib: Any = importlib.import_module("matplotlib.figure")
     columns = max(map(len, grid))
-    drawing = matplotlib.Figure(figsize=(4 + 6 * columns, 1 + 5 * len(grid)), layout="constrained")
-    every_line = [line for panels in grid for panel in panels for line in panel["lines"]]
+    drawing = matplotlib.Figure(
+        figsize=(4 + 6 * columns, 1 + 5 * len(grid)), layout="constrained"
+    )
+    every_line = [
+        line for panels in grid for panel in panels for line in panel["lines"]
+    ]
     looks = list(dict.fromkeys(line.get("look", line["label"]) for line in every_line))
     handles: dict[str, Any] = {}
-    for axes_of_line, panels in zip(drawing.subplots(len(grid), columns, squeeze=False), grid, strict=True):
+    for axes_of_line, panels in zip(
+        drawing.subplots(len(grid), columns, squeeze=False), grid, strict=True
+    ):
         for axes, panel in itertools.zip_longest(axes_of_line, panels):
             if panel is None:
                 axes.set_axis_off()
@@ -52,20 +65,32 @@ def draw(grid: Sequence[Sequence[Panel]], file: Path) -> None:
             for each in settings.pop("lines"):
                 line = dict(each)
                 look = look_of(looks.index(line.pop("look", line["label"])))
-                handles.setdefault(line["label"], axes.errorbar(**look, **line, capsize=2))
+                handles.setdefault(
+                    line["label"], axes.errorbar(**look, **line, capsize=2)
+                )
             for place, words, look in settings.pop("marks", ()):
                 color = look_of(looks.index(look))["color"]
                 axes.axvline(place, color=color, linestyle=":", linewidth=1)
                 axes.text(
-                    place, 0.02, words, color=color, rotation=90, transform=axes.get_xaxis_transform(), fontsize=8
+                    place,
+                    0.02,
+                    words,
+                    color=color,
+                    rotation=90,
+                    transform=axes.get_xaxis_transform(),
+                    fontsize=8,
                 )
             ticks = settings.pop("xticks", None)
             axes.set(**settings)
             if ticks:  # after the scale, which would replace them
                 axes.set_xticks(*ticks)
-                axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+                axes.tick_params(
+                    axis="x", which="minor", bottom=False, labelbottom=False
+                )
             axes.grid(alpha=0.3)
-    drawing.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
+    drawing.legend(
+        handles.values(), handles.keys(), loc="outside right upper", fontsize="small"
+    )
     drawing.savefig(file, dpi=120)
 
 
@@ -76,4 +101,7 @@ def look_of(place: int) -> dict[str, Any]:
     """
     matplotlib: Any = importlib.import_module("matplotlib")
     shade = place % 20
-    return {"color": matplotlib.colormaps["tab20"](2 * shade % 20 + shade // 10), "marker": "osD^vP*"[place % 7]}
+    return {
+        "color": matplotlib.colormaps["tab20"](2 * shade % 20 + shade // 10),
+        "marker": "osD^vP*"[place % 7],
+    }

@@ -2,10 +2,12 @@
 
     python benchmarks/threads.py          # --help for the options
 
-The kernels of one rank use as many threads as MPICOMP_THREADS says. Memory is shared by all cores, so a pass over the
-gradient need not be twice as fast on two threads; several processes side by side, each on its own data with one thread,
-show what the memory of this machine gives. The three ways are interleaved. Throughput is in values per second, of all
-processes together from a common start to the end of the last one; no MPI is started.
+The kernels of one rank use as many threads as MPICOMP_THREADS says. Memory is shared by
+all cores, so a pass over the gradient need not be twice as fast on two threads; several
+processes side by side, each on its own data with one thread, show what the memory of
+this machine gives. The three ways are interleaved. Throughput is in values per second,
+of all processes together from a common start to the end of the last one; no MPI is
+started.
 """
 
 import argparse
@@ -33,7 +35,12 @@ def calls(length: int, density: float, seed: int) -> dict[str, Callable[[], Any]
     rng = np.random.default_rng(seed)
     gradient, residual = (rng.standard_normal(length, np.float32) for _ in range(2))
     out, compressor = np.empty_like(gradient), TopK(density=density)
-    adds = partial(compressor.compress_segments, out, [0, length], summands=(residual, 1.0, [gradient]))
+    adds = partial(
+        compressor.compress_segments,
+        out,
+        [0, length],
+        summands=(residual, 1.0, [gradient]),
+    )
     return {
         f"selection of {density:g}": lambda: compressor.compress(gradient),
         "addition": lambda: host.add(residual, gradient, out),
@@ -58,14 +65,18 @@ def serve(connection: Any, start: Any, length: int, density: float, seed: int) -
         connection.send(time.perf_counter())  # one clock for all processes of a machine
 
 
-def side_by_side(name: str, call: Callable[[], Any], others: list[Any], start: Any) -> float:
+def side_by_side(
+    name: str, call: Callable[[], Any], others: list[Any], start: Any
+) -> float:
     """Return the time from a common start until all processes have made their call."""
     for connection in others:
         connection.send(name)
     start.wait()
     began = time.perf_counter()
     seconds(call, 1)
-    return max(time.perf_counter(), *(connection.recv() for connection in others)) - began
+    return (
+        max(time.perf_counter(), *(connection.recv() for connection in others)) - began
+    )
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -82,13 +93,24 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         ways: dict[str, Callable[[], float]] = {
             "one thread": lambda call=call: seconds(call, 1),
             "threads": lambda call=call: seconds(call, options.threads),
-            "processes": lambda name=name, call=call: side_by_side(name, call, others, start),
+            "processes": lambda name=name, call=call: side_by_side(
+                name, call, others, start
+            ),
         }
-        turns = [[way() for way in ways.values()] for _ in range(1 + options.repeats)][1:]
-        times = {way: statistics.median(column) for way, column in zip(ways, zip(*turns, strict=True), strict=True)}
+        turns = [[way() for way in ways.values()] for _ in range(1 + options.repeats)][
+            1:
+        ]
+        times = {
+            way: statistics.median(column)
+            for way, column in zip(ways, zip(*turns, strict=True), strict=True)
+        }
         made = {"one thread": 1, "threads": 1, "processes": options.threads}
         rows.append(
-            {"call": name, "seconds": times, "rate": {way: made[way] * options.length / times[way] for way in ways}}
+            {
+                "call": name,
+                "seconds": times,
+                "rate": {way: made[way] * options.length / times[way] for way in ways},
+            }
         )
     for connection in others:
         connection.send(None)
@@ -98,11 +120,27 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--length", type=lambda text: int(float(text)), default=25_000_000, help="%(default)s values")
-    parser.add_argument("--density", type=float, default=0.001, help="of the selection (%(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="threads, and processes (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=9, help="turns of each (%(default)s)")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures to a file as well")
+    parser.add_argument(
+        "--length",
+        type=lambda text: int(float(text)),
+        default=25_000_000,
+        help="%(default)s values",
+    )
+    parser.add_argument(
+        "--density", type=float, default=0.001, help="of the selection (%(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads, and processes (%(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="turns of each (%(default)s)"
+    )
+    parser.add_argument(
+        "--json",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write the figures to a file as well",
+    )
     options = parser.parse_args()
     if options.threads < 2:
         parser.error(f"got --threads {options.threads}: expected at least 2")
@@ -111,10 +149,17 @@ def main() -> None:
     for row in rows:
         alone, *more = row["rate"].values()
         cells = [f"{rate:.3g} ({rate / alone:.2f})" for rate in more]
-        print(f"| {row['call']}, {options.length:g} values | {alone:.3g} | {' | '.join(cells)} |")
+        print(
+            f"| {row['call']}, {options.length:g} values | {alone:.3g} | {' | '.join(cells)} |"
+        )
     if options.json:
-        about = {name: getattr(options, name) for name in ("length", "density", "threads", "repeats")}
-        options.json.write_text(json.dumps({**about, "cpus": os.cpu_count(), "rows": rows}, indent=1))
+        about = {
+            name: getattr(options, name)
+            for name in ("length", "density", "threads", "repeats")
+        }
+        options.json.write_text(
+            json.dumps({**about, "cpus": os.cpu_count(), "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

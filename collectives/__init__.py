@@ -1,7 +1,8 @@
 """Communication between ranks: sparse collectives and the gradient exchange. Importing this does not initialise MPI.
 
-Every collective has a nonblocking form, named with MPI's `i`, that returns a `Request`. Call the library from one
-thread at a time, and start the operations on a communicator in the same order on all ranks, as MPI asks of its own.
+Every collective has a nonblocking form, named with MPI's `i`, that returns a `Request`.
+Call the library from one thread at a time, and start the operations on a communicator
+in the same order on all ranks, as MPI asks of its own.
 """
 
 from collectives.allgather import sparse_allgather, sparse_iallgather
@@ -17,7 +18,12 @@ from collectives.outer import OuterLoop
 from collectives.plan import SupportPlan
 from collectives.quantised import quantised_allreduce, quantised_iallreduce
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
-from collectives.rooted import sparse_bcast, sparse_ibcast, sparse_ireduce, sparse_reduce
+from collectives.rooted import (
+    sparse_bcast,
+    sparse_ibcast,
+    sparse_ireduce,
+    sparse_reduce,
+)
 from collectives.runtime.engine import Request, configure
 from collectives.runtime.link import Traffic, traffic
 

@@ -1,7 +1,8 @@
 """Agreement of all ranks on an object, or on whether a step succeeded.
 
-Rounds: 2 ceil(lg P) of small messages for an object; MPI's allreduce of one number for a step. Both are operations of
-the library: deadlines apply, and the error of a rank reaches all ranks.
+Rounds: 2 ceil(lg P) of small messages for an object; MPI's allreduce of one number for
+a step. Both are operations of the library: deadlines apply, and the error of a rank
+reaches all ranks.
 """
 
 import zlib
@@ -24,8 +25,8 @@ from mpicomp.vector import SparseVector
 def gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
     """Return every rank's value, in rank order, on all ranks.
 
-    value: serialisable as JSON, or an exception, as `Call.contribution`. operation: the name in errors; CollectiveError
-    if it differs between ranks.
+    value: serialisable as JSON, or an exception, as `Call.contribution`. operation: the
+    name in errors; CollectiveError if it differs between ranks.
     """
     contribution: Any = value if isinstance(value, Exception) else NOTHING
     return Call(contribution, comm, own={"value": value}, operation=operation)
@@ -56,10 +57,12 @@ def check_same(what: str, texts: list[dict[str, str]]) -> None:
 def all_or_none(comm: Any, operation: str, place: str = "") -> Iterator[None]:
     """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
 
-    A rank whose block raised raises that error, with the block's traceback (`contextmanager` restores it, so no frame
-    of the agreement holds it); the others raise CollectiveError, or StepSkippedError if the only errors are gradients
-    that are not finite. All blocks must have started the same collectives. An interrupt is not reported. operation: the
-    name in errors. place: what this rank is about to complete; at different places all raise CollectiveError.
+    A rank whose block raised raises that error, with the block's traceback
+    (`contextmanager` restores it, so no frame of the agreement holds it); the others
+    raise CollectiveError, or StepSkippedError if the only errors are gradients that are
+    not finite. All blocks must have started the same collectives. An interrupt is not
+    reported. operation: the name in errors. place: what this rank is about to complete;
+    at different places all raise CollectiveError.
     """
     error: Exception | None = None
     try:
@@ -79,15 +82,22 @@ def all_or_none(comm: Any, operation: str, place: str = "") -> Iterator[None]:
 
 
 @collective(promise=None)
-def _raise_together(error: Exception | None, comm: Any, operation: str, place: str) -> Call[None]:
-    return Call(NOTHING, comm, own={"error": error, "place": place}, operation=operation)
+def _raise_together(
+    error: Exception | None, comm: Any, operation: str, place: str
+) -> Call[None]:
+    return Call(
+        NOTHING, comm, own={"error": error, "place": place}, operation=operation
+    )
 
 
 @_raise_together.algorithm(compares_calls=True)
-def _agree(vector: SparseVector, group: Group, error: Exception | None, place: str) -> Steps[None]:
+def _agree(
+    vector: SparseVector, group: Group, error: Exception | None, place: str
+) -> Steps[None]:
     """Sum failures and places by MPI, which is faster than messages; ranks send texts only where there is a reason.
 
-    Places t of f ranks are equal if and only if f times the sum of t^2 is the square of their sum.
+    Places t of f ranks are equal if and only if f times the sum of t^2 is the square of
+    their sum.
     """
     digest = _digest(place)
     mine = np.array((error is not None, digest, digest * digest), np.int64)
@@ -100,7 +110,9 @@ def _agree(vector: SparseVector, group: Group, error: Exception | None, place: s
     if failed:
         group.fail(error)
     if group.size * square != linear * linear:
-        _raise_apart(group.signature["operation"], (yield from group.gather_objects(place)))
+        _raise_apart(
+            group.signature["operation"], (yield from group.gather_objects(place))
+        )
 
 
 def _digest(place: str) -> int:
@@ -111,7 +123,11 @@ def _digest(place: str) -> int:
 def _raise_apart(operation: str, places: list[str]) -> NoReturn:
     """Raise CollectiveError that names the ranks that are at another place than most."""
     usual = Counter(places).most_common(1)[0][0]
-    odd = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places) if place != usual)
+    odd = ", ".join(
+        f"rank {rank} is at {place}"
+        for rank, place in enumerate(places)
+        if place != usual
+    )
     raise CollectiveError(
         f"{operation}: ranks are out of step: {odd}, and the others are at {usual}: load states of one step on all "
         "ranks, or call the same methods on all"

@@ -1,11 +1,12 @@
 """Sparse allgather: every rank gets every rank's vector.
 
-Source: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms for all-to-all communications in
-multiport message-passing systems", IEEE TPDS 8(11), 1997: the dissemination allgather, for any number of ranks. Costs:
-docs/collectives.md. Invariant: see `schedule.dissemination`.
+Source: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms
+for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11),
+1997: the dissemination allgather, for any number of ranks. Costs: docs/collectives.md.
+Invariant: see `schedule.dissemination`.
 
-Differences from the paper: parts may differ in size and be empty; headers contain the sizes, so no round exchanges
-them, and several parts are sent as one message.
+Differences from the paper: parts may differ in size and be empty; headers contain the
+sizes, so no round exchanges them, and several parts are sent as one message.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -29,10 +30,11 @@ def sparse_allgather(
 ) -> Call[list[SparseVector]]:
     """Gather the vectors of all ranks on all ranks.
 
-    vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
-    algorithm: "auto" or "dissemination".
+    vector: of numbers or of rows, of one length, width and dtype on all ranks; any
+    number of entries, also none. algorithm: "auto" or "dissemination".
 
-    Returns one SparseVector a rank, in rank order, the same bits on every rank; they share no memory with `vector`.
+    Returns one SparseVector a rank, in rank order, the same bits on every rank; they
+    share no memory with `vector`.
 
     >>> parts = sparse_allgather(TopK(k=2).compress(gradient), comm)
     >>> [part.indices.tolist() for part in parts]

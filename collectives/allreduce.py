@@ -1,12 +1,15 @@
 """Sparse allreduce: the exact sum of all ranks' vectors on every rank. Rounds and bytes: docs/collectives.md.
 
-Source: SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021) for recursive doubling and split + allgather.
+Source: SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021) for recursive doubling
+and split + allgather.
 
-Invariant: the order of additions depends only on the number of ranks (and, in algorithms that use nodes, on their
-placement). An entry is summed on one rank, or on several with the same bits, so all ranks hold the same bits.
+Invariant: the order of additions depends only on the number of ranks (and, in
+algorithms that use nodes, on their placement). An entry is summed on one rank, or on
+several with the same bits, so all ranks hold the same bits.
 
-Differences from the paper: any number of ranks; a piece is sent as a bitmap or a dense range as soon as that is
-smaller; shares hold about equal numbers of entries, however these are distributed; a metadata exchange comes first.
+Differences from the paper: any number of ranks; a piece is sent as a bitmap or a dense
+range as soon as that is smaller; shares hold about equal numbers of entries, however
+these are distributed; a metadata exchange comes first.
 """
 
 import math
@@ -33,7 +36,14 @@ from mpicomp.vector import SparseVector, add_up, count_up, join
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SumAlgorithm = Literal["auto", "allgather", "recursive_doubling", "split_allgather", "dense_mpi", "node_lanes"]
+SumAlgorithm = Literal[
+    "auto",
+    "allgather",
+    "recursive_doubling",
+    "split_allgather",
+    "dense_mpi",
+    "node_lanes",
+]
 
 
 @collective(gives_sum=True)
@@ -47,15 +57,18 @@ def sparse_allreduce(
 ) -> Call[SparseVector]:
     """Sum the vectors of all ranks on all ranks, exactly: no entry of the union is dropped.
 
-    vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
-    algorithm: "allgather", "recursive_doubling", "split_allgather", or "dense_mpi": MPI's own allreduce of the filled
-    vector, which adds in MPI's order (see `dense_allreduce`); for several ranks on a node "node_lanes"; or "auto", the
-    fastest one by the formulas of `collectives.choice`. votes: also count the ranks that contribute each entry
-    (`collectives.votes`); the same on all ranks.
+    vector: of numbers or of rows, of one length, width and dtype on all ranks; any
+    number of entries, also none. algorithm: "allgather", "recursive_doubling",
+    "split_allgather", or "dense_mpi": MPI's own allreduce of the filled vector, which
+    adds in MPI's order (see `dense_allreduce`); for several ranks on a node
+    "node_lanes"; or "auto", the fastest one by the formulas of `collectives.choice`.
+    votes: also count the ranks that contribute each entry (`collectives.votes`); the
+    same on all ranks.
 
-    Returns the sum, the same bits on every rank, and in every run of one algorithm. Entries whose sum is zero are kept;
-    "dense_mpi" returns an entry for every position. The sum may share memory with `vector`. With votes returns (sum,
-    counts), of which type checkers see the sum alone: counts is int64, one for each entry.
+    Returns the sum, the same bits on every rank, and in every run of one algorithm.
+    Entries whose sum is zero are kept; "dense_mpi" returns an entry for every position.
+    The sum may share memory with `vector`. With votes returns (sum, counts), of which
+    type checkers see the sum alone: counts is int64, one for each entry.
 
     >>> vector = TopK(k=2).compress(gradient)
     >>> sparse_allreduce(vector, comm).to_dense().tolist()
@@ -70,7 +83,8 @@ sparse_iallreduce = sparse_allreduce.nonblocking
 Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
 Choose = Callable[[SparseVector, Group], Steps[Choice]]
 Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
-MOST_KINDS = 1024  # of sums that are remembered, apart by powers of two of their entries and bits
+# of sums that are remembered, apart by powers of two of their entries and bits
+MOST_KINDS = 1024
 UNSAMPLED = ("allgather", "recursive_doubling", "dense_mpi")  # they have no shares
 NO_METADATA = Metadata([], 0)
 ALGORITHMS: dict[str, Sum] = {}
@@ -80,11 +94,15 @@ def algorithm(function: Sum) -> Sum:
     """Declare an algorithm of `sparse_allreduce`; if a caller names it, the ranks first agree on it."""
     name = function.__name__
     ALGORITHMS[name] = function
-    sparse_allreduce.algorithm(partial(run_chosen, partial(agree_on, name)), name=name, compares_calls=True)
+    sparse_allreduce.algorithm(
+        partial(run_chosen, partial(agree_on, name)), name=name, compares_calls=True
+    )
     return function
 
 
-def run_chosen(choose: Choose, vector: SparseVector, group: Group, votes: bool = False) -> Steps[Any]:
+def run_chosen(
+    choose: Choose, vector: SparseVector, group: Group, votes: bool = False
+) -> Steps[Any]:
     """Choose an algorithm and run it; MPI's own allreduces run in the order in which the operations began."""
     total = None
     with group.turn() as turn:
@@ -94,11 +112,19 @@ def run_chosen(choose: Choose, vector: SparseVector, group: Group, votes: bool =
             total = yield from dense_mpi(vector, group, metadata)
     if votes:
         return (yield from run_counting(name, total, vector, group, metadata))
-    return (yield from ALGORITHMS[name](vector, group, metadata)) if total is None else total
+    return (
+        (yield from ALGORITHMS[name](vector, group, metadata))
+        if total is None
+        else total
+    )
 
 
 def run_counting(
-    name: str, total: SparseVector | None, vector: SparseVector, group: Group, metadata: Metadata
+    name: str,
+    total: SparseVector | None,
+    vector: SparseVector,
+    group: Group,
+    metadata: Metadata,
 ) -> Steps[tuple[SparseVector, Array]]:
     """Run an algorithm, unless its sum is already available, and return the sum and its votes."""
     if name == "allgather" or (name == "recursive_doubling" and group.size <= 2):
@@ -108,31 +134,49 @@ def run_counting(
     if name == "split_allgather":
         bounds = metadata.bounds(group.size)
         received = yield from scatter(vector, group, bounds)
-        total = join((yield from all_vectors(add_up([theirs for theirs, _ in received]), group)))
+        total = join(
+            (yield from all_vectors(add_up([theirs for theirs, _ in received]), group))
+        )
     else:
-        total = (yield from ALGORITHMS[name](vector, group, metadata)) if total is None else total
+        total = (
+            (yield from ALGORITHMS[name](vector, group, metadata))
+            if total is None
+            else total
+        )
         received = yield from scatter(vector.support(), group, bounds)
     counts = count_up([theirs for theirs, _ in received])
     return total, (yield from gather_votes(total, counts, bounds, group))
 
 
-def choose_freely(vector: SparseVector, group: Group, *, whole: bool = True) -> Steps[Choice]:
+def choose_freely(
+    vector: SparseVector, group: Group, *, whole: bool = True
+) -> Steps[Choice]:
     """Choose an algorithm by the contributions of the ranks, with metadata as docs/collectives.md says.
 
-    Two ranks need none to choose: no algorithm sends less than the vectors. whole: the group contains all ranks of the
-    communicator, so it can call MPI's own allreduce.
+    Two ranks need none to choose: no algorithm sends less than the vectors. whole: the
+    group contains all ranks of the communicator, so it can call MPI's own allreduce.
     """
     if group.size <= 2:
         return "recursive_doubling", NO_METADATA
     coding = group.coding(vector)
     bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
     best = partial(algorithm_for, "sparse_allreduce", vector, group, whole=whole)
-    kind = whole, group.size, vector.length, vector.value_nbytes, vector.nnz.bit_length(), math.frexp(bits)[1]
+    kind = (
+        whole,
+        group.size,
+        vector.length,
+        vector.value_nbytes,
+        vector.nnz.bit_length(),
+        math.frexp(bits)[1],
+    )
     gathered, short = group.link.gathered, is_short(vector, group)
     again = kind in gathered and not on_device(vector.indices)
     again = again and (group.size - 1) * encoded_nbytes(vector, coding) <= LONG_NBYTES
-    cut = not short and best(vector.nnz, bits=bits) not in UNSAMPLED  # a sum of vectors like this one needs samples
-    metadata = yield from exchange_metadata(vector, group, sampling=cut, bits=bits, whole=short or again)
+    # a sum of vectors like this one needs samples
+    cut = not short and best(vector.nnz, bits=bits) not in UNSAMPLED
+    metadata = yield from exchange_metadata(
+        vector, group, sampling=cut, bits=bits, whole=short or again
+    )
     if metadata.vectors and all([is_short(each, group) for each in metadata.vectors]):
         return "allgather", metadata
     name = best(sum(metadata.counts) / group.size, bits=metadata.bits)
@@ -148,13 +192,16 @@ def choose_freely(vector: SparseVector, group: Group, *, whole: bool = True) -> 
 def automatic(vector: SparseVector, group: Group, votes: bool = False) -> Steps[Any]:
     """Run the fastest algorithm."""
     if group.size <= 2 and not votes:
-        return recursive_doubling(vector, group, NO_METADATA)  # in no turn, as it calls no allreduce of MPI's
+        # in no turn, as it calls no allreduce of MPI's
+        return recursive_doubling(vector, group, NO_METADATA)
     return run_chosen(choose_freely, vector, group, votes)
 
 
 def agree_on(name: str, vector: SparseVector, group: Group) -> Steps[Choice]:
     """Exchange the metadata for a named algorithm; detects ranks that named different ones."""
-    return name, (yield from exchange_metadata(vector, group, sampling=name not in UNSAMPLED))
+    return name, (
+        yield from exchange_metadata(vector, group, sampling=name not in UNSAMPLED)
+    )
 
 
 def among_some(vector: SparseVector, group: Group) -> Steps[SparseVector]:
@@ -164,24 +211,34 @@ def among_some(vector: SparseVector, group: Group) -> Steps[SparseVector]:
 
 
 @algorithm
-def allgather(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
+def allgather(
+    vector: SparseVector, group: Group, metadata: Metadata
+) -> Steps[SparseVector]:
     """Gather the vectors on all ranks, unless the metadata exchange did, and add them up on every rank."""
     return add_up((yield from all_vectors(vector, group, metadata)))
 
 
-def all_vectors(vector: SparseVector, group: Group, metadata: Metadata = NO_METADATA) -> Steps[Sequence[SparseVector]]:
+def all_vectors(
+    vector: SparseVector, group: Group, metadata: Metadata = NO_METADATA
+) -> Steps[Sequence[SparseVector]]:
     """Gather the vectors of all ranks, unless the metadata exchange did."""
-    return metadata.vectors or [theirs for theirs, _ in (yield from group.gather(vector))]
+    return metadata.vectors or [
+        theirs for theirs, _ in (yield from group.gather(vector))
+    ]
 
 
 @algorithm
-def recursive_doubling(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
+def recursive_doubling(
+    vector: SparseVector, group: Group, metadata: Metadata
+) -> Steps[SparseVector]:
     """Exchange sums with partners at doubling distances, and add."""
     return (yield from doubling((vector, 0), group, add))[0]
 
 
 @algorithm
-def split_allgather(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
+def split_allgather(
+    vector: SparseVector, group: Group, metadata: Metadata
+) -> Steps[SparseVector]:
     """Sum every share on its owner, and gather the shares."""
     bounds = metadata.bounds(group.size)
     share = yield from sum_of_share(vector, group, bounds)
@@ -189,25 +246,36 @@ def split_allgather(vector: SparseVector, group: Group, metadata: Metadata) -> S
 
 
 @algorithm
-def dense_mpi(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
+def dense_mpi(
+    vector: SparseVector, group: Group, metadata: Metadata
+) -> Steps[SparseVector]:
     """Convert to a dense array, and sum it by MPI's own allreduce once this operation's turn has come.
 
     float16 is sent as float32: MPI has no type for it.
     """
-    values = vector.to_dense().astype(np.promote_types(vector.dtype, np.float32), copy=False)
+    values = vector.to_dense().astype(
+        np.promote_types(vector.dtype, np.float32), copy=False
+    )
     filled = to_numpy(values).reshape(-1)
     summed = np.empty_like(filled)
     yield (group.reduce(filled, summed),)
-    total = to_device_of(summed, values).astype(vector.dtype, copy=False).reshape(values.shape)
+    total = (
+        to_device_of(summed, values)
+        .astype(vector.dtype, copy=False)
+        .reshape(values.shape)
+    )
     indices = kernels_for(total).consecutive(0, metadata.length, vector.indices.dtype)
     return SparseVector(indices, total, metadata.length)
 
 
 @algorithm
-def node_lanes(vector: SparseVector, group: Group, metadata: Metadata) -> Steps[SparseVector]:
+def node_lanes(
+    vector: SparseVector, group: Group, metadata: Metadata
+) -> Steps[SparseVector]:
     """Reduce-scatter inside each node, sum every share over its owners in all nodes, and gather inside each node.
 
-    There are as many lanes as ranks in the smallest node; further ranks of larger nodes own no share.
+    There are as many lanes as ranks in the smallest node; further ranks of larger nodes
+    own no share.
     """
     nodes = group.nodes()
     lanes = min(len(ranks) for ranks in nodes)

@@ -1,9 +1,10 @@
 """Error averaging: the residuals of all ranks are replaced by their mean, by a dense allreduce of each.
 
-Source: A. Xu, Z. Huo, H. Huang, "Step-ahead error feedback for distributed training with compressed gradient", AAAI
-2021 (arXiv 2008.05823), which averages every p steps.
+Source: A. Xu, Z. Huo, H. Huang, "Step-ahead error feedback for distributed training
+with compressed gradient", AAAI 2021 (arXiv 2008.05823), which averages every p steps.
 
-Invariant: the sum of the residuals over the ranks is unchanged, exactly where additions and the division are exact.
+Invariant: the sum of the residuals over the ranks is unchanged, exactly where additions
+and the division are exact.
 """
 
 import numpy as np
@@ -24,8 +25,9 @@ OPERATION = "average_residuals"  # what the ranks' agreement is called in errors
 def average_residuals(exchange: GradientExchange) -> None:
     """Replace the residual of each tensor by its mean over the ranks; all ranks call it, between two steps.
 
-    Residuals in place belong to the gradients: average those. Raises RuntimeError within a step; OverflowError on all
-    ranks if a sum leaves the range of float32 (float64 for float64); the errors of a collective. Nothing changes then.
+    Residuals in place belong to the gradients: average those. Raises RuntimeError
+    within a step; OverflowError on all ranks if a sum leaves the range of float32
+    (float64 for float64); the errors of a collective. Nothing changes then.
 
     >>> exchange = GradientExchange(comm, TopK(k=2), StepAhead(rate=0.5))
     >>> for step in range(20):
@@ -37,8 +39,13 @@ def average_residuals(exchange: GradientExchange) -> None:
         for bucket in buckets:
             contribution = error or outcome_of(_residual, exchange, bucket)
             total = outcome_of(dense_allreduce, contribution, exchange.comm)
-            done = total if isinstance(total, Exception) else outcome_of(_settle, bucket, total, exchange.comm.size)
-            error = error or done  # it is contributed to the other sums, for which the other ranks wait
+            done = (
+                total
+                if isinstance(total, Exception)
+                else outcome_of(_settle, bucket, total, exchange.comm.size)
+            )
+            # it is contributed to the other sums, for which the other ranks wait
+            error = error or done
         if error is not None:
             raise error
     for bucket in buckets:
@@ -50,7 +57,11 @@ def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
     """Return the residual in the dtype in which residuals are summed; empty without one."""
     check_between_steps(exchange)
     residual = bucket.feedback.residual
-    return np.empty(0, np.float32) if residual is None else residual.astype(wide(residual.dtype))
+    return (
+        np.empty(0, np.float32)
+        if residual is None
+        else residual.astype(wide(residual.dtype))
+    )
 
 
 def _settle(bucket: Bucket, total: Array, ranks: int) -> None:

@@ -7,16 +7,25 @@
     @name_of_it.algorithm
     def an_algorithm(vector, group): ...
 
-All checks of the caller's arguments run in one `try`, before any message: if one raises, the rank does not start, but
-notifies the others, and `run_or_notify` raises on every rank. Only a bad `comm` raises at once, as there is nobody to
-notify.
+All checks of the caller's arguments run in one `try`, before any message: if one
+raises, the rank does not start, but notifies the others, and `run_or_notify` raises on
+every rank. Only a bad `comm` raises at once, as there is nobody to notify.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from inspect import cleandoc, signature
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, get_origin, overload
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    get_origin,
+    overload,
+)
 
 from collectives.faults import debug
 from collectives.faults.notification import run_or_notify
@@ -33,7 +42,8 @@ from mpicomp.vector import SparseVector
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-Algorithm = Callable[..., Steps[Any]]  # (vector, group, and the collective's own arguments by name)
+# (vector, group, and the collective's own arguments by name)
+Algorithm = Callable[..., Steps[Any]]
 Promise = Callable[[Any], tuple[list[Any], list[Any]]] | None
 Compare = Callable[[Group], Steps[None]]
 Prepare = Callable[["Call[Any]", int], SparseVector]
@@ -58,7 +68,9 @@ def sound(call: "Call[Any]", size: int) -> SparseVector:
     """Return the vector if it is a SparseVector whose entries are in order, in range and finite; raise otherwise."""
     vector = call.contribution
     if not isinstance(vector, SparseVector):
-        raise TypeError(f"vector is {type(vector).__name__}: expected a SparseVector{_remedy(vector)}")
+        raise TypeError(
+            f"vector is {type(vector).__name__}: expected a SparseVector{_remedy(vector)}"
+        )
     vector.validate()
     return vector
 
@@ -81,11 +93,13 @@ def on_every_rank(result: Any) -> tuple[list[Any], list[Any]]:
 class Call(Generic[T]):
     """The arguments of a rank's call of a collective.
 
-    contribution: the rank's input; or an exception, if the rank failed before: this rank raises it, and the others
-    CollectiveError. arguments: of the algorithms by name, the same on all ranks; integers and votes are checked. own:
-    those of this rank's algorithm that are not compared. prepare: a function of the call, whose arguments it may
-    change, and the number of ranks; returns the vector, or raises. finish: converts the result of the algorithm to that
-    of the call. follow: take length and dtype from the root; other ranks' contribution is ignored except for its
+    contribution: the rank's input; or an exception, if the rank failed before: this
+    rank raises it, and the others CollectiveError. arguments: of the algorithms by
+    name, the same on all ranks; integers and votes are checked. own: those of this
+    rank's algorithm that are not compared. prepare: a function of the call, whose
+    arguments it may change, and the number of ranks; returns the vector, or raises.
+    finish: converts the result of the algorithm to that of the call. follow: take
+    length and dtype from the root; other ranks' contribution is ignored except for its
     device. operation: the name in errors, if it is not that of the collective.
     """
 
@@ -104,21 +118,35 @@ class Call(Generic[T]):
 class Collective(Generic[P, T]):
     """A collective of this library: a function, its nonblocking form, and its algorithms by name.
 
-    `nonblocking` takes the same arguments and returns a `Request`. gives_sum: every rank gets the sum, in some form, so
-    `GradientExchange` can use the collective. takes_arrays: the sum is of dense arrays, not of vectors.
+    `nonblocking` takes the same arguments and returns a `Request`. gives_sum: every
+    rank gets the sum, in some form, so `GradientExchange` can use the collective.
+    takes_arrays: the sum is of dense arrays, not of vectors.
     """
 
     def __init__(
-        self, call: Callable[P, Call[T]], promise: Promise, compare: Compare, *, gives_sum: bool, takes_arrays: bool
+        self,
+        call: Callable[P, Call[T]],
+        promise: Promise,
+        compare: Compare,
+        *,
+        gives_sum: bool,
+        takes_arrays: bool,
     ) -> None:
-        self.promise, self.gives_sum, self.takes_arrays, self._compare = promise, gives_sum, takes_arrays, compare
+        self.promise, self.gives_sum, self.takes_arrays, self._compare = (
+            promise,
+            gives_sum,
+            takes_arrays,
+            compare,
+        )
         self._call = call
         self.algorithms: dict[str, Algorithm] = {}
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
         self.name = call.__name__
         codec = [_CODEC] if "codec" in signature(call).parameters else []
-        self.__doc__ = "\n".join([cleandoc(call.__doc__ or ""), "", _COMM, *codec, _RAISES])
+        self.__doc__ = "\n".join(
+            [cleandoc(call.__doc__ or ""), "", _COMM, *codec, _RAISES]
+        )
         (result,) = get_args(signature(call).return_annotation) or (Any,)
         self.__signature__ = signature(call).replace(return_annotation=result)
 
@@ -127,7 +155,9 @@ class Collective(Generic[P, T]):
 
         head, _, tail = self.name.partition("_")
         self.nonblocking: Callable[P, Request[T]] = update_wrapper(nonblocking, call)
-        vars(nonblocking)["__signature__"] = signature(call).replace(return_annotation=Request)
+        vars(nonblocking)["__signature__"] = signature(call).replace(
+            return_annotation=Request
+        )
         vars(nonblocking)["collective"] = self
         nonblocking.__name__ = nonblocking.__qualname__ = f"{head}_i{tail}"
         nonblocking.__doc__ = (
@@ -140,7 +170,8 @@ class Collective(Generic[P, T]):
         try:
             return self._start(self._called(args, kwargs)).wait()
         finally:
-            del args, kwargs  # else an error among them, its traceback and this frame hold each other
+            # else an error among them, its traceback and this frame hold each other
+            del args, kwargs
 
     def __get__(self, owner: Any, kind: Any = None) -> "Collective[P, T]":
         """Act as a function, for `help` too, that does not bind to an object."""
@@ -153,16 +184,23 @@ class Collective(Generic[P, T]):
         return f"<collective {self.name}>"
 
     @overload
-    def algorithm(self, function: F, *, name: str = "", compares_calls: bool = False) -> F: ...
+    def algorithm(
+        self, function: F, *, name: str = "", compares_calls: bool = False
+    ) -> F: ...
 
     @overload
-    def algorithm(self, *, name: str = "", compares_calls: bool = False) -> Callable[[F], F]: ...
+    def algorithm(
+        self, *, name: str = "", compares_calls: bool = False
+    ) -> Callable[[F], F]: ...
 
-    def algorithm(self, function: Any = None, *, name: str = "", compares_calls: bool = False) -> Any:
+    def algorithm(
+        self, function: Any = None, *, name: str = "", compares_calls: bool = False
+    ) -> Any:
         """Declare an algorithm; a decorator. "auto" is the first one, unless `auto` declares another.
 
-        name: by default that of the function. compares_calls: the schedule itself detects ranks with another algorithm
-        or other arguments; otherwise the ranks compare their calls first.
+        name: by default that of the function. compares_calls: the schedule itself
+        detects ranks with another algorithm or other arguments; otherwise the ranks
+        compare their calls first.
         """
         if function is None:
             return partial(self.algorithm, name=name, compares_calls=compares_calls)
@@ -181,14 +219,19 @@ class Collective(Generic[P, T]):
         try:
             return self._call(*args, **kwargs)
         except Exception as error:
-            comm = kwargs.get("comm", next((each for each in args if hasattr(each, "Get_attr")), None))
+            comm = kwargs.get(
+                "comm", next((each for each in args if hasattr(each, "Get_attr")), None)
+            )
             if comm is None:
                 raise
             return Call(error.with_traceback(None), comm)
 
     def _start(self, call: Call[T]) -> Request[T]:
         link = link_of(call.comm, call.operation or self.name)
-        vector, error = NOTHING, call.contribution if isinstance(call.contribution, Exception) else None
+        vector, error = (
+            NOTHING,
+            call.contribution if isinstance(call.contribution, Exception) else None,
+        )
         name, codec = call.algorithm, call.codec
         try:
             if name != "auto":
@@ -196,28 +239,61 @@ class Collective(Generic[P, T]):
             if codec != "auto":
                 to_choice("codec", codec, ["auto", *CODECS])
             _check_arguments(call.arguments, link.size)
-            if error is None and not (call.follow and link.rank != call.arguments["root"]):
+            if error is None and not (
+                call.follow and link.rank != call.arguments["root"]
+            ):
                 vector = call.prepare(call, link.size)
         except Exception as raised:  # whatever it is: the other ranks must be notified
-            error = raised.with_traceback(None) if error is None else error  # its frames would hold the vector
+            # its frames would hold the vector
+            error = raised.with_traceback(None) if error is None else error
         if error is not None:
-            vector, name, codec, call.arguments, call.own = NOTHING, "auto", "auto", {}, {}
+            vector, name, codec, call.arguments, call.own = (
+                NOTHING,
+                "auto",
+                "auto",
+                {},
+                {},
+            )
         if name == "auto" and self.automatic is None:
             name = next(iter(self.algorithms))
-        compared = {"operation": call.operation or self.name, "algorithm": name, **call.arguments}
+        compared = {
+            "operation": call.operation or self.name,
+            "algorithm": name,
+            **call.arguments,
+        }
         if not call.follow:
-            compared |= {"length": vector.length, "dtype": DTYPE_NAMES[vector.dtype], "width": vector.width}
-        like = call.contribution if call.follow and isinstance(call.contribution, SparseVector) else vector
-        run = self.automatic if name == "auto" and self.automatic is not None else self.algorithms[name]
+            compared |= {
+                "length": vector.length,
+                "dtype": DTYPE_NAMES[vector.dtype],
+                "width": vector.width,
+            }
+        like = (
+            call.contribution
+            if call.follow and isinstance(call.contribution, SparseVector)
+            else vector
+        )
+        run = (
+            self.automatic
+            if name == "auto" and self.automatic is not None
+            else self.algorithms[name]
+        )
         with engine.of_process():
             group = Group(link, compared, error, codec=codec, like=like.values)
             unstarted: Steps[Any] = (_ for _ in ())
-            steps = run(vector, group, **call.arguments, **call.own) if error is None else unstarted
+            steps = (
+                run(vector, group, **call.arguments, **call.own)
+                if error is None
+                else unstarted
+            )
             if link.checked:
-                steps = debug.checked(group, steps, call.own.get("array", vector), self.promise)
+                steps = debug.checked(
+                    group, steps, call.own.get("array", vector), self.promise
+                )
             else:
                 steps = run_or_notify(group, steps)
-            return engine.of_process().start(steps if call.finish is None else _finished(steps, call.finish), group)
+            return engine.of_process().start(
+                steps if call.finish is None else _finished(steps, call.finish), group
+            )
 
 
 def collective(
@@ -229,14 +305,18 @@ def collective(
 ) -> Callable[[Callable[P, Call[T]]], Collective[P, T]]:
     """Return a decorator that turns a function that returns a `Call` into a collective.
 
-    promise: a function of an algorithm's result that returns two lists, which the debug mode checks: the vectors that
-    are the same on all ranks, and those that are this rank's part of the sum. None: the result has no vectors, and the
-    collective is not in `COLLECTIVES`. compare: compares the calls of the ranks before an algorithm that needs it, over
-    the schedule with which "auto" begins. gives_sum, takes_arrays: see `Collective`.
+    promise: a function of an algorithm's result that returns two lists, which the debug
+    mode checks: the vectors that are the same on all ranks, and those that are this
+    rank's part of the sum. None: the result has no vectors, and the collective is not
+    in `COLLECTIVES`. compare: compares the calls of the ranks before an algorithm that
+    needs it, over the schedule with which "auto" begins. gives_sum, takes_arrays: see
+    `Collective`.
     """
 
     def declare(call: Callable[P, Call[T]]) -> Collective[P, T]:
-        declared = Collective(call, promise, compare, gives_sum=gives_sum, takes_arrays=takes_arrays)
+        declared = Collective(
+            call, promise, compare, gives_sum=gives_sum, takes_arrays=takes_arrays
+        )
         if promise is not None and not declared.name.startswith("_"):
             COLLECTIVES[declared.name] = declared
         return declared
@@ -247,12 +327,17 @@ def collective(
 def nonblocking_sum(function: Any) -> Callable[[Any, Any], Any]:
     """Return the nonblocking form of a collective of this library, with bound arguments; other functions unchanged.
 
-    Raises TypeError for an object that is not callable, and for a collective that does not give every rank the sum.
+    Raises TypeError for an object that is not callable, and for a collective that does
+    not give every rank the sum.
     """
     if isinstance(function, partial):
-        return partial(nonblocking_sum(function.func), *function.args, **function.keywords)
+        return partial(
+            nonblocking_sum(function.func), *function.args, **function.keywords
+        )
     if not callable(function) or isinstance(function, type):
-        raise TypeError(f"collective is {function!r}: expected a collective such as sparse_allreduce")
+        raise TypeError(
+            f"collective is {function!r}: expected a collective such as sparse_allreduce"
+        )
     known = declared_by(function)
     if known is None:
         return function  # type: ignore[no-any-return]
@@ -268,15 +353,20 @@ def declared_by(function: Any) -> "Collective[Any, Any] | None":
     """Return the collective of this library behind a function, its nonblocking form or bound arguments; else None."""
     while isinstance(function, partial):
         function = function.func
-    known = function if isinstance(function, Collective) else getattr(function, "collective", None)
+    known = (
+        function
+        if isinstance(function, Collective)
+        else getattr(function, "collective", None)
+    )
     return known if isinstance(known, Collective) else None
 
 
 def with_votes(function: Any) -> Any:
     """Return a collective whose result contains the number of senders of each entry, with bound arguments.
 
-    That is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are counted; other functions than
-    collectives of this library are returned unchanged. Raises ValueError for other collectives.
+    That is `sparse_allreduce` with votes=True, or `sparse_allgather`, whose vectors are
+    counted; other functions than collectives of this library are returned unchanged.
+    Raises ValueError for other collectives.
     """
     known = declared_by(function)
     if known is None or get_origin(signature(known).return_annotation) is list:
@@ -290,7 +380,11 @@ def with_votes(function: Any) -> Any:
 
 
 def _compared(
-    compare: Compare, algorithm: Algorithm, vector: SparseVector, group: Group, **arguments: Any
+    compare: Compare,
+    algorithm: Algorithm,
+    vector: SparseVector,
+    group: Group,
+    **arguments: Any,
 ) -> Steps[Any]:
     yield from compare(group)
     return (yield from algorithm(vector, group, **arguments))
@@ -306,5 +400,9 @@ def _check_arguments(arguments: dict[str, Any], size: int) -> None:
         arguments["votes"] = to_bool("votes", arguments["votes"])
     for name, least, most in (("k", 1, LARGEST), ("root", 0, size - 1)):
         if name in arguments:
-            remedy = "; from a density take max(1, round(density * length))" if least else ""
-            arguments[name] = to_integer(name, arguments[name], least, most, remedy=remedy)
+            remedy = (
+                "; from a density take max(1, round(density * length))" if least else ""
+            )
+            arguments[name] = to_integer(
+                name, arguments[name], least, most, remedy=remedy
+            )

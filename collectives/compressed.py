@@ -1,15 +1,17 @@
 """Compressed allreduce: the sum of sparse vectors, of which every owner compresses its share before it is gathered.
 
-Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient descent with
-double-pass error-compensated compression", ICML 2019 (arXiv 1905.05957), with a server; H. Tang et al., "1-bit Adam",
-ICML 2021 (arXiv 2102.02888), with shares in place of the server. Costs: docs/collectives.md.
+Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic
+gradient descent with double-pass error-compensated compression", ICML 2019 (arXiv
+1905.05957), with a server; H. Tang et al., "1-bit Adam", ICML 2021 (arXiv 2102.02888),
+with shares in place of the server. Costs: docs/collectives.md.
 
-Invariant: result and rejected entries of all ranks are the sum of the vectors: an owner adds the parts of its share in
-rank order, and keeps as `rejected` what it does not send of their sum.
+Invariant: result and rejected entries of all ranks are the sum of the vectors: an owner
+adds the parts of its share in rank order, and keeps as `rejected` what it does not send
+of their sum.
 
-Differences from the papers: the error of a share is not kept apart, but returned to its owner. A rank may contribute
-all entries of its own share, which it does not send: `GradientExchange` does, and then the residual in this share is
-the server's.
+Differences from the papers: the error of a share is not kept apart, but returned to its
+owner. A rank may contribute all entries of its own share, which it does not send:
+`GradientExchange` does, and then the residual in this share is the server's.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,23 +43,27 @@ def compressed_allreduce(
 ) -> Call[Result]:
     """Sum the vectors of all ranks, and compress the sum: both directions are compressed.
 
-    vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. compressor: with the
-    same settings on all ranks, and without a state between calls, such as `TopK(density=0.01)`. Each rank compresses
-    the sum in its share, rank r of P the indices n r // P <= index < n (r + 1) // P; so a `k` is that of a share.
-    algorithm: "auto" or "split_allgather".
+    vector: of one length and dtype on all ranks, not of rows; any number of entries,
+    also none. compressor: with the same settings on all ranks, and without a state
+    between calls, such as `TopK(density=0.01)`. Each rank compresses the sum in its
+    share, rank r of P the indices n r // P <= index < n (r + 1) // P; so a `k` is that
+    of a share. algorithm: "auto" or "split_allgather".
 
-    Returns (result, rejected). result: the compressed sum, the same bits on every rank. rejected: what this rank's
-    compressor left of its share, which this rank must keep, for example in its residual. result + the sum of all ranks'
-    rejected is the sum of all vectors (bitwise where the additions are exact, as on integer-valued floats).
+    Returns (result, rejected). result: the compressed sum, the same bits on every rank.
+    rejected: what this rank's compressor left of its share, which this rank must keep,
+    for example in its residual. result + the sum of all ranks' rejected is the sum of
+    all vectors (bitwise where the additions are exact, as on integer-valued floats).
 
-    Raises TypeError for a compressor with a state; OverflowError, and CollectiveError on the other ranks, if a sum
-    leaves the range of its dtype.
+    Raises TypeError for a compressor with a state; OverflowError, and CollectiveError
+    on the other ranks, if a sum leaves the range of its dtype.
 
     >>> result, rejected = compressed_allreduce(TopK(k=2).compress(gradient), comm, TopK(k=1))
     >>> result.values.tolist(), rejected.values.tolist()
     ([-3.0], [2.0])
     """
-    return Call(vector, comm, algorithm, codec, {"compressor": compressor}, prepare=prepared)
+    return Call(
+        vector, comm, algorithm, codec, {"compressor": compressor}, prepare=prepared
+    )
 
 
 compressed_iallreduce = compressed_allreduce.nonblocking
@@ -83,23 +89,34 @@ def own_share(length: int, rank: int, size: int) -> tuple[int, int]:
 
 
 @compressed_allreduce.algorithm(compares_calls=True)
-def split_allgather(vector: SparseVector, group: Group, compressor: str, second: Compressor) -> Steps[Result]:
+def split_allgather(
+    vector: SparseVector, group: Group, compressor: str, second: Compressor
+) -> Steps[Result]:
     """Sum every share on its owner, compress it there, and gather the results; see the module.
 
-    The call signatures take no extra rounds: in the first step every rank sends to every other one.
+    The call signatures take no extra rounds: in the first step every rank sends to
+    every other one.
     """
-    share = yield from sum_of_share(vector, group, equal_bounds(vector.length, group.size))
+    share = yield from sum_of_share(
+        vector, group, equal_bounds(vector.length, group.size)
+    )
     with group.raise_on_all():
-        kept = compressed(share, *own_share(vector.length, group.rank, group.size), second)
+        kept = compressed(
+            share, *own_share(vector.length, group.rank, group.size), second
+        )
         rejected = without_zeros(merge(share, kept.with_values(-kept.values)))
     return join([theirs for theirs, _ in (yield from group.gather(kept))]), rejected
 
 
-def compressed(share: SparseVector, first: int, end: int, compressor: Compressor) -> SparseVector:
+def compressed(
+    share: SparseVector, first: int, end: int, compressor: Compressor
+) -> SparseVector:
     """Return the entries that a compressor selects of a sum in a range, which has all of its entries."""
     check_range(share, "sum over the ranks")
     dense = share.filled(first, end).values
     selected = compressor.compress(read_only(dense), gradient=dense)
     check_selected(selected, dense, compressor)
-    indices = selected.indices.astype(share.indices.dtype, copy=False) + share.indices.dtype.type(first)
+    indices = selected.indices.astype(
+        share.indices.dtype, copy=False
+    ) + share.indices.dtype.type(first)
     return SparseVector.trusted(indices, selected.values, share.length)

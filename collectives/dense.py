@@ -1,6 +1,7 @@
 """Dense allreduce by MPI, the baseline, with the interface of the sparse collectives. Costs: docs/collectives.md.
 
-The call signatures are compared first: MPI does not detect a mismatch, but corrupts memory or hangs.
+The call signatures are compared first: MPI does not detect a mismatch, but corrupts
+memory or hangs.
 """
 
 from functools import partial
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 def dense_allreduce(array: Any, comm: "MPI.Comm") -> Call[Any]:
     """Sum an array over all ranks by MPI's own allreduce.
 
-    array: any shape, float16, float32 or float64 (float16 is sent as float32, MPI has no type for it), of one size and
-    dtype on all ranks; see `mpicomp.arrays` for the kinds. It is copied first; device arrays are summed in pinned host
-    memory.
+    array: any shape, float16, float32 or float64 (float16 is sent as float32, MPI has
+    no type for it), of one size and dtype on all ranks; see `mpicomp.arrays` for the
+    kinds. It is copied first; device arrays are summed in pinned host memory.
 
-    Returns the sum as a new array of the same kind, shape and dtype. MPI decides whether all ranks get the same bits;
-    with Open MPI and MPICH they do.
+    Returns the sum as a new array of the same kind, shape and dtype. MPI decides
+    whether all ranks get the same bits; with Open MPI and MPICH they do.
 
     >>> dense_allreduce(gradient, comm).tolist()
     [0.5, -3.0, 0.25, 2.0]
@@ -45,14 +46,19 @@ def dense_allreduce(array: Any, comm: "MPI.Comm") -> Call[Any]:
 dense_iallreduce = dense_allreduce.nonblocking
 
 
-def outlined(call: Call[Any], values: NDArray[Any], outline: SparseVector) -> SparseVector:
+def outlined(
+    call: Call[Any], values: NDArray[Any], outline: SparseVector
+) -> SparseVector:
     """Store a copy of the values in the call's own arguments, for `mpi`, and return `outline`.
 
-    outline: an empty vector with length and dtype of the values, for the call signature.
+    outline: an empty vector with length and dtype of the values, for the call
+    signature.
     """
     wide = np.promote_types(values.dtype, np.float32)
     if on_device(values):
-        copied = staging.to_pinned(namespace(values).ascontiguousarray(values.astype(wide, copy=False)))
+        copied = staging.to_pinned(
+            namespace(values).ascontiguousarray(values.astype(wide, copy=False))
+        )
     else:
         copied = np.array(values, wide, order="C")
     call.own |= {"array": copied, "beside": values.reshape(-1)[:0]}
@@ -60,7 +66,13 @@ def outlined(call: Call[Any], values: NDArray[Any], outline: SparseVector) -> Sp
 
 
 @dense_allreduce.algorithm(compares_calls=True)
-def mpi(vector: SparseVector, group: Group, array: NDArray[Any], beside: Any, **compared: Any) -> Steps[Any]:
+def mpi(
+    vector: SparseVector,
+    group: Group,
+    array: NDArray[Any],
+    beside: Any,
+    **compared: Any,
+) -> Steps[Any]:
     """Compare the call signatures, and sum the arrays by MPI; the sum is on the device of `beside`."""
     with group.turn() as turn:
         yield from group.compare_calls()

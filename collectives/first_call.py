@@ -1,7 +1,8 @@
 """The first call on a communicator, which makes its link: collective, as all ranks duplicate it and agree on settings.
 
-Notices of a deadline in this call are the only messages that the library sends on the caller's own communicator, with
-the highest tag: MPI does not tell which ranks a duplication waits for.
+Notices of a deadline in this call are the only messages that the library sends on the
+caller's own communicator, with the highest tag: MPI does not tell which ranks a
+duplication waits for.
 """
 
 import os
@@ -14,7 +15,13 @@ from collectives.faults import ulfm
 from collectives.faults.state import Faults
 from collectives.launcher import torchrun_warning
 from collectives.runtime import cuda_aware, engine, waiting
-from collectives.runtime.link import LINK, Link, attached, check_communicator, link_if_any
+from collectives.runtime.link import (
+    LINK,
+    Link,
+    attached,
+    check_communicator,
+    link_if_any,
+)
 from collectives.runtime.messages import Sending
 from mpicomp import checking, threads
 
@@ -27,10 +34,11 @@ FIRST = ", the first call on the communicator,"
 def link_of(comm: Any, operation: str = "an operation") -> Link:
     """Return the link of a communicator; the first call makes it, and is collective.
 
-    operation: of the caller, for the text of errors. Raises the errors of `check_communicator`; ValueError on all ranks
-    for a bad environment variable on one; RuntimeError under torchrun, whose processes MPI does not connect, and on a
-    network without matched probes; CollectiveTimeoutError if a rank is absent at the timeout, as do all later calls
-    then.
+    operation: of the caller, for the text of errors. Raises the errors of
+    `check_communicator`; ValueError on all ranks for a bad environment variable on one;
+    RuntimeError under torchrun, whose processes MPI does not connect, and on a network
+    without matched probes; CollectiveTimeoutError if a rank is absent at the timeout,
+    as do all later calls then.
     """
     check_communicator(comm)
     return link_if_any(comm) or _make_link(comm, operation)
@@ -48,15 +56,20 @@ def _make_link(comm: Any, operation: str) -> Link:
     try:
         with engine.of_process():
             unmade, request = comm.Idup()
-            engine.of_process().wait_for_ranks(Sending(request), comm, faults, operation + FIRST)
+            engine.of_process().wait_for_ranks(
+                Sending(request), comm, faults, operation + FIRST
+            )
         # now all ranks of `comm` are in here, and may block: none waits for a reply
         duplicate = unmade  # to revoke it before would crash Open MPI
         return attached(comm, LINK, lambda: _made(duplicate))
     except MPI.Exception as error:
         if not ulfm.is_failure(error, comm):
             raise
-        doing = "the first call on a communicator was interrupted"  # others may wait in either of the two
-        raise ulfm.on_death(Faults(comm.rank, comm.size), doing, comm, duplicate) from None
+        # others may wait in either of the two
+        doing = "the first call on a communicator was interrupted"
+        raise ulfm.on_death(
+            Faults(comm.rank, comm.size), doing, comm, duplicate
+        ) from None
 
 
 def _made(duplicate: "MPI.Intracomm") -> Link:
@@ -77,7 +90,13 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
         duplicate.Free()
         raise
     return Link(
-        duplicate, nodes, choice, backs_off=backs_off, direct=direct, checked=checked, on_free=engine.of_process().freed
+        duplicate,
+        nodes,
+        choice,
+        backs_off=backs_off,
+        direct=direct,
+        checked=checked,
+        on_free=engine.of_process().freed,
     )
 
 
@@ -126,7 +145,8 @@ def _checked(comm: "MPI.Intracomm") -> bool:
 def _keep_pages() -> None:
     """Have malloc keep the pages of freed message buffers, up to 64 MiB.
 
-    glibc raises its mmap and trim thresholds by the largest block freed so far (mallopt(3)). Touching newly mapped
-    pages took a quarter of the time of an exchange of 250,000 entries.
+    glibc raises its mmap and trim thresholds by the largest block freed so far
+    (mallopt(3)). Touching newly mapped pages took a quarter of the time of an exchange
+    of 250,000 entries.
     """
     np.empty((32 << 20) - (1 << 16), np.uint8)  # never touched, so it costs no memory

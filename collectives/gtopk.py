@@ -1,16 +1,20 @@
 """gTop-k: the k largest entries of a sum, without computing the whole sum. Costs: docs/collectives.md.
 
-Source: S. Shi et al., "A distributed synchronous SGD algorithm with global Top-k sparsification for low bandwidth
-networks", ICDCS 2019 (arXiv 1901.04359). `tree` is the published algorithm, the baseline.
+Source: S. Shi et al., "A distributed synchronous SGD algorithm with global Top-k
+sparsification for low bandwidth networks", ICDCS 2019 (arXiv 1901.04359). `tree` is the
+published algorithm, the baseline.
 
-`exact` and `node_leaders` have no search for a threshold, whose rounds would carry only counts (as in P. Cao and Z.
-Wang, "Efficient top-k query calculation in distributed networks", PODC 2004): see `largest_of_all`.
+`exact` and `node_leaders` have no search for a threshold, whose rounds would carry only
+counts (as in P. Cao and Z. Wang, "Efficient top-k query calculation in distributed
+networks", PODC 2004): see `largest_of_all`.
 
-Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bitwise, because merge() is commutative and
-top_k() breaks ties by index; so they drop the same entries, and each keeps its share of these as `rejected`.
+Invariant: after round j the 2^(j+1) ranks of a block hold the same vector, bitwise,
+because merge() is commutative and top_k() breaks ties by index; so they drop the same
+entries, and each keeps its share of these as `rejected`.
 
-Differences from the paper: any P; unequal k; nothing is lost. Except for the exact algorithms the result approximates
-the k largest, as in the paper: an entry that is small in every block is dropped although its sum may be large.
+Differences from the paper: any P; unequal k; nothing is lost. Except for the exact
+algorithms the result approximates the k largest, as in the paper: an entry that is
+small in every block is dropped although its sum may be large.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +25,28 @@ import numpy as np
 from collectives.choice import algorithm_for
 from collectives.collective import Call, Codec, collective, sound
 from collectives.partition import cut, equal_bounds, likely
-from collectives.patterns import Combine, add, compare_by_doubling, doubling, hand_down, reduce_up
+from collectives.patterns import (
+    Combine,
+    add,
+    compare_by_doubling,
+    doubling,
+    hand_down,
+    reduce_up,
+)
 from collectives.reduce_scatter import scatter
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
-from mpicomp.vector import SparseVector, add_up, count_up, join, merge, parted, top_k, within, without_zeros
+from mpicomp.vector import (
+    SparseVector,
+    add_up,
+    count_up,
+    join,
+    merge,
+    parted,
+    top_k,
+    within,
+    without_zeros,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,21 +67,28 @@ def gtopk_allreduce(
     comm: "MPI.Comm",
     k: int | None = None,
     *,
-    algorithm: Literal["auto", "recursive_doubling", "tree", "exact", "node_leaders"] = "auto",
+    algorithm: Literal[
+        "auto", "recursive_doubling", "tree", "exact", "node_leaders"
+    ] = "auto",
     codec: Codec = "auto",
 ) -> Call[Result]:
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
-    vector: of one length and dtype on all ranks, not of rows; any number of entries, also none. k: at least 1, the same
-    on all ranks; None: in each round the largest number of entries contributed by one of the ranks merged so far.
-    algorithm: "recursive_doubling", "tree" (as published; "auto" never takes it), or one that returns the exact k
-    largest of the sum: "exact", which sends the least, or "node_leaders", for several ranks on each of several nodes.
-    "auto" takes the fastest (`collectives.choice`), exact or not; without k it assumes a thousandth of the length.
+    vector: of one length and dtype on all ranks, not of rows; any number of entries,
+    also none. k: at least 1, the same on all ranks; None: in each round the largest
+    number of entries contributed by one of the ranks merged so far. algorithm:
+    "recursive_doubling", "tree" (as published; "auto" never takes it), or one that
+    returns the exact k largest of the sum: "exact", which sends the least, or
+    "node_leaders", for several ranks on each of several nodes. "auto" takes the fastest
+    (`collectives.choice`), exact or not; without k it assumes a thousandth of the
+    length.
 
-    Returns (result, rejected). result: at most k entries in the order of their indices, the same bits on every rank; of
-    equal magnitudes an exact algorithm takes those with the lowest indices. rejected: the entries that this rank must
-    keep, for example in its residual. result + the sum of all ranks' rejected is the sum of all vectors
-    (bitwise where the additions are exact, as on integer-valued floats). Both may share memory with `vector`.
+    Returns (result, rejected). result: at most k entries in the order of their indices,
+    the same bits on every rank; of equal magnitudes an exact algorithm takes those with
+    the lowest indices. rejected: the entries that this rank must keep, for example in
+    its residual. result + the sum of all ranks' rejected is the sum of all vectors
+    (bitwise where the additions are exact, as on integer-valued floats). Both may share
+    memory with `vector`.
 
     >>> result, rejected = gtopk_allreduce(TopK(k=2).compress(gradient), comm, k=1)
     >>> result.values.tolist(), rejected.values.tolist()
@@ -77,14 +105,19 @@ def numbers(call: Call[Any], size: int) -> SparseVector:
     """Return the vector if it is valid; raise ValueError for rows, which have no magnitude to select by."""
     vector = sound(call, size)
     if vector.width is not None:
-        raise ValueError(f"vector has rows of {vector.width} values: gTop-k selects numbers; take sparse_allreduce")
+        raise ValueError(
+            f"vector has rows of {vector.width} values: gTop-k selects numbers; take sparse_allreduce"
+        )
     return vector
 
 
-def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, list[SparseVector], Combine]:
+def selecting(
+    vector: SparseVector, group: Group, k: int | None
+) -> tuple[Part, list[SparseVector], Combine]:
     """Return the k largest of a vector, a list for this rank's rejected entries, and a function that combines parts.
 
-    That keeps the k largest of the sum; of what a block rejects each of its ranks keeps its share.
+    That keeps the k largest of the sum; of what a block rejects each of its ranks keeps
+    its share.
     """
     count = vector.nnz if k is None else k
     kept, rejected = top_k(vector, count)
@@ -102,14 +135,19 @@ def selecting(vector: SparseVector, group: Group, k: int | None) -> tuple[Part, 
 @gtopk_allreduce.auto
 def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Run the fastest algorithm by what all ranks know: the supports count as independent, as asking takes a round."""
-    entries = min(vector.length, max(1, round(TYPICAL_DENSITY * vector.length)) if k is None else k)
+    entries = min(
+        vector.length,
+        max(1, round(TYPICAL_DENSITY * vector.length)) if k is None else k,
+    )
     name = algorithm_for("gtopk_allreduce", vector, group, entries)
     result: Result = yield from gtopk_allreduce.algorithms[name](vector, group, k=k)
     return result
 
 
 @gtopk_allreduce.algorithm(compares_calls=True)
-def recursive_doubling(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
+def recursive_doubling(
+    vector: SparseVector, group: Group, k: int | None = None
+) -> Steps[Result]:
     """Merge with a partner at doubling distance and keep the k largest; see the module."""
     part, rejected, combine = selecting(vector, group, k)
     result, _ = yield from doubling(part, group, combine)
@@ -129,25 +167,38 @@ def tree(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
 def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Sum every share on its owner, which keeps the rejected entries, and select from the owners' sums.
 
-    In the first step every rank sends to every other one, which compares the call signatures.
+    In the first step every rank sends to every other one, which compares the call
+    signatures.
     """
     parts = yield from scatter(vector, group, equal_bounds(vector.length, group.size))
-    share = without_zeros(add_up([theirs for theirs, _ in parts]))  # what cancelled out is missing nowhere
+    # what cancelled out is missing nowhere
+    share = without_zeros(add_up([theirs for theirs, _ in parts]))
     k = max(count for _, count in parts) if k is None else k
-    entries, here = sum(count for _, count in parts), sum(theirs.nnz for theirs, _ in parts)
+    entries, here = (
+        sum(count for _, count in parts),
+        sum(theirs.nnz for theirs, _ in parts),
+    )
     del parts  # nearly k s of memory until the end otherwise
-    return (yield from largest_of_all(share, k, likely(k * here / max(entries, 1), group.size), join, group))
+    return (
+        yield from largest_of_all(
+            share, k, likely(k * here / max(entries, 1), group.size), join, group
+        )
+    )
 
 
 @gtopk_allreduce.algorithm
-def node_leaders(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
+def node_leaders(
+    vector: SparseVector, group: Group, k: int | None = None
+) -> Steps[Result]:
     """Reduce inside each node to its first rank, select the k largest of their sum, and broadcast inside each node.
 
     Every rank keeps its own entries at all other indices, also those whose sum is zero.
     """
     nodes = group.nodes()
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
-    result, count = yield from reduce_up((vector, vector.nnz if k is None else k), node, add)
+    result, count = yield from reduce_up(
+        (vector, vector.nnz if k is None else k), node, add
+    )
     if node.rank == 0:
         leaders = group.subgroup([ranks[0] for ranks in nodes])
         result = yield from largest_of_sum(result, count, leaders)
@@ -158,32 +209,45 @@ def node_leaders(vector: SparseVector, group: Group, k: int | None = None) -> St
 def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVector]:
     """Return the k largest of the sum of vectors; values are sent only for indices that several ranks have.
 
-    The owner of a share receives the indices in it, and requests the values of those that several ranks have: then
-    every rank holds disjoint entries of the sum.
+    The owner of a share receives the indices in it, and requests the values of those
+    that several ranks have: then every rank holds disjoint entries of the sum.
     """
     parts = cut(vector, equal_bounds(vector.length, group.size))
-    supports = yield from group.all_to_all([part.support() for part in parts], vector.nnz)
+    supports = yield from group.all_to_all(
+        [part.support() for part in parts], vector.nnz
+    )
     counts = count_up([theirs for theirs, _ in supports])
     several = counts.divide(np.flatnonzero(counts.values > 1))[0]
-    asked = yield from group.all_to_all([within(theirs, several) for theirs, _ in supports], k)
-    sent, kept = zip(*[parted(part, wanted) for part, (wanted, _) in zip(parts, asked, strict=True)], strict=True)
+    asked = yield from group.all_to_all(
+        [within(theirs, several) for theirs, _ in supports], k
+    )
+    sent, kept = zip(
+        *[parted(part, wanted) for part, (wanted, _) in zip(parts, asked, strict=True)],
+        strict=True,
+    )
     received = [theirs for theirs, _ in (yield from group.all_to_all(sent))]
     here = sum(each.nnz for each in (*kept, *received))
     k, entries = max(most for _, most in asked), sum(count for _, count in supports)
-    held = without_zeros(merge(join(kept), add_up(received)))  # top_k() selects no zeros
+    # top_k() selects no zeros
+    held = without_zeros(merge(join(kept), add_up(received)))
     quota = likely(k * here / max(entries, 1), group.size)
     return (yield from largest_of_all(held, k, quota, add_up, group))[0]
 
 
 def largest_of_all(
-    held: SparseVector, k: int, quota: int, unite: Callable[[Sequence[SparseVector]], SparseVector], group: Group
+    held: SparseVector,
+    k: int,
+    quota: int,
+    unite: Callable[[Sequence[SparseVector]], SparseVector],
+    group: Group,
 ) -> Steps[Result]:
     """Return the k largest of the disjoint entries of all ranks, and this rank's rejected entries.
 
-    Each rank sends its largest entries first, `quota` at a time. Once one of a rank is rejected, its remaining entries
-    cannot be selected; every other rank sends another batch: as many as it has sent so far, or k/P, whichever is
-    larger. So the first allgather sends about k entries, any other one at most 2k + P, and there are at most ceil(lg P)
-    + 2. unite: a function that adds up the entries of all ranks.
+    Each rank sends its largest entries first, `quota` at a time. Once one of a rank is
+    rejected, its remaining entries cannot be selected; every other rank sends another
+    batch: as many as it has sent so far, or k/P, whichever is larger. So the first
+    allgather sends about k entries, any other one at most 2k + P, and there are at most
+    ceil(lg P) + 2. unite: a function that adds up the entries of all ranks.
     """
     left, chance, sent = held, min(held.nnz, k), 0
     result = rejected = group.nothing
@@ -191,10 +255,20 @@ def largest_of_all(
     while waited:
         some, left = top_k(left, min(quota, chance))
         gathered = yield from group.gather(some, chance - some.nnz)
-        result, dropped = top_k(merge(result, unite([theirs for theirs, _ in gathered])), k)
+        result, dropped = top_k(
+            merge(result, unite([theirs for theirs, _ in gathered])), k
+        )
         rejected = merge(rejected, within(dropped, held))
-        waited = {rank for rank in waited if gathered[rank][1] and not within(gathered[rank][0], dropped).nnz}
-        chance = within(left, top_k(merge(result, left), k)[0]).nnz if group.rank in waited else 0
+        waited = {
+            rank
+            for rank in waited
+            if gathered[rank][1] and not within(gathered[rank][0], dropped).nnz
+        }
+        chance = (
+            within(left, top_k(merge(result, left), k)[0]).nnz
+            if group.rank in waited
+            else 0
+        )
         sent += some.nnz
         quota = max(sent, -(-k // group.size))
     return result, merge(rejected, left)

@@ -10,9 +10,10 @@ from collectives.exchange import GradientExchange
 def exchange_pytree(exchange: GradientExchange, gradients: Any) -> Any:
     """Return the means of a pytree of gradients, as a pytree of the same structure.
 
-    gradients: a pytree of JAX arrays. Each leaf is a tensor of its own, named by its path, such as "[0]['bias']". The
-    same structure, shapes and dtypes on every rank and in every step. Call it outside `jax.jit`: it waits for the
-    gradients, and communicates. Raises the errors of a call of the exchange.
+    gradients: a pytree of JAX arrays. Each leaf is a tensor of its own, named by its
+    path, such as "[0]['bias']". The same structure, shapes and dtypes on every rank and
+    in every step. Call it outside `jax.jit`: it waits for the gradients, and
+    communicates. Raises the errors of a call of the exchange.
 
     >>> gradients = jax.grad(loss)(parameters, batch)
     >>> means = exchange_pytree(exchange, gradients)

@@ -1,18 +1,21 @@
 """What launchers tell the ranks through environment variables: pure functions.
 
-A launcher of another MPI, or torchrun, starts P processes that are each rank 0 of 1: the warnings detect that.
+A launcher of another MPI, or torchrun, starts P processes that are each rank 0 of 1:
+the warnings detect that.
 """
 
 from collections.abc import Mapping, Sequence
 
-# Where launchers say how many ranks they started, the innermost one first: inside a batch job Open MPI's mpirun starts
-# its daemons through srun, and the ranks see both.
+# Where launchers say how many ranks they started, the innermost one first: inside a
+# batch job Open MPI's mpirun starts its daemons through srun, and the ranks see both.
 LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:
     """Return a warning if the launcher started another number of ranks than MPI sees; else None."""
-    name = next((name for name in LAUNCHER_SIZES if environment.get(name, "").isdigit()), None)
+    name = next(
+        (name for name in LAUNCHER_SIZES if environment.get(name, "").isdigit()), None
+    )
     if name is None or int(environment[name]) == size:
         return torchrun_warning(size, environment)
     return (
@@ -33,25 +36,41 @@ def torchrun_warning(size: int, environment: Mapping[str, str]) -> str | None:
     )
 
 
-def master_address(environment: Mapping[str, str], host: str, *, is_one_node: bool) -> str:
+def master_address(
+    environment: Mapping[str, str], host: str, *, is_one_node: bool
+) -> str:
     """Return the address at which rank 0 listens for torch; host: its name, which may not resolve on one node."""
     return environment.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else host)
 
 
-def torchrun_variables(rank: int, first_on_node: Sequence[int], address: str, port: int) -> dict[str, str]:
+def torchrun_variables(
+    rank: int, first_on_node: Sequence[int], address: str, port: int
+) -> dict[str, str]:
     """Return the environment variables of a rank as torchrun would set them, by name.
 
-    first_on_node: for each rank, the lowest rank on its node. address, port: where rank 0 will listen for torch's
-    `env://`. TORCHELASTIC_RUN_ID is what Lightning recognises torchrun by, before it looks at Slurm's variables.
+    first_on_node: for each rank, the lowest rank on its node. address, port: where rank
+    0 will listen for torch's `env://`. TORCHELASTIC_RUN_ID is what Lightning recognises
+    torchrun by, before it looks at Slurm's variables.
 
     >>> torchrun_variables(3, [0, 0, 2, 2], "node7", 29500)["LOCAL_RANK"]
     '1'
     """
     first, nodes = first_on_node[rank], sorted(set(first_on_node))
     numbers = {"RANK": rank, "WORLD_SIZE": len(first_on_node)}
-    numbers |= {"LOCAL_RANK": first_on_node[:rank].count(first), "LOCAL_WORLD_SIZE": first_on_node.count(first)}
+    numbers |= {
+        "LOCAL_RANK": first_on_node[:rank].count(first),
+        "LOCAL_WORLD_SIZE": first_on_node.count(first),
+    }
     numbers |= {"GROUP_RANK": nodes.index(first), "GROUP_WORLD_SIZE": len(nodes)}
-    numbers |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": len(first_on_node), "MASTER_PORT": port}
+    numbers |= {
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": len(first_on_node),
+        "MASTER_PORT": port,
+    }
     numbers |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
-    texts = {"MASTER_ADDR": address, "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": f"mpi-{address}-{port}"}
+    texts = {
+        "MASTER_ADDR": address,
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": f"mpi-{address}-{port}",
+    }
     return {name: str(number) for name, number in numbers.items()} | texts

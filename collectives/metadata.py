@@ -1,8 +1,8 @@
 """The metadata exchange before an exact sum: the number of entries of each rank, and samples of their indices.
 
-One allgather of small messages, which also compares the call signatures. A rank may send its whole vector instead
-(docs/collectives.md, below "Costs"). If all ranks do, the exchange is the allgather; if only some do, the chosen
-algorithm follows as usual.
+One allgather of small messages, which also compares the call signatures. A rank may
+send its whole vector instead (docs/collectives.md, below "Costs"). If all ranks do, the
+exchange is the allgather; if only some do, the chosen algorithm follows as usual.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
 from mpicomp.vector import SparseVector
 
-WHOLE_NBYTES = 1 << 16  # of all other ranks' vectors: they take no longer than the rounds of the metadata
+# of all other ranks' vectors: they take no longer than the rounds of the metadata
+WHOLE_NBYTES = 1 << 16
 MOST_BITS = 2**15 - 1  # of a value as coded: the field has 15 bits
 
 
@@ -23,7 +24,8 @@ MOST_BITS = 2**15 - 1  # of a value as coded: the field has 15 bits
 class Metadata:
     """The metadata of all ranks: entries of each, and the length.
 
-    received: of each rank its vector, where it is whole, or one at samples of its indices. bits: mean bits of a value.
+    received: of each rank its vector, where it is whole, or one at samples of its
+    indices. bits: mean bits of a value.
     """
 
     counts: list[int]
@@ -41,22 +43,37 @@ class Metadata:
         """Return the bounds of the shares of `size` owners."""
         supports = [to_numpy(each.indices) for each in self.received]
         ranks = enumerate(zip(supports, self.whole, strict=True))
-        samples = [sample(each, rank, len(supports)) if is_whole else each for rank, (each, is_whole) in ranks]
+        samples = [
+            sample(each, rank, len(supports)) if is_whole else each
+            for rank, (each, is_whole) in ranks
+        ]
         return balanced_bounds(samples, self.counts, self.length, size)
 
 
 def exchange_metadata(
-    vector: SparseVector, group: Group, *, sampling: bool = True, bits: float = 0.0, whole: bool = False
+    vector: SparseVector,
+    group: Group,
+    *,
+    sampling: bool = True,
+    bits: float = 0.0,
+    whole: bool = False,
 ) -> Steps[Metadata]:
     """Exchange the metadata of all ranks. ceil(lg P) rounds of small messages.
 
-    sampling: send samples for the bounds of shares. bits: of an entry's values as coded. whole: send the vector itself.
+    sampling: send samples for the bounds of shares. bits: of an entry's values as
+    coded. whole: send the vector itself.
     """
     sent = vector if whole else samples_of(vector, group) if sampling else group.nothing
     received = yield from group.gather(sent, pack(vector.nnz, bits, whole))
     vectors, fields = zip(*received, strict=True)
     counts, every_bits, wholes = unpack(fields)
-    return Metadata(counts, vector.length, vectors, wholes, sum(map(mul, counts, every_bits)) / max(1, sum(counts)))
+    return Metadata(
+        counts,
+        vector.length,
+        vectors,
+        wholes,
+        sum(map(mul, counts, every_bits)) / max(1, sum(counts)),
+    )
 
 
 def samples_of(vector: SparseVector, group: Group) -> SparseVector:
@@ -79,5 +96,8 @@ def pack(entries: int, bits: float, whole: bool) -> int:
 
 def unpack(fields: Sequence[int]) -> tuple[list[int], list[int], list[bool]]:
     """Return the three fields of `pack`, each of all ranks."""
-    entries, bits, whole = zip(*[(each >> 16, each >> 1 & MOST_BITS, each & 1 == 1) for each in fields], strict=True)
+    entries, bits, whole = zip(
+        *[(each >> 16, each >> 1 & MOST_BITS, each & 1 == 1) for each in fields],
+        strict=True,
+    )
     return list(entries), list(bits), list(whole)

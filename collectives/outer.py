@@ -10,22 +10,27 @@ Source: A. Douillard et al., "DiLoCo: Distributed low-communication training of 
               v = momentum v + Delta                             u = Delta + momentum v with Nesterov, else u = v
               a = a - rate u,  theta_r = a
 
-With a delay of d the exchange starts after step H and finishes d steps later; the steps in between are kept: theta_r =
-a' + (theta_r - theta_r at the start), where a' is the new anchor.
+With a delay of d the exchange starts after step H and finishes d steps later; the steps
+in between are kept: theta_r = a' + (theta_r - theta_r at the start), where a' is the
+new anchor.
 
-Rounds and bytes: those of the exchange, every H steps; in the debug mode (MPICOMP_CHECK=1) 2 ceil(lg P) more small
-messages. Memory: the anchor, the pseudo-gradient, v with momentum, and the exchange's own.
+Rounds and bytes: those of the exchange, every H steps; in the debug mode
+(MPICOMP_CHECK=1) 2 ceil(lg P) more small messages. Memory: the anchor, the
+pseudo-gradient, v with momentum, and the exchange's own.
 
-A parameter in bfloat16 has an anchor, a pseudo-gradient and v in float32: theta_r starts each round as a rounded to
-bfloat16, ties to even, and Delta_r = that start - theta_r. So steps that are smaller than a bit of bfloat16 add up in
-the anchor, which does not change where no rank makes progress.
+A parameter in bfloat16 has an anchor, a pseudo-gradient and v in float32: theta_r
+starts each round as a rounded to bfloat16, ties to even, and Delta_r = that start -
+theta_r. So steps that are smaller than a bit of bfloat16 add up in the anchor, which
+does not change where no rank makes progress.
 
-Invariants: the anchor has the same bits on all ranks. A round that fails leaves anchor, v, residuals and parameters
-unchanged on all ranks: operations that can fail on one rank run before the exchange ends, and later ones write to
-allocated memory, except for buffers of bounded size.
+Invariants: the anchor has the same bits on all ranks. A round that fails leaves anchor,
+v, residuals and parameters unchanged on all ranks: operations that can fail on one rank
+run before the exchange ends, and later ones write to allocated memory, except for
+buffers of bounded size.
 
-Differences from the papers: pseudo-gradients are not weighted by numbers of batches; there is no weight decay in the
-outer step; a round at rate 0 discards its progress, and the residuals.
+Differences from the papers: pseudo-gradients are not weighted by numbers of batches;
+there is no weight decay in the outer step; a round at rate 0 discards its progress, and
+the residuals.
 """
 
 import hashlib
@@ -52,32 +57,40 @@ from mpicomp.tensors import ARRAY, by_name, in_form
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
 TABLE = "settings"  # the key of the loop's settings in a state
-OTHER_LOOP = "make the loop with the settings that were saved, or load with same_settings=False"
+OTHER_LOOP = (
+    "make the loop with the settings that were saved, or load with same_settings=False"
+)
 
 
 class OuterLoop:
     """Synchronise the models of all ranks by an exchange of pseudo-gradients every `every` steps.
 
-    All ranks construct it, with the same settings and the same values of the parameters: broadcast those of rank 0
-    first. Then each calls `step` after each step of its own optimiser, whose state it does not change.
+    All ranks construct it, with the same settings and the same values of the
+    parameters: broadcast those of rank 0 first. Then each calls `step` after each step
+    of its own optimiser, whose state it does not change.
 
-    exchange: a `GradientExchange` that nothing else uses; the constructor registers its tensors. Tensors of fewer than
-    its `small` values are sent dense. parameters: arrays by name, such as `dict(model.named_parameters())`, or a list,
-    or one array; or a function that returns them, which is called for each round. float16, bfloat16, float32 or
-    float64, without gaps in memory, of NumPy, CuPy, or a kind that supports DLPack, such as PyTorch's tensors. `step`
-    writes to them in place. Tied parameters (the same memory under two names) count once. Parameters not passed are not
-    changed. A tensor of PyTorch that no longer requires a gradient is left out of the rounds, with its residual, once
-    it was unchanged for a round on all ranks; until it requires one again. Average the statistics of batch
-    normalisation yourself, with `dense_allreduce`, before you evaluate or save the model.
+    exchange: a `GradientExchange` that nothing else uses; the constructor registers its
+    tensors. Tensors of fewer than its `small` values are sent dense. parameters: arrays
+    by name, such as `dict(model.named_parameters())`, or a list, or one array; or a
+    function that returns them, which is called for each round. float16, bfloat16,
+    float32 or float64, without gaps in memory, of NumPy, CuPy, or a kind that supports
+    DLPack, such as PyTorch's tensors. `step` writes to them in place. Tied parameters
+    (the same memory under two names) count once. Parameters not passed are not changed.
+    A tensor of PyTorch that no longer requires a gradient is left out of the rounds,
+    with its residual, once it was unchanged for a round on all ranks; until it requires
+    one again. Average the statistics of batch normalisation yourself, with
+    `dense_allreduce`, before you evaluate or save the model.
 
-    every: H, steps from one exchange to the next; H = 1 compresses the update of each step. rate: multiplies the mean
-    at the end of a round; it may be changed between steps, to the same value on all ranks. At 0 a round discards the
-    progress of all ranks and their residuals, and does not change the momentum. momentum, nesterov: as in PyTorch's
-    SGD, without weight decay, which belongs to the inner optimiser. delay: steps computed while an exchange is in
-    flight, 0 <= delay < every.
+    every: H, steps from one exchange to the next; H = 1 compresses the update of each
+    step. rate: multiplies the mean at the end of a round; it may be changed between
+    steps, to the same value on all ranks. At 0 a round discards the progress of all
+    ranks and their residuals, and does not change the momentum. momentum, nesterov: as
+    in PyTorch's SGD, without weight decay, which belongs to the inner optimiser. delay:
+    steps computed while an exchange is in flight, 0 <= delay < every.
 
-    Raises TypeError or ValueError for bad arguments, and `CollectiveError` on the other ranks; CollectiveError on all
-    ranks for settings, tensors or parameters that differ, naming the ranks.
+    Raises TypeError or ValueError for bad arguments, and `CollectiveError` on the other
+    ranks; CollectiveError on all ranks for settings, tensors or parameters that differ,
+    naming the ranks.
 
     >>> parameters = {"weight": np.ones(4, np.float32)}
     >>> outer = OuterLoop(GradientExchange(comm, TopK(k=2)), parameters, every=2)
@@ -100,7 +113,13 @@ class OuterLoop:
     ) -> None:
         if not isinstance(exchange, GradientExchange):
             raise TypeError(f"exchange is {exchange!r}: expected a GradientExchange")
-        self.exchange, self.every, self.momentum, self.nesterov, self.delay = exchange, every, momentum, nesterov, delay
+        self.exchange, self.every, self.momentum, self.nesterov, self.delay = (
+            exchange,
+            every,
+            momentum,
+            nesterov,
+            delay,
+        )
         self.count = 0  # of steps
         self.rounds = 0  # that were kept
         self._rate = 0.0
@@ -110,12 +129,19 @@ class OuterLoop:
         self._held: set[str] = set()  # frozen parameters, which the exchange leaves out
         self._trained: set[str] = set()  # those that required a gradient at the start
         self._form = ARRAY
-        self._first: dict[str, str] = {}  # for each parameter the first one with the same memory: tied ones count once
+        # for each parameter the first one with the same memory: tied ones count once
+        self._first: dict[str, str] = {}
         self._replicas: list[Replica] = []
 
         def settings() -> dict[str, str]:
-            self.every, self.delay = to_integer("every", every), to_integer("delay", delay, 0)
-            self.rate, self.momentum = rate, to_number("momentum", momentum, least=0, below=1)
+            self.every, self.delay = (
+                to_integer("every", every),
+                to_integer("delay", delay, 0),
+            )
+            self.rate, self.momentum = (
+                rate,
+                to_number("momentum", momentum, least=0, below=1),
+            )
             self.nesterov = to_bool("nesterov", nesterov)
             self._check_settings()
             self._form, given = self._given()
@@ -124,13 +150,20 @@ class OuterLoop:
 
         def copy_parameters() -> str:
             _, given = self._given()
-            self._trained = {name for name in {*self._first.values()} if _is_trained(given[name])}
-            self._replicas = [Replica(bucket.tensors, given, self.momentum) for bucket in exchange.buckets]
+            self._trained = {
+                name for name in {*self._first.values()} if _is_trained(given[name])
+            }
+            self._replicas = [
+                Replica(bucket.tensors, given, self.momentum)
+                for bucket in exchange.buckets
+            ]
             return self._digest()
 
         check_same(f"settings of {OPERATION}", self._gather(settings))
         _, given = self._given()
-        exchange.register({name: given[name] for name, first in self._first.items() if name == first})
+        exchange.register(
+            {name: given[name] for name, first in self._first.items() if name == first}
+        )
         self._check_anchors(self._gather(copy_parameters))
 
     @property
@@ -146,10 +179,14 @@ class OuterLoop:
     def anchor(self) -> Any:
         """The model that is the same on all ranks, in the form of the parameters: read-only views, of NumPy or CuPy.
 
-        Evaluate and save this model within a round, at the end of training, and with a delay at any step: the
-        parameters of each rank contain its own progress.
+        Evaluate and save this model within a round, at the end of training, and with a
+        delay at any step: the parameters of each rank contain its own progress.
         """
-        anchors = {name: view for each in self._replicas for name, view in each.by_tensor(each.anchor).items()}
+        anchors = {
+            name: view
+            for each in self._replicas
+            for name, view in each.by_tensor(each.anchor).items()
+        }
         views = {name: read_only(anchors[first]) for name, first in self._first.items()}
         return in_form(self._form, views, views)
 
@@ -157,14 +194,16 @@ class OuterLoop:
     def step(self) -> bool:
         """Count a step of the inner optimiser, and exchange if it is due; return whether a round ended.
 
-        All ranks call it equally often. A rank without a batch calls it with unchanged parameters, and contributes
-        entries of its residual.
+        All ranks call it equally often. A rank without a batch calls it with unchanged
+        parameters, and contributes entries of its residual.
 
-        Raises the errors of `GradientExchange.finish`, for example ValueError on a rank whose parameters are not finite
-        and CollectiveError on the others. The round is then undone on all ranks: anchor, momentum and residuals do not
-        change, the local progress stays in the parameters, and the next round, `every` steps later, includes it. With a
-        delay the rank with the error may raise earlier than the others. If the exchange skips its step, nothing changes
-        either, and it returns False.
+        Raises the errors of `GradientExchange.finish`, for example ValueError on a rank
+        whose parameters are not finite and CollectiveError on the others. The round is
+        then undone on all ranks: anchor, momentum and residuals do not change, the
+        local progress stays in the parameters, and the next round, `every` steps later,
+        includes it. With a delay the rank with the error may raise earlier than the
+        others. If the exchange skips its step, nothing changes either, and it returns
+        False.
         """
         self.count += 1
         place = self.count % self.every
@@ -180,27 +219,43 @@ class OuterLoop:
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's loop and its exchange: arrays by name, for np.savez.
 
-        Each rank saves its own state, with its parameters and the state of its inner optimiser, at any step: also
-        within a round, and with an exchange in flight. It contains the settings of the loop, as text.
+        Each rank saves its own state, with its parameters and the state of its inner
+        optimiser, at any step: also within a round, and with an exchange in flight. It
+        contains the settings of the loop, as text.
         """
-        state = {"count": np.array(self.count), "rounds": np.array(self.rounds), TABLE: to_table(self._settings())}
+        state = {
+            "count": np.array(self.count),
+            "rounds": np.array(self.rounds),
+            TABLE: to_table(self._settings()),
+        }
         names = canonical_names(self._first)
         for key, array in self._arrays(in_flight=self._in_flight).items():
             part, _, name = key.partition("/")
             state[f"{part}/{names[name]}"] = np.array(to_numpy(array))
-        return state | {f"exchange/{name}": array for name, array in self.exchange.state_dict().items()}
+        return state | {
+            f"exchange/{name}": array
+            for name, array in self.exchange.state_dict().items()
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, same_settings: bool = True
+    ) -> None:
         """Load a `state_dict`; the following steps have the same bits. All ranks call it.
 
-        Construct model, exchange and loop as at the start of the run, call this, and then write the saved parameters to
-        the model. An exchange that was in flight is started again. same_settings: as in `GradientExchange`.
+        Construct model, exchange and loop as at the start of the run, call this, and
+        then write the saved parameters to the model. An exchange that was in flight is
+        started again. same_settings: as in `GradientExchange`.
 
-        Raises ValueError on a rank whose state does not fit and CollectiveError on the others; CollectiveError on all
-        for states of different steps; RuntimeError with an exchange in flight. Nothing changes then.
+        Raises ValueError on a rank whose state does not fit and CollectiveError on the
+        others; CollectiveError on all for states of different steps; RuntimeError with
+        an exchange in flight. Nothing changes then.
         """
         load = partial(self.exchange.load_state_dict, same_settings=same_settings)
-        self._load(lambda: state, lambda: load(_of_exchange(state)), same_settings=same_settings)
+        self._load(
+            lambda: state,
+            lambda: load(_of_exchange(state)),
+            same_settings=same_settings,
+        )
 
     def load_state_dicts(
         self,
@@ -212,13 +267,19 @@ class OuterLoop:
     ) -> None:
         """Load the states that `ranks` ranks saved at the end of a round, in a job of any size.
 
-        See `load_state_dict`; the arguments are those of `GradientExchange.load_state_dicts`. Every rank then starts
-        from the anchor: write it to the model.
+        See `load_state_dict`; the arguments are those of
+        `GradientExchange.load_state_dicts`. Every rank then starts from the anchor:
+        write it to the model.
 
-        Raises the errors of `load_state_dict`, and ValueError for states within a round or with an exchange in flight,
-        as the progress since the anchor belongs to single ranks. Save when `step` has returned True, with delay=0.
+        Raises the errors of `load_state_dict`, and ValueError for states within a round
+        or with an exchange in flight, as the progress since the anchor belongs to
+        single ranks. Save when `step` has returned True, with delay=0.
         """
-        load_exchange = partial(self.exchange.load_state_dicts, same_settings=same_settings, conserve=conserve)
+        load_exchange = partial(
+            self.exchange.load_state_dicts,
+            same_settings=same_settings,
+            conserve=conserve,
+        )
         self._load(
             lambda: self._between_rounds(ranks, load),
             lambda: load_exchange(ranks, lambda rank: _of_exchange(load(rank))),
@@ -227,11 +288,17 @@ class OuterLoop:
 
     @defer_interrupt
     def _load(
-        self, given: Callable[[], Mapping[str, Any]], load_exchange: Callable[[], None], *, same_settings: bool
+        self,
+        given: Callable[[], Mapping[str, Any]],
+        load_exchange: Callable[[], None],
+        *,
+        same_settings: bool,
     ) -> None:
         """Load the state that `given` returns, and that of the exchange, on all ranks or on none."""
         if self._in_flight:
-            raise RuntimeError("an exchange is in flight: load the state into a new OuterLoop")
+            raise RuntimeError(
+                "an exchange is in flight: load the state into a new OuterLoop"
+            )
         before: dict[str, Any] = {}
         loaded: dict[str, Any] = {}
 
@@ -239,12 +306,22 @@ class OuterLoop:
             before.update(self.exchange.state_dict())
             state = dict(given())
             if same_settings:
-                check_table("the state", state.get(TABLE, ()), self._settings(), OTHER_LOOP)
+                check_table(
+                    "the state", state.get(TABLE, ()), self._settings(), OTHER_LOOP
+                )
             loaded.update(self._fitting(state))
             load_exchange()
-            anchors = [loaded[f"anchor/{tensor.name}"] for each in self._replicas for tensor in each.tensors]
+            anchors = [
+                loaded[f"anchor/{tensor.name}"]
+                for each in self._replicas
+                for tensor in each.tensors
+            ]
             in_flight = str(_is_in_flight(loaded))
-            return {"count": str(loaded["count"]), "in flight": in_flight, "anchor": _digest(anchors)}
+            return {
+                "count": str(loaded["count"]),
+                "in flight": in_flight,
+                "anchor": _digest(anchors),
+            }
 
         try:
             check_same("saved state", self._gather(load_own))
@@ -258,7 +335,9 @@ class OuterLoop:
         if _is_in_flight(loaded):
             self._send()
 
-    def _between_rounds(self, ranks: int, load: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+    def _between_rounds(
+        self, ranks: int, load: Callable[[int], Mapping[str, Any]]
+    ) -> dict[str, Any]:
         """Return the state of this rank, one of those that `ranks` ranks saved at the end of a round."""
         ranks = to_integer("ranks", ranks)
         own = dict(load(self.exchange.comm.rank % ranks))
@@ -274,9 +353,13 @@ class OuterLoop:
     def _check_settings(self) -> None:
         """Raise ValueError for settings that exclude each other."""
         if self.delay >= self.every:
-            raise ValueError(f"delay is {self.delay} and every {self.every}: expected 0 <= delay < every")
+            raise ValueError(
+                f"delay is {self.delay} and every {self.every}: expected 0 <= delay < every"
+            )
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov is set and momentum is 0: expected a momentum above 0")
+            raise ValueError(
+                "nesterov is set and momentum is 0: expected a momentum above 0"
+            )
         feedback, exchange = self.exchange.feedback, self.exchange
         if exchange.basis is not None or exchange.average == "sign":
             raise ValueError(
@@ -284,14 +367,21 @@ class OuterLoop:
                 "mean; neither has been measured with local steps"
             )
         if not feedback.has_gradient_units:
-            raise ValueError(f"the feedback of the exchange is {feedback!r}: expected one such as ErrorFeedback()")
+            raise ValueError(
+                f"the feedback of the exchange is {feedback!r}: expected one such as ErrorFeedback()"
+            )
 
     def _settings(self) -> dict[str, str]:
-        return {name: repr(getattr(self, name)) for name in ("every", "rate", "momentum", "nesterov", "delay")}
+        return {
+            name: repr(getattr(self, name))
+            for name in ("every", "rate", "momentum", "nesterov", "delay")
+        }
 
     def _given(self) -> tuple[str, dict[str, Any]]:
         """Return the form of the parameters, and those of this round by name."""
-        return by_name(self._parameters() if isroutine(self._parameters) else self._parameters)
+        return by_name(
+            self._parameters() if isroutine(self._parameters) else self._parameters
+        )
 
     def _gather(self, call: Callable[[], Any]) -> list[Any]:
         return gather_results(call, self.exchange.comm, OPERATION)
@@ -340,7 +430,10 @@ class OuterLoop:
         self.exchange.hold(held)
         try:
             self._gather(
-                lambda: replicas.extend(Replica(each.tensors, given, self.momentum) for each in self.exchange.buckets)
+                lambda: replicas.extend(
+                    Replica(each.tensors, given, self.momentum)
+                    for each in self.exchange.buckets
+                )
             )
         except Exception:
             self.exchange.hold(self._held)
@@ -371,8 +464,11 @@ class OuterLoop:
         means = self.exchange.finish_vectors()
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
-        for each, mean in zip(self._replicas, means, strict=False):  # without those that are held, at the end
-            each.end_round(mean, self.rate, nesterov=self.nesterov, delayed=self.delay > 0)
+        # without those that are held, at the end
+        for each, mean in zip(self._replicas, means, strict=False):
+            each.end_round(
+                mean, self.rate, nesterov=self.nesterov, delayed=self.delay > 0
+            )
         staging.complete(each.tensors[0].xp for each in self._replicas)
         if not self.rate:
             self.exchange.reset()
@@ -381,25 +477,45 @@ class OuterLoop:
 
     def _arrays(self, *, in_flight: bool) -> dict[str, Array]:
         """Return the arrays of each tensor to save, by name; not copied."""
-        return {key: array for each in self._replicas for key, array in each.arrays(in_flight=in_flight).items()}
+        return {
+            key: array
+            for each in self._replicas
+            for key, array in each.arrays(in_flight=in_flight).items()
+        }
 
     def _fitting(self, state: Mapping[str, Any]) -> dict[str, Array]:
         """Return a saved state, except that of the exchange, as arrays; raises ValueError if they do not fit."""
-        names = {canonical: name for name, canonical in canonical_names(self._first).items()}
+        names = {
+            canonical: name for name, canonical in canonical_names(self._first).items()
+        }
         own = {
-            _own_key(key, names): np.asarray(array) for key, array in state.items() if not key.startswith("exchange/")
+            _own_key(key, names): np.asarray(array)
+            for key, array in state.items()
+            if not key.startswith("exchange/")
         }
         own.pop(TABLE, None)
-        expected = {name: _kind(array) for name, array in self._arrays(in_flight=_is_in_flight(own)).items()}
-        got = {name: _kind(array) for name, array in own.items() if name not in ("count", "rounds")}
+        expected = {
+            name: _kind(array)
+            for name, array in self._arrays(in_flight=_is_in_flight(own)).items()
+        }
+        got = {
+            name: _kind(array)
+            for name, array in own.items()
+            if name not in ("count", "rounds")
+        }
         for name in sorted(got | expected):
             if got.get(name) != expected.get(name):
                 raise ValueError(
                     f"in the state {name} is {got.get(name, 'missing')}: expected {expected.get(name, 'none')}"
                 )
         counts = [own.get(name, np.array(-1)) for name in ("count", "rounds")]
-        if any(count.shape != () or count.dtype.kind not in "iu" or count < 0 for count in counts):
-            raise ValueError("the state has no count and rounds: expected all that state_dict() returned")
+        if any(
+            count.shape != () or count.dtype.kind not in "iu" or count < 0
+            for count in counts
+        ):
+            raise ValueError(
+                "the state has no count and rounds: expected all that state_dict() returned"
+            )
         if _is_in_flight(own) and not 0 <= int(own["count"]) % self.every < self.delay:
             raise ValueError(
                 f"the state is of step {int(own['count'])}, with an exchange in flight: expected the every and delay "
@@ -419,7 +535,11 @@ def _digest(arrays: Sequence[Array]) -> str:
 def _of_exchange(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the exchange, a part of that of the loop."""
     prefix = "exchange/"
-    return {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): state[name]
+        for name in state
+        if name.startswith(prefix)
+    }
 
 
 def _own_key(key: str, names: Mapping[str, str]) -> str:

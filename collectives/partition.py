@@ -14,9 +14,13 @@ import numpy as np
 from mpicomp.arrays import Array, to_device_of
 from mpicomp.vector import SparseVector
 
-SAMPLES_A_SHARE = 16  # for each rank and each share: the bounds are then off by a few per cent of a share
-MOST_SAMPLES = 256  # of a rank: P of them put a bound off by sqrt(P) / 900 of a share, and they go to all ranks
-SAMPLED_ENTRIES = 16  # at least so many entries for one sample: samples stay a few per cent of what is sent
+# for each rank and each share: the bounds are then off by a few per cent of a share
+SAMPLES_A_SHARE = 16
+# of a rank: P of them put a bound off by sqrt(P) / 900 of a share, and they go to all
+# ranks
+MOST_SAMPLES = 256
+# at least so many entries for one sample: samples stay a few per cent of what is sent
+SAMPLED_ENTRIES = 16
 SKEW = 1.25  # times the mean: from this share on equal ranges are worth replacing
 
 
@@ -35,13 +39,15 @@ def cut(vector: SparseVector, bounds: Bounds) -> list[SparseVector]:
 
 def equal_bounds(length: int, size: int) -> Bounds:
     """Return the bounds of `size` ranges whose lengths differ by one at most."""
-    return tuple(length * owner // size for owner in range(size + 1))  # Python's integers: 64 bits may not suffice
+    # Python's integers: 64 bits may not suffice
+    return tuple(length * owner // size for owner in range(size + 1))
 
 
 def likely(mean: float, size: int) -> int:
     """Return a likely upper bound of the entries in each of `size` shares with a mean, if distributed at random.
 
-    By Bernstein's inequality the probability that any share holds more is below exp(-2); measured, it is under 2 %.
+    By Bernstein's inequality the probability that any share holds more is below
+    exp(-2); measured, it is under 2 %.
     """
     bound = 2 * math.log(size) + 4
     return math.ceil(mean + math.sqrt(bound * mean) + bound / 3) if mean else 0
@@ -52,42 +58,67 @@ def given_bounds(bounds: Any, length: int, size: int) -> Bounds:
     try:
         found = tuple(index(bound) for bound in bounds)
     except TypeError as error:
-        raise TypeError(f"partition is {bounds!r}: expected {size + 1} integers ({error})") from None
+        raise TypeError(
+            f"partition is {bounds!r}: expected {size + 1} integers ({error})"
+        ) from None
     if len(found) != size + 1 or (found[0], found[-1]) != (0, length):
         ends = f" from {found[0]} to {found[-1]}" if found else ""
-        raise ValueError(f"partition has {len(found)} bounds{ends}: expected {size + 1} from 0 to the length {length}")
+        raise ValueError(
+            f"partition has {len(found)} bounds{ends}: expected {size + 1} from 0 to the length {length}"
+        )
     for start, end in pairwise(found):
         if start > end:
-            raise ValueError(f"partition has bounds that decrease, {start} before {end}: expected them in order")
+            raise ValueError(
+                f"partition has bounds that decrease, {start} before {end}: expected them in order"
+            )
     return found
 
 
 def sample(indices: Array, rank: int, size: int) -> Array:
     """Return evenly spaced samples of a rank's indices, for quantiles between `size` shares.
 
-    One in each of equal runs of entries, at an offset that depends on the rank: equal supports have different samples.
+    One in each of equal runs of entries, at an offset that depends on the rank: equal
+    supports have different samples.
     """
-    edges = _run_edges(indices.size, min(SAMPLES_A_SHARE * size, MOST_SAMPLES, indices.size // SAMPLED_ENTRIES))
-    chosen: Array = indices[to_device_of(edges[:-1] + np.diff(edges) * (2 * rank + 1) // (2 * size), indices)]
+    edges = _run_edges(
+        indices.size,
+        min(SAMPLES_A_SHARE * size, MOST_SAMPLES, indices.size // SAMPLED_ENTRIES),
+    )
+    chosen: Array = indices[
+        to_device_of(
+            edges[:-1] + np.diff(edges) * (2 * rank + 1) // (2 * size), indices
+        )
+    ]
     return chosen
 
 
-def balanced_bounds(samples: Sequence[Array], counts: Sequence[int], length: int, size: int) -> Bounds:
+def balanced_bounds(
+    samples: Sequence[Array], counts: Sequence[int], length: int, size: int
+) -> Bounds:
     """Return the bounds of shares with about equal numbers of entries, from every rank's `sample` and entries.
 
-    These are `equal_bounds`, if no share has over `SKEW` times the mean, else quantiles of the samples.
+    These are `equal_bounds`, if no share has over `SKEW` times the mean, else quantiles
+    of the samples.
     """
     equal, places = equal_bounds(length, size), np.concatenate(samples)
     if not places.size:
         return equal
-    runs = [np.diff(_run_edges(count, chosen.size)) for chosen, count in zip(samples, counts, strict=True)]
+    runs = [
+        np.diff(_run_edges(count, chosen.size))
+        for chosen, count in zip(samples, counts, strict=True)
+    ]
     order = np.argsort(places, kind="stable")
-    places, entries = places[order], np.cumsum(np.concatenate(runs)[order])  # estimated, up to each sample
+    # estimated, up to each sample
+    places, entries = places[order], np.cumsum(np.concatenate(runs)[order])
     total = int(entries[-1])
-    below = np.concatenate([[0], entries])[np.searchsorted(places, np.array(equal, places.dtype))]
+    below = np.concatenate([[0], entries])[
+        np.searchsorted(places, np.array(equal, places.dtype))
+    ]
     if np.diff(below).max() * size <= SKEW * total:
         return equal
-    inner = np.searchsorted(entries, [total * owner // size for owner in range(1, size)])
+    inner = np.searchsorted(
+        entries, [total * owner // size for owner in range(1, size)]
+    )
     return (0, *places[inner].tolist(), length)
 
 

@@ -4,7 +4,13 @@ from collections.abc import Callable
 
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
-from collectives.schedule import butterfly, core_size, fold_partner, tree_children, tree_parent
+from collectives.schedule import (
+    butterfly,
+    core_size,
+    fold_partner,
+    tree_children,
+    tree_parent,
+)
 from mpicomp.vector import SparseVector, merge
 
 Combine = Callable[[Part, Part, int], Part]
@@ -18,10 +24,12 @@ def add(ours: Part, theirs: Part, block: int = 1) -> Part:
 def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
     """Exchange over doubling distances and combine, and return the result of all ranks. lg(core) rounds, or 2 more.
 
-    The ranks beyond the core ranks, a power of two, first fold into these, and receive the result last.
+    The ranks beyond the core ranks, a power of two, first fold into these, and receive
+    the result last.
 
-    combine(ours, theirs, block): called by `block` consecutive core ranks, including this one, with the same result.
-    Invariant: after round j the 2^(j+1) ranks of a block hold the same bits, if `combine` is bitwise commutative.
+    combine(ours, theirs, block): called by `block` consecutive core ranks, including
+    this one, with the same result. Invariant: after round j the 2^(j+1) ranks of a
+    block hold the same bits, if `combine` is bitwise commutative.
     """
     folded = fold_partner(group.rank, group.size)
     if folded is not None and folded < group.rank:
@@ -32,7 +40,9 @@ def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
     block = 1
     for partner in butterfly(group.rank, core_size(group.size)):
         block *= 2
-        part = combine(part, (yield from group.exchange(part[0], partner, part[1])), block)
+        part = combine(
+            part, (yield from group.exchange(part[0], partner, part[1])), block
+        )
     if folded is not None:
         yield from group.send(part[0], folded, part[1])
     return part

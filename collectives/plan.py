@@ -1,6 +1,7 @@
 """Shared supports: agree on the indices once, then sum values at these indices many times.
 
-Costs: docs/collectives.md. Invariant: the plans of the ranks are compared before each sum.
+Costs: docs/collectives.md. Invariant: the plans of the ranks are compared before each
+sum.
 """
 
 import math
@@ -23,12 +24,23 @@ def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
     def prepare(call: Call[Any], size: int) -> SparseVector:
         array = to_array(values)
         if array.ndim not in (1, 2) or len(array) != entries:
-            raise ValueError(f"values have shape {array.shape}: expected ({entries},) or ({entries}, width)")
-        outline = SparseVector.empty(entries, array.dtype, array.shape[1] if array.ndim == 2 else None)
+            raise ValueError(
+                f"values have shape {array.shape}: expected ({entries},) or ({entries}, width)"
+            )
+        outline = SparseVector.empty(
+            entries, array.dtype, array.shape[1] if array.ndim == 2 else None
+        )
         return outlined(call, array, outline)
 
     name, finish = "SupportPlan.allreduce", partial(like, original=values)
-    return Call(values, plan.comm, arguments={"support": plan.digest}, prepare=prepare, finish=finish, operation=name)
+    return Call(
+        values,
+        plan.comm,
+        arguments={"support": plan.digest},
+        prepare=prepare,
+        finish=finish,
+        operation=name,
+    )
 
 
 _sum_at.algorithm(mpi, compares_calls=True)
@@ -37,8 +49,9 @@ _sum_at.algorithm(mpi, compares_calls=True)
 class SupportPlan:
     """Indices that all ranks of a communicator agreed on; made by `union`.
 
-    indices: 1-d, strictly increasing, the same on all ranks. length: of the vectors, in numbers or in rows. comm: the
-    communicator. digest: of the indices. `iallreduce` is nonblocking, and returns a `Request`.
+    indices: 1-d, strictly increasing, the same on all ranks. length: of the vectors, in
+    numbers or in rows. comm: the communicator. digest: of the indices. `iallreduce` is
+    nonblocking, and returns a `Request`.
 
     >>> plan = SupportPlan.union(TopK(k=2).compress(gradient), comm)
     >>> plan.allreduce(plan.take(gradient)).tolist()
@@ -47,14 +60,19 @@ class SupportPlan:
 
     def __init__(self, support: SparseVector, comm: Any) -> None:
         """Create a plan; use `union`, which ensures the same support on all ranks."""
-        self.indices, self.length, self.comm = read_only(support.indices.copy()), support.length, comm
+        self.indices, self.length, self.comm = (
+            read_only(support.indices.copy()),
+            support.length,
+            comm,
+        )
         self.digest = _digest(support)
 
     @staticmethod
     def union(vector: SparseVector, comm: Any) -> "SupportPlan":
         """Create a plan with the union of all ranks' supports.
 
-        vector: of one length on all ranks; its values are ignored. Raises the errors of `sparse_allreduce`.
+        vector: of one length on all ranks; its values are ignored. Raises the errors of
+        `sparse_allreduce`.
         """
         support = vector.support() if isinstance(vector, SparseVector) else vector
         return SupportPlan(sparse_allreduce(support, comm), comm)
@@ -62,12 +80,14 @@ class SupportPlan:
     def allreduce(self, values: Any) -> Any:
         """Sum values at the plan's indices over all ranks, by MPI's own allreduce.
 
-        values: an array of shape (entries,), or (entries, width) for rows, where entries is the number of indices;
-        float16, float32 or float64; see `mpicomp.arrays` for the kinds. They are copied first; the sums are a new array
+        values: an array of shape (entries,), or (entries, width) for rows, where
+        entries is the number of indices; float16, float32 or float64; see
+        `mpicomp.arrays` for the kinds. They are copied first; the sums are a new array
         of that kind.
 
-        Raises ValueError or TypeError on a rank whose array is bad, and CollectiveError on the others; CollectiveError
-        on every rank when the shape, the dtype or the plans differ.
+        Raises ValueError or TypeError on a rank whose array is bad, and CollectiveError
+        on the others; CollectiveError on every rank when the shape, the dtype or the
+        plans differ.
         """
         return _sum_at(self, values)
 
@@ -78,13 +98,16 @@ class SupportPlan:
     def take(self, array: Any) -> Any:
         """Return the values of a dense array at the plan's indices.
 
-        array: of shape (length, width) for rows; of any other shape with `length` values, in C order; else ValueError.
+        array: of shape (length, width) for rows; of any other shape with `length`
+        values, in C order; else ValueError.
         """
         if math.prod(array.shape) == self.length:
             return array.reshape(-1)[self.indices]
         if len(array.shape) == 2 and array.shape[0] == self.length:
             return array[self.indices]
-        raise ValueError(f"array has shape {tuple(array.shape)}: expected {self.length} values, or rows of them")
+        raise ValueError(
+            f"array has shape {tuple(array.shape)}: expected {self.length} values, or rows of them"
+        )
 
     def vector(self, values: Any) -> SparseVector:
         """Return values, of shape (entries,) or (entries, width), as a sparse vector with the plan's indices."""

@@ -1,10 +1,13 @@
 """Sparse reduce-scatter: every rank gets the sum on its share of the index space.
 
-Source: the split phase of SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021). Costs: docs/collectives.md.
+Source: the split phase of SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021).
+Costs: docs/collectives.md.
 
-Invariant: an owner adds the parts of its share in rank order, so every run has the same bits.
+Invariant: an owner adds the parts of its share in rank order, so every run has the same
+bits.
 
-Differences from the paper: the parts are sent to their owners directly in one step, with their sizes in the headers.
+Differences from the paper: the parts are sent to their owners directly in one step,
+with their sizes in the headers.
 """
 
 from collections.abc import Sequence
@@ -36,17 +39,21 @@ def sparse_reduce_scatter(
 ) -> Call[SparseVector]:
     """Sum the vectors of all ranks, and return on each rank the part of the sum that it owns.
 
-    vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none.
-    algorithm: "auto" or "split". partition: the shares, the same on all ranks: "equal": rank r of P has n r // P <=
-    index < n (r + 1) // P; or P + 1 bounds from 0 to n: rank r has bounds[r] <= index < bounds[r + 1].
+    vector: of numbers or of rows, of one length, width and dtype on all ranks; any
+    number of entries, also none. algorithm: "auto" or "split". partition: the shares,
+    the same on all ranks: "equal": rank r of P has n r // P <= index < n (r + 1) // P;
+    or P + 1 bounds from 0 to n: rank r has bounds[r] <= index < bounds[r + 1].
 
-    Returns a vector of the same length with only the entries of this rank's share; indices do not change.
+    Returns a vector of the same length with only the entries of this rank's share;
+    indices do not change.
 
     >>> share = sparse_reduce_scatter(TopK(k=2).compress(gradient), comm)
     >>> share.indices.tolist()
     [1, 3]
     """
-    return Call(vector, comm, algorithm, codec, {"partition": partition}, prepare=divided)
+    return Call(
+        vector, comm, algorithm, codec, {"partition": partition}, prepare=divided
+    )
 
 
 sparse_ireduce_scatter = sparse_reduce_scatter.nonblocking
@@ -56,20 +63,30 @@ def divided(call: Call[Any], size: int) -> SparseVector:
     """Return the vector if it is valid, and store the partition as text in the call's arguments."""
     vector, partition = sound(call, size), call.arguments["partition"]
     if not isinstance(partition, str):
-        call.arguments["partition"] = " ".join(map(str, given_bounds(partition, vector.length, size)))
+        call.arguments["partition"] = " ".join(
+            map(str, given_bounds(partition, vector.length, size))
+        )
     elif partition != "equal":
-        raise ValueError(f"partition is {partition!r}: expected 'equal' or {size + 1} bounds")
+        raise ValueError(
+            f"partition is {partition!r}: expected 'equal' or {size + 1} bounds"
+        )
     return vector
 
 
 @sparse_reduce_scatter.algorithm(compares_calls=True)
 def split(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Sum every share on its owner; see the module."""
-    given = tuple(map(int, partition.split())) if partition != "equal" else equal_bounds(vector.length, group.size)
+    given = (
+        tuple(map(int, partition.split()))
+        if partition != "equal"
+        else equal_bounds(vector.length, group.size)
+    )
     return (yield from sum_of_share(vector, group, given))
 
 
-def sum_of_share(vector: SparseVector, group: Group, bounds: Bounds) -> Steps[SparseVector]:
+def sum_of_share(
+    vector: SparseVector, group: Group, bounds: Bounds
+) -> Steps[SparseVector]:
     """Send every owner its part, and add up the parts of this rank's share."""
     parts = yield from scatter(vector, group, bounds)
     return add_up([theirs for theirs, _ in parts])

@@ -1,9 +1,11 @@
 """Sparse reduce and broadcast: the two halves of the server pattern.
 
-Source: binomial trees as in R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005. Costs: docs/collectives.md; most
-ranks communicate with few others in the tree, so call signatures are compared first.
+Source: binomial trees as in R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005.
+Costs: docs/collectives.md; most ranks communicate with few others in the tree, so call
+signatures are compared first.
 
-Differences from the paper: any root and any number of ranks; vectors of unequal size; a mismatch raises everywhere.
+Differences from the paper: any root and any number of ranks; vectors of unequal size; a
+mismatch raises everywhere.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,8 +36,9 @@ def sparse_reduce(
 ) -> Call[SparseVector | None]:
     """Sum the vectors of all ranks on the root, exactly.
 
-    vector: of numbers or of rows, of one length, width and dtype on all ranks; any number of entries, also none. root:
-    the same on all ranks. algorithm: "auto" or "tree".
+    vector: of numbers or of rows, of one length, width and dtype on all ranks; any
+    number of entries, also none. root: the same on all ranks. algorithm: "auto" or
+    "tree".
 
     Returns the sum on the root, and None on the other ranks.
 
@@ -60,10 +63,12 @@ def sparse_bcast(
 ) -> Call[SparseVector]:
     """Broadcast the root's vector to all ranks.
 
-    vector: on the root, of any length and dtype. Other ranks' `vector` is ignored, except for its device, on which the
-    result is placed; it may be None, or an exception if the rank failed. root, algorithm: as of `sparse_reduce`.
+    vector: on the root, of any length and dtype. Other ranks' `vector` is ignored,
+    except for its device, on which the result is placed; it may be None, or an
+    exception if the rank failed. root, algorithm: as of `sparse_reduce`.
 
-    Returns the root's vector on every rank, the same bits; on the root it is `vector` itself.
+    Returns the root's vector on every rank, the same bits; on the root it is `vector`
+    itself.
 
     >>> vector = TopK(k=2).compress(gradient) if comm.rank == 0 else None
     >>> sparse_bcast(vector, comm, root=0).indices.tolist()

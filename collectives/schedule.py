@@ -1,6 +1,7 @@
 """Communication schedules: pure functions of (rank, size), without MPI.
 
-A butterfly needs a power of two, the *core*: the largest one that fits. Each other rank folds into a core rank.
+A butterfly needs a power of two, the *core*: the largest one that fits. Each other rank
+folds into a core rank.
 """
 
 from collections.abc import Iterator
@@ -68,21 +69,33 @@ def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:
 def hearing(rank: int, size: int) -> tuple[int, ...]:
     """Return the order in which to wait for direct messages from all other ranks.
 
-    The partners in recursive doubling are first: of ranks that run it instead, messages are received as they are sent,
-    which avoids a cycle of waits.
+    The partners in recursive doubling are first: of ranks that run it instead, messages
+    are received as they are sent, which avoids a cycle of waits.
     """
     partner, core = fold_partner(rank, size), core_size(size)
-    first = [] if rank >= core else [*([] if partner is None else [partner]), *butterfly(rank, core)]
-    return (*first, *(source for _, source in rotation(rank, size) if source not in first))
+    first = (
+        []
+        if rank >= core
+        else [*([] if partner is None else [partner]), *butterfly(rank, core)]
+    )
+    return (
+        *first,
+        *(source for _, source in rotation(rank, size) if source not in first),
+    )
 
 
 def dissemination(rank: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Yield the ceil(lg size) rounds after which every rank holds every rank's block (Bruck et al., 1997).
 
-    A round is (dest, source, blocks): send the first `blocks` blocks held to `dest`, and receive as many from `source`.
-    Before round j a rank holds the blocks of rank, rank + 1, ..., rank + 2^j - 1 (modulo size), in this order.
+    A round is (dest, source, blocks): send the first `blocks` blocks held to `dest`,
+    and receive as many from `source`. Before round j a rank holds the blocks of rank,
+    rank + 1, ..., rank + 2^j - 1 (modulo size), in this order.
     """
     distance = 1
     while distance < size:
-        yield (rank - distance) % size, (rank + distance) % size, min(distance, size - distance)
+        yield (
+            (rank - distance) % size,
+            (rank + distance) % size,
+            min(distance, size - distance),
+        )
         distance *= 2

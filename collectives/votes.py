@@ -1,8 +1,9 @@
 """Votes: the number of ranks that contributed each entry of a sum, exact up to 2^24 ranks.
 
-They are counted on a rank that has the vectors of all ranks: on every rank, or on the owner of a share, which then
-sends them in a byte each, with their positions in its share. In other schedules the ranks also send the indices,
-without values, to the owners.
+They are counted on a rank that has the vectors of all ranks: on every rank, or on the
+owner of a share, which then sends them in a byte each, with their positions in its
+share. In other schedules the ranks also send the indices, without values, to the
+owners.
 """
 
 from collections.abc import Sequence
@@ -17,32 +18,43 @@ from mpicomp.arrays import Array, namespace, to_device_of
 from mpicomp.vector import SparseVector, join
 
 
-def gather_votes(total: SparseVector, counts: SparseVector, bounds: Bounds, group: Group) -> Steps[Array]:
+def gather_votes(
+    total: SparseVector, counts: SparseVector, bounds: Bounds, group: Group
+) -> Steps[Array]:
     """Return the votes for each entry of a sum that all ranks have, as int64, from the counts of the shares' owners.
 
-    counts: of this rank's share, float32. An owner sends its most frequent count once, without indices.
+    counts: of this rank's share, float32. An owner sends its most frequent count once,
+    without indices.
     """
     supports = cut(total, bounds)
     own = namespace(total.values).zeros(supports[group.rank].nnz, np.int64)
     if own.size == counts.nnz:  # the same entries
         own[...] = counts.values
     else:
-        own[np.searchsorted(supports[group.rank].indices, counts.indices)] = counts.values
+        own[np.searchsorted(supports[group.rank].indices, counts.indices)] = (
+            counts.values
+        )
     usual = int(np.bincount(own).argmax()) if own.size else 0
     others = np.flatnonzero(own != usual)
     sent = SparseVector(others, own[others].astype(np.float32), own.size)
     parts = []
-    for support, (theirs, count) in zip(supports, (yield from group.gather(sent, usual)), strict=True):
+    for support, (theirs, count) in zip(
+        supports, (yield from group.gather(sent, usual)), strict=True
+    ):
         votes = namespace(total.values).full(support.nnz, count, np.float32)
-        votes[theirs.indices] = theirs.values.reshape(-1)  # no entries: of the shape of the sum
+        # no entries: of the shape of the sum
+        votes[theirs.indices] = theirs.values.reshape(-1)
         parts.append(SparseVector(support.indices, votes, support.length))
     return join(parts).values.astype(np.int64)
 
 
-def contributors(total: SparseVector, votes: Any, ranks: int, whole: Sequence[tuple[int, int]]) -> Array:
+def contributors(
+    total: SparseVector, votes: Any, ranks: int, whole: Sequence[tuple[int, int]]
+) -> Array:
     """Return the number of contributors of each entry of a sum, in its dtype, at least 1.
 
-    whole: ranges in which every rank contributes all values, including zeros. Raises TypeError without votes.
+    whole: ranges in which every rank contributes all values, including zeros. Raises
+    TypeError without votes.
     """
     if votes is None:
         raise TypeError(

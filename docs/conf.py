@@ -10,11 +10,34 @@ from mpicomp import __version__ as release
 
 project = "mpicomp"
 author = "The mpicomp developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "docstrings", "pages"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "docstrings",
+    "pages",
+]
 exclude_patterns = ["figures", "results"]
 contents = {  # the pages in their order; those that are not here come last
-    "Start": ["concepts", "choosing", "performance", "slow_links", "frameworks", "coming_from", "slurm", "symptoms"],
-    "Use": ["exchange", "compressors", "own_compressor", "feedback", "collectives", "reliability", "devices"],
+    "Start": [
+        "concepts",
+        "choosing",
+        "performance",
+        "slow_links",
+        "frameworks",
+        "coming_from",
+        "slurm",
+        "symptoms",
+    ],
+    "Use": [
+        "exchange",
+        "compressors",
+        "own_compressor",
+        "feedback",
+        "collectives",
+        "reliability",
+        "devices",
+    ],
     "Look up": [
         "api/index",
         "mpi",

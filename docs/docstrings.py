@@ -1,7 +1,8 @@
 """A Sphinx extension: the docstrings of this repository, which are plain text, as reStructuredText.
 
-In a paragraph of a docstring "name: what it is." describes a parameter. Such sentences become a list of parameters;
-indented lines become a literal block, and characters that would be markup are escaped.
+In a paragraph of a docstring "name: what it is." describes a parameter. Such sentences
+become a list of parameters; indented lines become a literal block, and characters that
+would be markup are escaped.
 """
 
 import inspect
@@ -14,9 +15,15 @@ import mpicomp
 
 MARKUP = re.compile(r"`([^`]*)`|([*|\\]|_\b)")
 SEVERAL = re.compile(", | or ")  # between names that are described together
-END = re.compile(r"(?<=\.) (?=Raises |Returns |One object )")  # of what is said of a parameter
-PUBLIC = {name: package.__name__ for package in (mpicomp, collectives) for name in package.__all__}
-PUBLIC["Density"] = "mpicomp.compressors.common"  # the base of compressors with a density, not exported
+# of what is said of a parameter
+END = re.compile(r"(?<=\.) (?=Raises |Returns |One object )")
+PUBLIC = {
+    name: package.__name__
+    for package in (mpicomp, collectives)
+    for name in package.__all__
+}
+# the base of compressors with a density, not exported
+PUBLIC["Density"] = "mpicomp.compressors.common"
 
 
 def paragraphs(lines: list[str]) -> Iterator[list[str]]:
@@ -39,13 +46,20 @@ def linked(code: str) -> str:
 
 def escaped(text: str) -> str:
     """Return text without markup, apart from names in backticks."""
-    return MARKUP.sub(lambda found: f"\\{found.group(2)}" if found.group(2) else linked(found.group(1)), text)
+    return MARKUP.sub(
+        lambda found: (
+            f"\\{found.group(2)}" if found.group(2) else linked(found.group(1))
+        ),
+        text,
+    )
 
 
 def described(text: str, names: list[str]) -> tuple[str, list[str]]:
     """Return a paragraph without the sentences about parameters, and these as fields of a list."""
     known = "|".join(map(re.escape, names)) or "(?!)"
-    starts = re.compile(rf"(?:^|(?<=[.;)] ))((?:{known})(?:(?:, | or )(?:{known}))*)(?:\([^)]*\))?: ")
+    starts = re.compile(
+        rf"(?:^|(?<=[.;)] ))((?:{known})(?:(?:, | or )(?:{known}))*)(?:\([^)]*\))?: "
+    )
     before, *rest = starts.split(text)
     fields, after = [], ""
     for name, what in zip(rest[::2], rest[1::2], strict=True):
@@ -63,7 +77,9 @@ def parameters(target: Any) -> list[str]:
         return []
 
 
-def to_rst(app: Any, what: str, name: str, target: Any, options: Any, lines: list[str]) -> None:
+def to_rst(
+    app: Any, what: str, name: str, target: Any, options: Any, lines: list[str]
+) -> None:
     """Rewrite a docstring in place."""
     names, found, fields = parameters(target), list[str](), list[str]()
     place = None  # of the list of parameters
@@ -74,9 +90,14 @@ def to_rst(app: Any, what: str, name: str, target: Any, options: Any, lines: lis
         elif all(line.startswith("  ") for line in paragraph):
             found += ["::", "", *paragraph]
         elif first.startswith(("* ", "- ")):
-            found += [escaped(line) if line.startswith(" ") else line[:2] + escaped(line[2:]) for line in paragraph]
+            found += [
+                escaped(line) if line.startswith(" ") else line[:2] + escaped(line[2:])
+                for line in paragraph
+            ]
         else:
-            text, described_here = described(" ".join(line.strip() for line in paragraph), names)
+            text, described_here = described(
+                " ".join(line.strip() for line in paragraph), names
+            )
             found += text.split("\n")
             place = len(found) if described_here and place is None else place
             fields += described_here
@@ -86,7 +107,9 @@ def to_rst(app: Any, what: str, name: str, target: Any, options: Any, lines: lis
     lines[:] = found
 
 
-def skip(app: Any, what: str, name: str, target: Any, skipped: bool, options: Any) -> bool | None:
+def skip(
+    app: Any, what: str, name: str, target: Any, skipped: bool, options: Any
+) -> bool | None:
     """Leave out the tables of checks that compressors declare."""
     return True if name == "state" and target else None
 

@@ -1,7 +1,8 @@
 """A Sphinx extension: the pages, which GitHub renders as they are, as pages of a site.
 
-Sphinx knows the files below docs/ only. A link to another file of the repository becomes a download of it, and one to a
-folder its text. The front page gets the list of pages of conf.py, which would be noise on GitHub.
+Sphinx knows the files below docs/ only. A link to another file of the repository
+becomes a download of it, and one to a folder its text. The front page gets the list of
+pages of conf.py, which would be noise on GitHub.
 """
 
 import re
@@ -18,7 +19,11 @@ def to_downloads(text: str, folder: Path, root: Path) -> str:
         name, target = found.group(1), found.group(2)
         if (folder / target).resolve().is_relative_to(root):
             return found.group()
-        return f"{{download}}`{name.strip('`')} <{target}>`" if (folder / target).is_file() else name
+        return (
+            f"{{download}}`{name.strip('`')} <{target}>`"
+            if (folder / target).is_file()
+            else name
+        )
 
     return LINK.sub(rewritten, text)
 
@@ -29,7 +34,9 @@ def list_of_pages(contents: dict[str, list[str]], root: Path) -> str:
     others = sorted(path.stem for path in root.glob("*.md") if path.stem not in known)
     sections = {**contents, "More": others} if others else contents
     trees = (
-        f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```"
+        f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n"
+        + "\n".join(pages)
+        + "\n```"
         for caption, pages in sections.items()
     )
     return "\n\n".join(trees)

@@ -2,17 +2,21 @@
 
     mpirun -n 4 python -m mpi4py examples/embedding_rows.py
 
-Each token has a row of 16 numbers in one table and a weight in another; the score of a text is the sum of its tokens'
-weights plus the product of the sum of their rows with a vector. A batch has gradients for its own tokens alone.
-`SparseVector.from_entries` adds up those of repeated tokens, `SupportPlan.union` agrees on the tokens of all ranks'
-batches, and then both tables are summed by the same plan: only values are sent. No entry is dropped, so no error
-feedback is needed.
+Each token has a row of 16 numbers in one table and a weight in another; the score of a
+text is the sum of its tokens' weights plus the product of the sum of their rows with a
+vector. A batch has gradients for its own tokens alone. `SparseVector.from_entries` adds
+up those of repeated tokens, `SupportPlan.union` agrees on the tokens of all ranks'
+batches, and then both tables are summed by the same plan: only values are sent. No
+entry is dropped, so no error feedback is needed.
 
-The bytes are compared with those of a dense allreduce of both tables, and of `sparse_allreduce`, which needs no plan.
-With a plan each rank sends rows for the tokens of all ranks: that saves bytes if the ranks have nearly the same tokens,
-or the same ones for many sums. Here they change with every batch, and `sparse_allreduce` sends fewer bytes.
+The bytes are compared with those of a dense allreduce of both tables, and of
+`sparse_allreduce`, which needs no plan. With a plan each rank sends rows for the tokens
+of all ranks: that saves bytes if the ranks have nearly the same tokens, or the same
+ones for many sums. Here they change with every batch, and `sparse_allreduce` sends
+fewer bytes.
 
-Synthetic data, plain NumPy. It checks itself at the end and exits with status 1 when a check fails.
+Synthetic data, plain NumPy. It checks itself at the end and exits with status 1 when a
+check fails.
 """
 
 import argparse
@@ -42,14 +46,21 @@ class Model:
 
     def chances(self, texts):
         """Return the probability of class 1 for each text; texts: an array of tokens of shape (texts, words)."""
-        scores = self.weights[texts].sum(axis=1) + self.rows[texts].sum(axis=1) @ self.vector
+        scores = (
+            self.weights[texts].sum(axis=1) + self.rows[texts].sum(axis=1) @ self.vector
+        )
         return 1 / (1 + np.exp(-scores))
 
     def gradients(self, texts, labels):
         """Return the gradients of the mean cross entropy: rows, weights (both sparse) and vector (dense)."""
-        delta = (self.chances(texts) - labels).astype(np.float32) / np.float32(len(texts))
-        each = np.repeat(delta, texts.shape[1])  # of each token, in the order of texts.reshape(-1)
-        rows = SparseVector.from_entries(texts.reshape(-1), np.outer(each, self.vector), VOCABULARY)
+        delta = (self.chances(texts) - labels).astype(np.float32) / np.float32(
+            len(texts)
+        )
+        # of each token, in the order of texts.reshape(-1)
+        each = np.repeat(delta, texts.shape[1])
+        rows = SparseVector.from_entries(
+            texts.reshape(-1), np.outer(each, self.vector), VOCABULARY
+        )
         weights = SparseVector.from_entries(texts.reshape(-1), each, VOCABULARY)
         return rows, weights, delta @ self.rows[texts].sum(axis=1)
 
@@ -89,7 +100,8 @@ def laid_out(plan, vector):
 def by_plan(rows, weights, comm):
     """Return the plan of the tokens of all ranks, and the means of both gradients at its indices."""
     plan = SupportPlan.union(rows, comm)
-    requests = [plan.iallreduce(laid_out(plan, vector)) for vector in (rows, weights)]  # both are in flight
+    # both are in flight
+    requests = [plan.iallreduce(laid_out(plan, vector)) for vector in (rows, weights)]
     return plan, *(request.wait() / np.float32(comm.size) for request in requests)
 
 
@@ -99,7 +111,9 @@ def train(comm, steps):
     for _ in range(steps):
         rows, weights, vector = model.gradients(*texts.batch(TEXTS))
         plan, *means = by_plan(rows, weights, comm)
-        model.descend(plan, *means, dense_allreduce(vector, comm) / np.float32(comm.size))
+        model.descend(
+            plan, *means, dense_allreduce(vector, comm) / np.float32(comm.size)
+        )
     return model
 
 
@@ -116,9 +130,16 @@ def compare(comm, model):
     size = np.float32(comm.size)
     (plan, *means), nbytes = bytes_of(lambda: by_plan(rows, weights, comm), comm)
     yield "plan", nbytes, [plan.vector(mean).to_dense() for mean in means]
-    sums, nbytes = bytes_of(lambda: [sparse_allreduce(vector, comm) for vector in (rows, weights)], comm)
+    sums, nbytes = bytes_of(
+        lambda: [sparse_allreduce(vector, comm) for vector in (rows, weights)], comm
+    )
     yield "sparse_allreduce", nbytes, [total.to_dense() / size for total in sums]
-    sums, nbytes = bytes_of(lambda: [dense_allreduce(vector.to_dense(), comm) for vector in (rows, weights)], comm)
+    sums, nbytes = bytes_of(
+        lambda: [
+            dense_allreduce(vector.to_dense(), comm) for vector in (rows, weights)
+        ],
+        comm,
+    )
     yield "dense_allreduce", nbytes, [total / size for total in sums]
 
 
@@ -134,7 +155,9 @@ def verdicts(comm, steps):
     most = {way: max(comm.allgather(nbytes)) for way, nbytes, _ in ways}
     dense = ways[-1][2]
     close = [
-        np.allclose(*pair, rtol=1e-5, atol=1e-7) for _, _, means in ways for pair in zip(means, dense, strict=True)
+        np.allclose(*pair, rtol=1e-5, atol=1e-7)
+        for _, _, means in ways
+        for pair in zip(means, dense, strict=True)
     ]
     yield "the three ways give the same means, up to rounding", all(close)
     figures = ", ".join(f"{way} {nbytes:,}" for way, nbytes in most.items())
@@ -147,7 +170,10 @@ def verdicts(comm, steps):
 def main():
     options, comm = parse_arguments(), MPI.COMM_WORLD
     checks = [*verdicts(comm, options.steps)]
-    everyone = [all(holds) for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)]
+    everyone = [
+        all(holds)
+        for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)
+    ]
     if comm.rank == 0:
         for (words, _), holds in zip(checks, everyone, strict=True):
             print(f"check: {words}: {'ok' if holds else 'FAILED'}")
@@ -156,7 +182,9 @@ def main():
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="steps of SGD (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps of SGD (default %(default)s)"
+    )
     return parser.parse_args()
 
 

@@ -2,10 +2,11 @@
 
     mpirun -n 2 python -m mpi4py examples/jax_digits.py
 
-`exchange_pytree` exchanges the leaves, each named by its path, and returns the means as a pytree of JAX arrays. The
-data are the digits that come with scikit-learn.
+`exchange_pytree` exchanges the leaves, each named by its path, and returns the means as
+a pytree of JAX arrays. The data are the digits that come with scikit-learn.
 
-Needs jax and scikit-learn. It checks itself at the end and exits with status 1 when a check fails.
+Needs jax and scikit-learn. It checks itself at the end and exits with status 1 when a
+check fails.
 """
 
 import argparse
@@ -14,7 +15,8 @@ import os
 import sys
 from itertools import pairwise
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the exchange takes arrays in host memory
+# the exchange takes arrays in host memory
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
 
 import jax
@@ -34,7 +36,10 @@ def new_parameters():
     """Return a pytree: a list of layers, each a dict; the same on every rank."""
     rng = np.random.default_rng(0)
     return [
-        {"weights": jnp.asarray(rng.normal(0, np.sqrt(2 / m), (m, n)), jnp.float32), "bias": jnp.zeros(n)}
+        {
+            "weights": jnp.asarray(rng.normal(0, np.sqrt(2 / m), (m, n)), jnp.float32),
+            "bias": jnp.zeros(n),
+        }
         for m, n in pairwise(SIZES)
     ]
 
@@ -58,7 +63,9 @@ def gradient_of(parameters, images, labels):
 @jax.jit
 def descend(parameters, gradient):
     """Return the parameters after a step of SGD."""
-    return jax.tree.map(lambda parameter, mean: parameter - RATE * mean, parameters, gradient)
+    return jax.tree.map(
+        lambda parameter, mean: parameter - RATE * mean, parameters, gradient
+    )
 
 
 def train(shard, comm, steps):
@@ -76,7 +83,10 @@ def train(shard, comm, steps):
 
 def same_kind(mean, leaf):
     """Return whether a mean is a JAX array as the gradient was."""
-    return isinstance(mean, jax.Array) and (mean.shape, mean.dtype) == (leaf.shape, leaf.dtype)
+    return isinstance(mean, jax.Array) and (mean.shape, mean.dtype) == (
+        leaf.shape,
+        leaf.dtype,
+    )
 
 
 def accuracy(parameters, images, labels):
@@ -87,16 +97,30 @@ def accuracy(parameters, images, labels):
 def main():
     comm, steps = MPI.COMM_WORLD, parse_arguments().steps
     digits = load_digits()
-    images, labels, first = (digits.data / 16).astype(np.float32), digits.target, len(digits.target) * 4 // 5
-    parameters, alike = train(
-        (images[comm.rank : first : comm.size], labels[comm.rank : first : comm.size]), comm, steps
+    images, labels, first = (
+        (digits.data / 16).astype(np.float32),
+        digits.target,
+        len(digits.target) * 4 // 5,
     )
-    bits = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(parameters))).hexdigest()
-    before, after = (accuracy(tree, images[first:], labels[first:]) for tree in (new_parameters(), parameters))
+    parameters, alike = train(
+        (images[comm.rank : first : comm.size], labels[comm.rank : first : comm.size]),
+        comm,
+        steps,
+    )
+    bits = hashlib.sha256(
+        b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(parameters))
+    ).hexdigest()
+    before, after = (
+        accuracy(tree, images[first:], labels[first:])
+        for tree in (new_parameters(), parameters)
+    )
     checks = {
-        "the means are JAX arrays, of the shapes and dtypes of the gradients": all(comm.allgather(alike)),
+        "the means are JAX arrays, of the shapes and dtypes of the gradients": all(
+            comm.allgather(alike)
+        ),
         "the same bits on all ranks": len(set(comm.allgather(bits))) == 1,
-        f"it learns (test accuracy {before:.1%} before, {after:.1%} after)": after > before + 0.3,
+        f"it learns (test accuracy {before:.1%} before, {after:.1%} after)": after
+        > before + 0.3,
     }
     if comm.rank == 0:
         for words, holds in checks.items():
@@ -106,7 +130,9 @@ def main():
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=80, help="steps of SGD (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=80, help="steps of SGD (default %(default)s)"
+    )
     return parser.parse_args()
 
 

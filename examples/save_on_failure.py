@@ -2,17 +2,21 @@
 
     mpirun -n 3 python -m mpi4py examples/save_on_failure.py
 
-With `--stop RANK` that rank stops responding (SIGSTOP) halfway: after the deadline the others raise
-CollectiveTimeoutError, save, and the job ends with an error. The same command without it continues from what was saved.
-With `--kill RANK` the rank dies: the launcher ends the job by SIGTERM, on which the others save, if it leaves them the
-time. Open MPI 5 sends SIGKILL a fifth of a second later: save regularly as well (checkpointed_training.py).
+With `--stop RANK` that rank stops responding (SIGSTOP) halfway: after the deadline the
+others raise CollectiveTimeoutError, save, and the job ends with an error. The same
+command without it continues from what was saved. With `--kill RANK` the rank dies: the
+launcher ends the job by SIGTERM, on which the others save, if it leaves them the time.
+Open MPI 5 sends SIGKILL a fifth of a second later: save regularly as well
+(checkpointed_training.py).
 
-`saving` is all that a program of your own needs. Under `python -m mpi4py` a job ends as soon as one rank exits with an
-error, so a rank that has saved waits `grace` seconds, in which the others save too. All of them raise within about a
-second, and save the state after the last completed step of the exchange.
+`saving` is all that a program of your own needs. Under `python -m mpi4py` a job ends as
+soon as one rank exits with an error, so a rank that has saved waits `grace` seconds, in
+which the others save too. All of them raise within about a second, and save the state
+after the last completed step of the exchange.
 
-The gradients are drawn from a seed, so the saved state can be compared with an uninterrupted run: the example checks it
-when it continues, and exits with status 1 when a check fails.
+The gradients are drawn from a seed, so the saved state can be compared with an
+uninterrupted run: the example checks it when it continues, and exits with status 1 when
+a check fails.
 """
 
 import argparse
@@ -35,9 +39,10 @@ LENGTH, STEPS, DEADLINE = 5000, 20, 1.0  # values, steps, seconds
 def saving(save, *, grace=1.0):
     """Call save(error), once, when this rank cannot continue with the others, or on SIGTERM; then raise the error.
 
-    save: a function without communication. grace: seconds to wait afterwards until the others have saved; not on
-    SIGTERM, which launchers send to end a job. SIGTERM raises SystemExit with status 143, in the main thread, unless
-    the program handles the signal itself.
+    save: a function without communication. grace: seconds to wait afterwards until the
+    others have saved; not on SIGTERM, which launchers send to end a job. SIGTERM raises
+    SystemExit with status 143, in the main thread, unless the program handles the
+    signal itself.
     """
     from mpicomp import CollectiveTimeoutError, RankFailedError
 
@@ -69,7 +74,8 @@ class Training:
 
         self.comm, self.parameters, self.step = comm, np.zeros(LENGTH, np.float32), 0
         self.exchange = GradientExchange(comm, TopK(density=0.02))
-        self.exchange.register({"parameters": self.parameters})  # a saved state is loaded by name
+        # a saved state is loaded by name
+        self.exchange.register({"parameters": self.parameters})
 
     def advance(self):
         """Take one step."""
@@ -81,8 +87,14 @@ class Training:
     def state(self):
         """Return arrays by name, which np.savez can store; RuntimeError in the middle of a step."""
         if self.exchange.steps != self.step:  # SIGTERM may arrive at any time
-            raise RuntimeError("ended between the exchange and the update of the parameters: nothing is saved")
-        return {"array": self.parameters, "step": np.array(self.step), **self.exchange.state_dict()}
+            raise RuntimeError(
+                "ended between the exchange and the update of the parameters: nothing is saved"
+            )
+        return {
+            "array": self.parameters,
+            "step": np.array(self.step),
+            **self.exchange.state_dict(),
+        }
 
     def load(self, state):
         """Load the arrays that `state` returned."""
@@ -99,21 +111,39 @@ def continued(training, saved, check):
     whole = Training(comm)  # affordable here only
     while whole.step < max(steps):
         whole.advance()
-    same = mine is None or all(np.array_equal(array, mine[name]) for name, array in whole.state().items())
-    check(f"ranks {sorted(saved)} saved what a run without a break has after step {max(steps)}", same)
+    same = mine is None or all(
+        np.array_equal(array, mine[name]) for name, array in whole.state().items()
+    )
+    check(
+        f"ranks {sorted(saved)} saved what a run without a break has after step {max(steps)}",
+        same,
+    )
     if mine is None:  # the residual of a rank that was lost is lost with it
         other = next(iter(saved.values()))
-        mine = training.exchange.state_dict() | {"array": other["array"], "step": other["step"]}
+        mine = training.exchange.state_dict() | {
+            "array": other["array"],
+            "step": other["step"],
+        }
         for table in [mine[name] for name in mine if name.endswith("/settings")]:
-            table[table[:, 0] == "steps", 1] = other["step"]  # all ranks load states of one step
+            # all ranks load states of one step
+            table[table[:, 0] == "steps", 1] = other["step"]
     training.load(mine)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=pathlib.Path, default="saved", help="of the states (default %(default)s)")
-    parser.add_argument("--stop", type=int, metavar="RANK", help="this rank stops responding halfway")
-    parser.add_argument("--kill", type=int, metavar="RANK", help="this rank dies halfway")
+    parser.add_argument(
+        "--folder",
+        type=pathlib.Path,
+        default="saved",
+        help="of the states (default %(default)s)",
+    )
+    parser.add_argument(
+        "--stop", type=int, metavar="RANK", help="this rank stops responding halfway"
+    )
+    parser.add_argument(
+        "--kill", type=int, metavar="RANK", help="this rank dies halfway"
+    )
     options = parser.parse_args()
     from mpi4py import MPI
 
@@ -140,14 +170,25 @@ def main():
     training, files = Training(comm), sorted(options.folder.glob("rank-*.npz"))
     comm.Barrier()  # before any rank saves again
     if files:
-        continued(training, {int(path.stem[5:]): dict(np.load(path)) for path in files}, check)
+        continued(
+            training, {int(path.stem[5:]): dict(np.load(path)) for path in files}, check
+        )
     configure(timeout=DEADLINE)
     with saving(save):
         while training.step < STEPS:
-            if training.step == STEPS // 2 and comm.rank in (options.stop, options.kill):
-                os.kill(os.getpid(), signal.SIGSTOP if comm.rank == options.stop else signal.SIGKILL)
+            if training.step == STEPS // 2 and comm.rank in (
+                options.stop,
+                options.kill,
+            ):
+                os.kill(
+                    os.getpid(),
+                    signal.SIGSTOP if comm.rank == options.stop else signal.SIGKILL,
+                )
             training.advance()
-    check(f"all ranks have the same parameters after step {STEPS}", same_everywhere(training))
+    check(
+        f"all ranks have the same parameters after step {STEPS}",
+        same_everywhere(training),
+    )
     return 1 if failed else 0
 
 

@@ -2,16 +2,18 @@
 
     mpirun -n 4 python -m mpi4py examples/sparse_histogram.py
 
-Each rank counts the sequences of four bytes in its files of Python's library: a histogram over 2^32 bins, of which some
-hundred thousand are not empty. k-mers of genomes and n-grams of words are counted alike. Then
+Each rank counts the sequences of four bytes in its files of Python's library: a
+histogram over 2^32 bins, of which some hundred thousand are not empty. k-mers of
+genomes and n-grams of words are counted alike. Then
 
     sparse_reduce_scatter    the histogram of all ranks, divided by ranges of bins: rank r of P has bins 2^32 r / P on
     sparse_reduce            all of it, on rank 0 alone
     gtopk_allreduce          the k most frequent sequences: "exact", or by "recursive_doubling", which sends less, and
                              may miss a sequence that is frequent in total and nowhere among the first k
 
-Counts are integers below 2^53 in float64, so every sum is exact. As a dense array the bins would take 32 GiB.
-It checks itself at the end and exits with status 1 when a check fails.
+Counts are integers below 2^53 in float64, so every sum is exact. As a dense array the
+bins would take 32 GiB. It checks itself at the end and exits with status 1 when a check
+fails.
 """
 
 import argparse
@@ -38,7 +40,9 @@ def histogram(paths):
     sequences = [np.empty(0, np.int64)]
     for path in paths:
         data = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
-        sequences.append(data[:-3] << 24 | data[1:-2] << 16 | data[2:-1] << 8 | data[3:])
+        sequences.append(
+            data[:-3] << 24 | data[1:-2] << 16 | data[2:-1] << 8 | data[3:]
+        )
     bins, counts = np.unique(np.concatenate(sequences), return_counts=True)
     return SparseVector(bins, counts.astype(np.float64), BINS)
 
@@ -50,7 +54,9 @@ def largest(vector, k):
 
 def is_same(vector, expected):
     """Return whether two vectors have the same entries."""
-    return np.array_equal(vector.indices, expected.indices) and np.array_equal(vector.values, expected.values)
+    return np.array_equal(vector.indices, expected.indices) and np.array_equal(
+        vector.values, expected.values
+    )
 
 
 def text_of(place):
@@ -67,7 +73,10 @@ def bytes_of(call, comm):
 
 def verdicts(comm, options):
     """Yield the checks, as (text, whether it holds on this rank)."""
-    mine, whole = histogram(files(options.files)[comm.rank :: comm.size]), histogram(files(options.files))
+    mine, whole = (
+        histogram(files(options.files)[comm.rank :: comm.size]),
+        histogram(files(options.files)),
+    )
     share, nbytes = bytes_of(lambda: sparse_reduce_scatter(mine, comm), comm)
     first, end = (BINS * rank // comm.size for rank in (comm.rank, comm.rank + 1))
     inside = (whole.indices >= first) & (whole.indices < end)
@@ -77,20 +86,39 @@ def verdicts(comm, options):
         is_same(share, expected),
     )
     total, nbytes = bytes_of(lambda: sparse_reduce(mine, comm), comm)
-    yield f"rank 0 has all sums ({nbytes:,} bytes)", comm.rank > 0 or is_same(total, whole)
+    yield (
+        f"rank 0 has all sums ({nbytes:,} bytes)",
+        comm.rank > 0 or is_same(total, whole),
+    )
     k, true = options.k, largest(whole, options.k)
-    (exact, _), nbytes = bytes_of(lambda: gtopk_allreduce(mine, comm, k=k, algorithm="exact"), comm)
-    named = ", ".join(f"{text_of(place)} {int(whole.values[whole.indices == place][0]):,}" for place in true[:3])
-    yield f"the {k} most frequent, exactly ({named}, ...; {nbytes:,} bytes)", {*exact.indices} == {*true}
-    (near, _), nbytes = bytes_of(lambda: gtopk_allreduce(mine, comm, k=k, algorithm="recursive_doubling"), comm)
+    (exact, _), nbytes = bytes_of(
+        lambda: gtopk_allreduce(mine, comm, k=k, algorithm="exact"), comm
+    )
+    named = ", ".join(
+        f"{text_of(place)} {int(whole.values[whole.indices == place][0]):,}"
+        for place in true[:3]
+    )
+    yield (
+        f"the {k} most frequent, exactly ({named}, ...; {nbytes:,} bytes)",
+        {*exact.indices} == {*true},
+    )
+    (near, _), nbytes = bytes_of(
+        lambda: gtopk_allreduce(mine, comm, k=k, algorithm="recursive_doubling"), comm
+    )
     found = len({*near.indices} & {*true})
-    yield f"by recursive doubling {found} of these {k} ({nbytes:,} bytes)", found >= k / 2
+    yield (
+        f"by recursive doubling {found} of these {k} ({nbytes:,} bytes)",
+        found >= k / 2,
+    )
 
 
 def main():
     options, comm = parse_arguments(), MPI.COMM_WORLD
     checks = [*verdicts(comm, options)]
-    everyone = [all(holds) for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)]
+    everyone = [
+        all(holds)
+        for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)
+    ]
     if comm.rank == 0:
         for (words, _), holds in zip(checks, everyone, strict=True):
             print(f"check: {words}: {'ok' if holds else 'FAILED'}")
@@ -99,8 +127,12 @@ def main():
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--files", type=int, default=150, help="files to count (default %(default)s)")
-    parser.add_argument("--k", type=int, default=1000, help="sequences to find (default %(default)s)")
+    parser.add_argument(
+        "--files", type=int, default=150, help="files to count (default %(default)s)"
+    )
+    parser.add_argument(
+        "--k", type=int, default=1000, help="sequences to find (default %(default)s)"
+    )
     return parser.parse_args()
 
 

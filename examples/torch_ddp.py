@@ -2,11 +2,13 @@
 
     mpirun -n 2 python -m mpi4py examples/torch_ddp.py
 
-Compression takes one line: `attach` replaces DDP's allreduce by an exchange. Gradients are accumulated
-over two batches, clipped on each rank before they are compressed, and the residuals are saved beside the model, on each
-rank its own. The data are the digits that come with scikit-learn.
+Compression takes one line: `attach` replaces DDP's allreduce by an exchange. Gradients
+are accumulated over two batches, clipped on each rank before they are compressed, and
+the residuals are saved beside the model, on each rank its own. The data are the digits
+that come with scikit-learn.
 
-Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a check fails.
+Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a
+check fails.
 """
 
 import argparse
@@ -34,7 +36,13 @@ class Training:
 
     def __init__(self, comm):
         torch.manual_seed(0)
-        network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        network = nn.Sequential(
+            nn.Linear(64, 256),
+            nn.ReLU(),
+            nn.Linear(256, 256),
+            nn.ReLU(),
+            nn.Linear(256, 10),
+        )
         self.rank, self.model = comm.rank, DistributedDataParallel(network)
         self.exchange = GradientExchange(comm, TopK(density=0.05))
         self.handle = attach(self.model, self.exchange, clip=1.0)
@@ -45,17 +53,27 @@ class Training:
         for step in steps:
             self.optimizer.zero_grad()
             for part in (0, 1):
-                generator = torch.Generator().manual_seed(10_000 * step + 10 * self.rank + part)
+                generator = torch.Generator().manual_seed(
+                    10_000 * step + 10 * self.rank + part
+                )
                 chosen = torch.randint(len(data[0]), (16,), generator=generator)
                 with self.model.no_sync() if part == 0 else nullcontext():
-                    loss = nn.functional.cross_entropy(self.model(data[0][chosen]), data[1][chosen]) / 2
+                    loss = (
+                        nn.functional.cross_entropy(
+                            self.model(data[0][chosen]), data[1][chosen]
+                        )
+                        / 2
+                    )
                     loss.backward()
             self.optimizer.step()
 
     def save(self):
         """Return a checkpoint of this rank, as bytes."""
         file = io.BytesIO()
-        torch.save({"model": self.model.state_dict(), "exchange": self.handle.state_dict()}, file)
+        torch.save(
+            {"model": self.model.state_dict(), "exchange": self.handle.state_dict()},
+            file,
+        )
         return file.getvalue()
 
     def load(self, checkpoint):
@@ -67,13 +85,20 @@ class Training:
     @property
     def bits(self):
         """The parameters, as bytes."""
-        return torch.cat([each.detach().reshape(-1) for each in self.model.parameters()]).numpy().tobytes()
+        return (
+            torch.cat([each.detach().reshape(-1) for each in self.model.parameters()])
+            .numpy()
+            .tobytes()
+        )
 
 
 def load():
     """Return the images, in the range 0 to 1, and their labels; one image in five, the last ones, is for the test."""
     digits = load_digits()
-    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    images, labels = (
+        torch.tensor(digits.data / 16, dtype=torch.float32),
+        torch.tensor(digits.target),
+    )
     first = len(images) * 4 // 5
     return (images[:first], labels[:first]), (images[first:], labels[first:])
 
@@ -86,7 +111,9 @@ def accuracy(model, test):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100, help="steps (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps (default %(default)s)"
+    )
     steps, comm = parser.parse_args().steps, MPI.COMM_WORLD
     torch.set_num_threads(1)
     init_process_group(comm)
@@ -104,11 +131,15 @@ def main():
     after = accuracy(training.model.module, test)
     checks = {
         "the same bits on all ranks": len(set(comm.allgather(training.bits))) == 1,
-        "the resumed run ends with the same bits": all(comm.allgather(resumed.bits == training.bits)),
+        "the resumed run ends with the same bits": all(
+            comm.allgather(resumed.bits == training.bits)
+        ),
         "it learns": after > before + 0.3,
     }
     if comm.rank == 0:
-        print(f"test accuracy {before:.1%} before, {after:.1%} after\n{training.exchange.report()}")
+        print(
+            f"test accuracy {before:.1%} before, {after:.1%} after\n{training.exchange.report()}"
+        )
         for words, holds in checks.items():
             print(f"check: {words}: {'ok' if holds else 'FAILED'}")
     dist.destroy_process_group()

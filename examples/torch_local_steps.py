@@ -2,12 +2,13 @@
 
     mpirun -n 4 python -m mpi4py examples/torch_local_steps.py
 
-There is no DistributedDataParallel and no process group of torch: each rank takes ten steps of Muon and AdamW on its
-own data, then `OuterLoop` exchanges the change of its parameters, 4 bits of every value. AdamW with a dense allreduce
-of every gradient is the baseline. A checkpoint is the anchor, the model that is the same on all ranks.
+There is no DistributedDataParallel and no process group of torch: each rank takes ten
+steps of Muon and AdamW on its own data, then `OuterLoop` exchanges the change of its
+parameters, 4 bits of every value. AdamW with a dense allreduce of every gradient is the
+baseline. A checkpoint is the anchor, the model that is the same on all ranks.
 
-The data are the digits that come with scikit-learn. Needs torch 2.9 and scikit-learn. It checks itself at the end and
-exits with status 1 when a check fails.
+The data are the digits that come with scikit-learn. Needs torch 2.9 and scikit-learn.
+It checks itself at the end and exits with status 1 when a check fails.
 """
 
 import argparse
@@ -30,14 +31,27 @@ EVERY = 10  # steps between two exchanges
 def new_network():
     """Return a network with the same parameters on all ranks."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return nn.Sequential(
+        nn.Linear(64, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
 
 
 def muon_and_adamw(network, rate):
     """Return Muon for the matrices between the first and the last layer, and AdamW for all other parameters."""
     _, *hidden, _ = (each for each in network.parameters() if each.ndim == 2)
-    others = [each for each in network.parameters() if all(each is not weight for weight in hidden)]
-    muon = torch.optim.Muon(hidden, rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")  # AdamW's rates fit
+    others = [
+        each
+        for each in network.parameters()
+        if all(each is not weight for weight in hidden)
+    ]
+    # AdamW's rates fit
+    muon = torch.optim.Muon(
+        hidden, rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+    )
     return muon, torch.optim.AdamW(others, rate)
 
 
@@ -77,9 +91,15 @@ def train_dense(comm, data, steps):
 def load(comm):
     """Return this rank's share of the images and labels, and those of the test."""
     digits = load_digits()
-    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    images, labels = (
+        torch.tensor(digits.data / 16, dtype=torch.float32),
+        torch.tensor(digits.target),
+    )
     first = len(images) * 4 // 5
-    return (images[:first][comm.rank :: comm.size], labels[:first][comm.rank :: comm.size]), (
+    return (
+        images[:first][comm.rank :: comm.size],
+        labels[:first][comm.rank :: comm.size],
+    ), (
         images[first:],
         labels[first:],
     )
@@ -94,17 +114,25 @@ def accuracy(network, test):
 def restored(anchor):
     """Return a network with the parameters of a checkpoint."""
     network = new_network()
-    network.load_state_dict({name: torch.tensor(array) for name, array in anchor.items()})
+    network.load_state_dict(
+        {name: torch.tensor(array) for name, array in anchor.items()}
+    )
     return network
 
 
 def bits(network):
-    return torch.cat([each.detach().reshape(-1) for each in network.parameters()]).numpy().tobytes()
+    return (
+        torch.cat([each.detach().reshape(-1) for each in network.parameters()])
+        .numpy()
+        .tobytes()
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="of each rank (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="of each rank (default %(default)s)"
+    )
     steps, comm = parser.parse_args().steps // EVERY * EVERY, MPI.COMM_WORLD
     torch.set_num_threads(1)
     data, test = load(comm)
@@ -117,12 +145,21 @@ def main():
     reached = accuracy(network, test), accuracy(dense, test)
     share = max(comm.allgather((sent[2] - sent[1]) / max(1, sent[1] - sent[0])))
     checks = {
-        "after a round all ranks have the same parameter bits": len(set(comm.allgather(bits(network)))) == 1,
-        "the anchor is the model of a checkpoint": bits(restored(outer.anchor)) == bits(network),
-        f"accuracy {reached[0]:.1%}, dense {reached[1]:.1%}: at most 4 points behind": reached[0] > reached[1] - 0.04,
+        "after a round all ranks have the same parameter bits": len(
+            set(comm.allgather(bits(network)))
+        )
+        == 1,
+        "the anchor is the model of a checkpoint": bits(restored(outer.anchor))
+        == bits(network),
+        f"accuracy {reached[0]:.1%}, dense {reached[1]:.1%}: at most 4 points behind": reached[
+            0
+        ]
+        > reached[1] - 0.04,
         f"bytes that a rank sends: {share:.2%} of dense, at most 2 %": share <= 0.02,
     }
-    everyone = [all(holds) for holds in zip(*comm.allgather([*checks.values()]), strict=True)]
+    everyone = [
+        all(holds) for holds in zip(*comm.allgather([*checks.values()]), strict=True)
+    ]
     if comm.rank == 0:
         print(outer.exchange.report())
         for words, holds in zip(checks, everyone, strict=True):

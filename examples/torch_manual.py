@@ -2,21 +2,24 @@
 
     mpirun -n 2 python -m mpi4py examples/torch_manual.py
 
-A hook on each parameter passes its gradient to the exchange as soon as it is available (`start`). A full bucket is sent
-at once. After the backward pass `finish` waits for the sums and writes the means over the gradients (`out=`). Three
-rules:
+A hook on each parameter passes its gradient to the exchange as soon as it is available
+(`start`). A full bucket is sent at once. After the backward pass `finish` waits for the
+sums and writes the means over the gradients (`out=`). Three rules:
 
-* order: `register` names the tensors once, in the order of the backward pass; all ranks send their buckets in that
-  order;
-* a parameter that a step did not use is not started on this rank, and counts as zero. Its mean need not be zero: other
-  ranks may have used it, or an entry of its residual is sent. So every `.grad` is set to what `finish` returns;
+* order: `register` names the tensors once, in the order of the backward pass; all ranks
+  send their buckets in that order;
+* a parameter that a step did not use is not started on this rank, and counts as zero.
+  Its mean need not be zero: other ranks may have used it, or an entry of its residual
+  is sent. So every `.grad` is set to what `finish` returns;
 * a rank that has no batch left calls `finish` alone, until the last rank has none.
 
-The exchange compresses each large tensor on its own and sends the small ones dense, in its own buckets. The result does
-not depend on when gradients become ready: `collectives.torch.attach`, under DDP's own buckets, gives the same bits.
-The data are the digits that come with scikit-learn.
+The exchange compresses each large tensor on its own and sends the small ones dense, in
+its own buckets. The result does not depend on when gradients become ready:
+`collectives.torch.attach`, under DDP's own buckets, gives the same bits. The data are
+the digits that come with scikit-learn.
 
-Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a check fails.
+Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a
+check fails.
 """
 
 import argparse
@@ -69,7 +72,11 @@ class Network(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.branch, self.head = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 10)
+        self.body, self.branch, self.head = (
+            nn.Linear(64, 256),
+            nn.Linear(256, 256),
+            nn.Linear(256, 10),
+        )
 
     def forward(self, images, takes_branch=True):
         """Return the logits."""
@@ -82,7 +89,10 @@ class Network(nn.Module):
 def load():
     """Return the images, in the range 0 to 1, and their labels; one image in five, the last ones, is for the test."""
     digits = load_digits()
-    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    images, labels = (
+        torch.tensor(digits.data / 16, dtype=torch.float32),
+        torch.tensor(digits.target),
+    )
     first = len(images) * 4 // 5
     return (images[:first], labels[:first]), (images[first:], labels[first:])
 
@@ -90,14 +100,22 @@ def load():
 def batch(data, rank, size, step):
     """Return a batch of this rank's share of the images; the same for the same step."""
     mine = torch.arange(rank, len(data[0]), size)
-    chosen = mine[torch.randint(len(mine), (BATCH,), generator=torch.Generator().manual_seed(1000 * step + rank))]
+    chosen = mine[
+        torch.randint(
+            len(mine),
+            (BATCH,),
+            generator=torch.Generator().manual_seed(1000 * step + rank),
+        )
+    ]
     return data[0][chosen], data[1][chosen]
 
 
 def loss_of(model, data, case, comm, step):
     """Return the loss of this rank's batch."""
     images, labels = batch(data, comm.rank, comm.size, step)
-    return functional.cross_entropy(model(images, case.takes_branch(comm.rank, step)), labels)
+    return functional.cross_entropy(
+        model(images, case.takes_branch(comm.rank, step)), labels
+    )
 
 
 def new_network():
@@ -108,7 +126,8 @@ def new_network():
 
 def new_exchange(model, comm):
     """Return an exchange in which the model's parameters are registered in backward order, the last ones first."""
-    exchange = GradientExchange(comm, TopK(density=0.02), bucket_nbytes=2**16)  # a small model has several buckets
+    # a small model has several buckets
+    exchange = GradientExchange(comm, TopK(density=0.02), bucket_nbytes=2**16)
     exchange.register(dict(reversed([*model.named_parameters()])))
     return exchange
 
@@ -116,9 +135,14 @@ def new_exchange(model, comm):
 def train(case, data, comm, steps):
     """Train from the initial weights of every case; return the network and the messages sent in backward passes."""
     model, early = new_network(), 0
-    exchange, optimizer = new_exchange(model, comm), torch.optim.SGD(model.parameters(), RATE)
+    exchange, optimizer = (
+        new_exchange(model, comm),
+        torch.optim.SGD(model.parameters(), RATE),
+    )
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: exchange.start(name, p.grad, out=p.grad))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: exchange.start(name, p.grad, out=p.grad)
+        )
     for step in range(steps):
         optimizer.zero_grad()
         if step < case.batches(comm.rank, steps):
@@ -135,7 +159,9 @@ def train(case, data, comm, steps):
 
 def digest(model):
     """Return a digest of the parameters' bits."""
-    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    flat = torch.cat(
+        [parameter.detach().reshape(-1) for parameter in model.parameters()]
+    )
     return hashlib.sha256(flat.numpy()).hexdigest()[:16]
 
 
@@ -150,13 +176,19 @@ def outcomes(case, model, test, comm):
     mine, recognised = digest(model), accuracy(model, test)
     if comm.rank == 0:
         print(f"{case.name}: parameters {mine}, test accuracy {recognised:.1%}")
-    yield f"{case.name}: the same bits on all ranks", len(set(comm.allgather(mine))) == 1
+    yield (
+        f"{case.name}: the same bits on all ranks",
+        len(set(comm.allgather(mine))) == 1,
+    )
     yield f"{case.name}: it learns", recognised > accuracy(new_network(), test) + 0.3
 
 
 def verdict(checks, comm):
     """Print the checks, and return the exit status: 1 when one fails on any rank."""
-    everyone = [all(holds) for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)]
+    everyone = [
+        all(holds)
+        for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)
+    ]
     if comm.rank == 0:
         for (words, _), holds in zip(checks, everyone, strict=True):
             print(f"check: {words}: {'ok' if holds else 'FAILED'}")
@@ -170,13 +202,20 @@ def main():
     for case in CASES:
         model, early = train(case, data, comm, steps)
         checks += outcomes(case, model, test, comm)
-        checks += [(f"{case.name}: gradients were sent during the backward pass", early > 0 or comm.size == 1)]
+        checks += [
+            (
+                f"{case.name}: gradients were sent during the backward pass",
+                early > 0 or comm.size == 1,
+            )
+        ]
     return verdict(checks, comm)
 
 
 def parse_arguments(words=__doc__):
     parser = argparse.ArgumentParser(description=words.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="steps in each case (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="steps in each case (default %(default)s)"
+    )
     return parser.parse_args()
 
 

@@ -2,14 +2,17 @@
 
     mpirun -n 2 python -m mpi4py examples/torch_signs.py
 
-The exchange transforms each gradient to the Hadamard basis, sends the 8 largest of every 256 coefficients, keeps the
-others with a decay, and writes the signs of the mean to `.grad`. So the optimiser is plain SGD with weight decay,
-without momentum and second moments. Its rate is the length of the step of each parameter.
+The exchange transforms each gradient to the Hadamard basis, sends the 8 largest of
+every 256 coefficients, keeps the others with a decay, and writes the signs of the mean
+to `.grad`. So the optimiser is plain SGD with weight decay, without momentum and second
+moments. Its rate is the length of the step of each parameter.
 
-The rate has a cosine schedule. The residual was computed at the old rate: before each step
-`exchange.rescale(old / new)` scales it to the new one. The data are the digits that come with scikit-learn.
+The rate has a cosine schedule. The residual was computed at the old rate: before each
+step `exchange.rescale(old / new)` scales it to the new one. The data are the digits
+that come with scikit-learn.
 
-Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a check fails.
+Needs torch and scikit-learn. It checks itself at the end and exits with status 1 when a
+check fails.
 """
 
 import argparse
@@ -30,13 +33,20 @@ from collectives import GradientExchange
 from collectives.torch import attach, init_process_group
 from mpicomp import ChunkedTopK, ErrorFeedback, Hadamard
 
-RATE, LEAST, WEIGHT_DECAY = 2e-3, 2e-4, 0.01  # of SGD: the first rate, the last one, and the decay
+# of SGD: the first rate, the last one, and the decay
+RATE, LEAST, WEIGHT_DECAY = 2e-3, 2e-4, 0.01
 
 
 def new_model():
     """Return a network with the same parameters on all ranks."""
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    network = nn.Sequential(
+        nn.Linear(64, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
     return DistributedDataParallel(network)
 
 
@@ -71,7 +81,10 @@ def train_by_signs(comm, data, steps):
         exchange.rescale(group["lr"] / rate(step, steps))
         group["lr"] = rate(step, steps)
         backward(model, data, step, comm.rank)
-        only_signs &= all(bool((parameter.grad == parameter.grad.sign()).all()) for parameter in model.parameters())
+        only_signs &= all(
+            bool((parameter.grad == parameter.grad.sign()).all())
+            for parameter in model.parameters()
+        )
         optimizer.step()
     return model, exchange, only_signs
 
@@ -90,7 +103,10 @@ def train_dense(comm, data, steps):
 def load():
     """Return the images, in the range 0 to 1, and their labels; one image in five, the last ones, is for the test."""
     digits = load_digits()
-    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    images, labels = (
+        torch.tensor(digits.data / 16, dtype=torch.float32),
+        torch.tensor(digits.target),
+    )
     first = len(images) * 4 // 5
     return (images[:first], labels[:first]), (images[first:], labels[first:])
 
@@ -103,12 +119,18 @@ def accuracy(model, test):
 
 def bits(model):
     """Return the parameters, as bytes."""
-    return torch.cat([each.detach().reshape(-1) for each in model.parameters()]).numpy().tobytes()
+    return (
+        torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+        .numpy()
+        .tobytes()
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="steps (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="steps (default %(default)s)"
+    )
     steps, comm = parser.parse_args().steps, MPI.COMM_WORLD
     torch.set_num_threads(1)
     init_process_group(comm)
@@ -116,11 +138,16 @@ def main():
     dense = train_dense(comm, data, steps)
     model, exchange, only_signs = train_by_signs(comm, data, steps)
 
-    reached, share = (accuracy(model, test), accuracy(dense, test)), exchange.statistics.density
+    reached, share = (
+        (accuracy(model, test), accuracy(dense, test)),
+        exchange.statistics.density,
+    )
     checks = {
         "the same bits on all ranks": len(set(comm.allgather(bits(model)))) == 1,
         "every mean was of signs": all(comm.allgather(only_signs)),
-        f"accuracy {reached[0]:.1%}, dense AdamW {reached[1]:.1%}: at most 3 points behind": reached[0]
+        f"accuracy {reached[0]:.1%}, dense AdamW {reached[1]:.1%}: at most 3 points behind": reached[
+            0
+        ]
         > reached[1] - 0.03,
         f"coefficients that a rank sent: {share:.1%}, at most 3.3 %": share <= 0.033,
     }

@@ -1,6 +1,7 @@
 """The computation of one rank on its own gradient: compression and error feedback. Imports no MPI.
 
-The communication, `GradientExchange` and the collectives, is in the package `collectives`.
+The communication, `GradientExchange` and the collectives, is in the package
+`collectives`.
 """
 
 from mpicomp.bases import Basis, Hadamard
@@ -26,7 +27,13 @@ from mpicomp.errors import (
     DamagedMessageError,
     RankFailedError,
 )
-from mpicomp.feedback import ErrorFeedback, Feedback, MomentumCorrection, NoFeedback, StepAhead
+from mpicomp.feedback import (
+    ErrorFeedback,
+    Feedback,
+    MomentumCorrection,
+    NoFeedback,
+    StepAhead,
+)
 from mpicomp.vector import SparseVector
 
 __version__ = "0.1.0"

@@ -1,10 +1,11 @@
 """Array conversion: from any framework to NumPy or CuPy without a copy, and back to the original kind (`kind_of`).
 
-No framework is imported here: the library of an array is loaded already. CuPy is imported when the first GPU array is
-passed.
+No framework is imported here: the library of an array is loaded already. CuPy is
+imported when the first GPU array is passed.
 
-Array algebra is written once: NumPy's functions dispatch on CuPy's arrays, and ``namespace(array)`` makes new arrays on
-the same device. Hot loops are in `mpicomp.kernels`; `kernels_for` returns the module for an array.
+Array algebra is written once: NumPy's functions dispatch on CuPy's arrays, and
+``namespace(array)`` makes new arrays on the same device. Hot loops are in
+`mpicomp.kernels`; `kernels_for` returns the module for an array.
 """
 
 import ctypes
@@ -25,27 +26,33 @@ Buffer = NDArray[np.uint8]
 
 VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 
-DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}  # NumPy builds the name anew at each call
+# NumPy builds the name anew at each call
+DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}
 
 _LINE = 64  # bytes of a cache line
-_HOST_DEVICES = (1, 3, 11)  # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
+# DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
+_HOST_DEVICES = (1, 3, 11)
 _CUDA_DEVICES = (2, 13)  # a CUDA device, and CUDA managed memory
 
 
 def to_array(array: Any) -> Array:
     """Return a NumPy array for an array in host memory, a CuPy array for one on a CUDA device; without a copy.
 
-    Takes NumPy and CuPy arrays, objects with ``__array_interface__`` or ``__cuda_array_interface__`` and objects that
-    support DLPack (PyTorch, JAX, ...). A PyTorch tensor that requires grad is detached. bfloat16 is copied to float32.
+    Takes NumPy and CuPy arrays, objects with ``__array_interface__`` or
+    ``__cuda_array_interface__`` and objects that support DLPack (PyTorch, JAX, ...). A
+    PyTorch tensor that requires grad is detached. bfloat16 is copied to float32.
 
-    Raises TypeError for anything else, for masked arrays, for PyTorch's tensors without memory of their own, such as a
-    DTensor, for arrays on a device of another kind, and for arrays on a CUDA device without CuPy; ValueError for arrays
-    on another CUDA device than CuPy's current one.
+    Raises TypeError for anything else, for masked arrays, for PyTorch's tensors without
+    memory of their own, such as a DTensor, for arrays on a device of another kind, and
+    for arrays on a CUDA device without CuPy; ValueError for arrays on another CUDA
+    device than CuPy's current one.
     """
     if type(array) is np.ndarray and array.dtype in VALUE_DTYPES:
         return array  # fast path
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError("got a masked array: expected a plain one, such as array.filled(0); masks are not sent")
+        raise TypeError(
+            "got a masked array: expected a plain one, such as array.filled(0); masks are not sent"
+        )
     if remedy := sparse_remedy(array):
         raise TypeError(f"got {_type_name(array)}: expected a dense array; {remedy}")
     if hasattr(array, "untyped_storage"):
@@ -61,13 +68,18 @@ def to_array(array: Any) -> Array:
         return np.asarray(array)
     if getattr(array, "requires_grad", False):
         array = array.detach()
-    if hasattr(array, "__dlpack_device__"):  # first: CuPy's stream then waits for the one that computes the array
+    # first: CuPy's stream then waits for the one that computes the array
+    if hasattr(array, "__dlpack_device__"):
         return _from_dlpack(array)
     if hasattr(array, "__cuda_array_interface__"):
         return _on_current_device(_import_cupy(array).asarray(array))  # type: ignore[no-any-return]
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
-    hint = "use its to_dense()" if hasattr(array, "to_dense") else "NumPy, CuPy, or one that supports DLPack"
+    hint = (
+        "use its to_dense()"
+        if hasattr(array, "to_dense")
+        else "NumPy, CuPy, or one that supports DLPack"
+    )
     raise TypeError(f"got {_type_name(array)}: expected an array ({hint})")
 
 
@@ -95,7 +107,9 @@ def _from_dlpack(array: Any) -> Array:
     try:
         device = int(array.__dlpack_device__()[0])
     except BufferError as error:  # of JAX, on several devices
-        raise TypeError(f"{_type_name(array)}: {error}; pass a copy in one memory, as of jax.device_get") from error
+        raise TypeError(
+            f"{_type_name(array)}: {error}; pass a copy in one memory, as of jax.device_get"
+        ) from error
     if device not in _HOST_DEVICES + _CUDA_DEVICES:
         raise TypeError(
             f"{_type_name(array)} is on a device that is not supported (DLPack type {device}): copy it to host memory"
@@ -106,13 +120,16 @@ def _from_dlpack(array: Any) -> Array:
         return _on_current_device(_import_cupy(array).from_dlpack(array))  # type: ignore[no-any-return]
     except (BufferError, RuntimeError) as error:
         dtype = getattr(array, "dtype", "an unknown dtype")
-        raise TypeError(f"NumPy cannot read {_type_name(array)} of {dtype}: convert it to float32 ({error})") from error
+        raise TypeError(
+            f"NumPy cannot read {_type_name(array)} of {dtype}: convert it to float32 ({error})"
+        ) from error
 
 
 def _check_memory(tensor: Any) -> None:
     """Raise TypeError for a PyTorch tensor whose values are not in memory of its own.
 
-    DLPack would pass on a null pointer, for which NumPy makes new memory, and the values without their lazy sign.
+    DLPack would pass on a null pointer, for which NumPy makes new memory, and the
+    values without their lazy sign.
     """
     try:
         has_memory = not tensor.numel() or tensor.untyped_storage().data_ptr() != 0
@@ -124,7 +141,9 @@ def _check_memory(tensor: Any) -> None:
             "pass the local shard, tensor.to_local()"
         )
     if tensor.is_neg():
-        raise TypeError("got a tensor that is negated lazily: pass tensor.resolve_neg()")
+        raise TypeError(
+            "got a tensor that is negated lazily: pass tensor.resolve_neg()"
+        )
 
 
 def _on_current_device(array: Any) -> Any:
@@ -176,13 +195,15 @@ def to_device_of(array: Any, other: Any) -> Any:
 def writable_vector(out: Any) -> Array:
     """Return a view of an output array as one vector (1-d).
 
-    Raises the errors of `to_values`; TypeError for bfloat16; ValueError for arrays that are read-only, as JAX's are, or
-    not C-contiguous.
+    Raises the errors of `to_values`; TypeError for bfloat16; ValueError for arrays that
+    are read-only, as JAX's are, or not C-contiguous.
     """
     if _is_plain(out):
         return out.reshape(-1)  # type: ignore[no-any-return]  # fast path
     if _is_bfloat16(out):
-        raise TypeError("got bfloat16, which is exchanged as float32: expected float16, float32 or float64")
+        raise TypeError(
+            "got bfloat16, which is exchanged as float32: expected float16, float32 or float64"
+        )
     if isinstance(out, np.generic):
         raise TypeError(
             f"got the number {out!r}, which cannot be written to: expected an array, such as np.array({out})"
@@ -200,28 +221,39 @@ def writable_vector(out: Any) -> Array:
 
 def _is_plain(array: Any) -> bool:
     """Return whether this is a NumPy array of values that is C-contiguous and writable."""
-    flags = array.flags if type(array) is np.ndarray and array.dtype in VALUE_DTYPES else None
+    flags = (
+        array.flags
+        if type(array) is np.ndarray and array.dtype in VALUE_DTYPES
+        else None
+    )
     return flags is not None and flags.writeable and flags.c_contiguous
 
 
 def writable_memory(array: Any) -> Array:
     """Return the memory of an array, in its shape and order; bfloat16 as uint16.
 
-    Raises the errors of `to_values`; ValueError for arrays that are read-only, or have gaps or overlaps in memory.
+    Raises the errors of `to_values`; ValueError for arrays that are read-only, or have
+    gaps or overlaps in memory.
     """
     if _is_plain(array):
         return array  # type: ignore[no-any-return]  # fast path
     is_bfloat16, values = _is_bfloat16(array), to_values(array)
     if is_bfloat16:
         whole = hasattr(array, "untyped_storage")
-        values = to_array(array.detach().view(sys.modules["torch"].int16) if whole else array.view("u2")).view(
-            np.uint16
-        )
+        values = to_array(
+            array.detach().view(sys.modules["torch"].int16)
+            if whole
+            else array.view("u2")
+        ).view(np.uint16)
     order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
     if not (values.flags.c_contiguous or values.transpose(order).flags.c_contiguous):
-        raise ValueError("the array is not contiguous in any order of its axes: expected one without gaps in memory")
+        raise ValueError(
+            "the array is not contiguous in any order of its axes: expected one without gaps in memory"
+        )
     if not (on_device(values) or values.flags.writeable):
-        raise ValueError(f"{_type_name(array)} is read-only for NumPy: expected a writable array (JAX's never are)")
+        raise ValueError(
+            f"{_type_name(array)} is read-only for NumPy: expected a writable array (JAX's never are)"
+        )
     return values
 
 
@@ -230,7 +262,8 @@ def address(array: Any) -> int:
     if on_device(array):
         return int(array.data.ptr)
     if array.size and array.flags.carray:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # in a fifth of the time
+        # in a fifth of the time
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
     return int(array.ctypes.data)
 
 
@@ -259,7 +292,9 @@ def adjacent(parts: Sequence[Array]) -> Array | None:
         if address(part) != end:
             return None
         end += part.nbytes
-    return np.lib.stride_tricks.as_strided(some[0], ((end - address(some[0])) // some[0].itemsize,))
+    return np.lib.stride_tricks.as_strided(
+        some[0], ((end - address(some[0])) // some[0].itemsize,)
+    )
 
 
 def check_apart(arrays: Sequence[Any]) -> None:
@@ -290,7 +325,9 @@ def write_fields(buffer: Any, form: struct.Struct, *fields: Any) -> None:
 
 def read_fields(buffer: Any, form: struct.Struct) -> tuple[Any, ...]:
     """Return the fields at the beginning of a buffer (uint8)."""
-    return form.unpack_from(to_numpy(buffer[: form.size]).data if on_device(buffer) else buffer)
+    return form.unpack_from(
+        to_numpy(buffer[: form.size]).data if on_device(buffer) else buffer
+    )
 
 
 def read_only(array: Array) -> Array:
@@ -305,7 +342,9 @@ def to_values(array: Any) -> Array:
     """Return `to_array(array)`; raises TypeError unless the values are float16, float32 or float64."""
     values = to_array(array)
     if values.dtype not in VALUE_DTYPES:
-        raise TypeError(f"values are {values.dtype}: expected float16, float32 or float64{_remedy(values.dtype)}")
+        raise TypeError(
+            f"values are {values.dtype}: expected float16, float32 or float64{_remedy(values.dtype)}"
+        )
     return values
 
 
@@ -319,7 +358,9 @@ def _remedy(dtype: Any) -> str:
 
 def contiguous(array: Array) -> Array:
     """Return a C-contiguous array: `array` itself if it is one, else a copy."""
-    return array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
+    return (
+        array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
+    )
 
 
 def to_vector(array: Any) -> Array:
@@ -335,8 +376,9 @@ def like(result: Array, original: Any) -> Any:
 def kind_of(original: Any) -> Callable[[Array], Any]:
     """Return the function that converts results to the kind of array of `original`, without a copy where possible.
 
-    It calls ``from_dlpack`` of the library of `original`, to which it holds no reference; without that function, it
-    returns NumPy's or CuPy's array. For a bfloat16 `original` a float32 result is rounded to bfloat16.
+    It calls ``from_dlpack`` of the library of `original`, to which it holds no
+    reference; without that function, it returns NumPy's or CuPy's array. For a bfloat16
+    `original` a float32 result is rounded to bfloat16.
     """
     if type(original) is np.ndarray and original.dtype in VALUE_DTYPES:
         return lambda result: result

@@ -1,33 +1,46 @@
 """Orthonormal bases: transforms of chunks of a flat vector, forward for a gradient and inverse for a mean.
 
-Source: B. Peng, L. Lister, D. Kingma et al., "DeMo: decoupled momentum optimization", arXiv 2411.19870, which sends the
-largest coefficients of a discrete cosine transform. As a transform is linear and orthonormal, compressor, feedback and
-collective work on coefficients as on values, and the residual stays in the basis.
+Source: B. Peng, L. Lister, D. Kingma et al., "DeMo: decoupled momentum optimization",
+arXiv 2411.19870, which sends the largest coefficients of a discrete cosine transform.
+As a transform is linear and orthonormal, compressor, feedback and collective work on
+coefficients as on values, and the residual stays in the basis.
 
-Invariant: inverse(forward(x)) = x within rounding. The result has the same bits on the host and on a device, and for
-any number of threads: additions have a fixed order, and no product is fused with a sum.
+Invariant: inverse(forward(x)) = x within rounding. The result has the same bits on the
+host and on a device, and for any number of threads: additions have a fixed order, and
+no product is fused with a sum.
 
-Differences from the paper: chunks of the flat vector, not tiles of tensors; the basis of Walsh and Hadamard, which
-needs no products, and loses as little (benchmarks/every_step has the cosine transform).
+Differences from the paper: chunks of the flat vector, not tiles of tensors; the basis
+of Walsh and Hadamard, which needs no products, and loses as little
+(benchmarks/every_step has the cosine transform).
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from mpicomp.arrays import Array, address, kernels_for, on_device, to_vector, writable_vector
+from mpicomp.arrays import (
+    Array,
+    address,
+    kernels_for,
+    on_device,
+    to_vector,
+    writable_vector,
+)
 from mpicomp.settings import Configured, to_integer
 
-LONGEST = 4096  # values of a chunk, which fit the memory that a block of threads shares on a GPU
+# values of a chunk, which fit the memory that a block of threads shares on a GPU
+LONGEST = 4096
 
 
 class Basis(Configured):
     """Base class of bases: transform every chunk of consecutive values of a vector.
 
-    A basis implements `_forward` and `_inverse`, which write the result for a vector to an array of its length and
-    dtype, which may be the vector. Constructor arguments are stored in attributes of the same name.
+    A basis implements `_forward` and `_inverse`, which write the result for a vector to
+    an array of its length and dtype, which may be the vector. Constructor arguments are
+    stored in attributes of the same name.
 
-    chunk: values, 1 to 4096, else ValueError. Each basis says how it transforms the shorter chunk at the end.
+    chunk: values, 1 to 4096, else ValueError. Each basis says how it transforms the
+    shorter chunk at the end.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -36,12 +49,15 @@ class Basis(Configured):
     def forward(self, vector: Any, out: Any) -> None:
         """Write the coefficients of a vector to `out`.
 
-        vector, out: arrays of one length and dtype (float16, float32 or float64) on one device, of any shape, in C
-        order; `out` is contiguous, and may be `vector`. float16 is computed in float32 and rounded once. A coefficient
-        may be sqrt(chunk) times as large as a value, and is infinite beyond the range of its dtype; in `Hadamard` sums
-        are up to chunk times as large. A value that is not finite makes all coefficients of its chunk not finite.
+        vector, out: arrays of one length and dtype (float16, float32 or float64) on one
+        device, of any shape, in C order; `out` is contiguous, and may be `vector`.
+        float16 is computed in float32 and rounded once. A coefficient may be
+        sqrt(chunk) times as large as a value, and is infinite beyond the range of its
+        dtype; in `Hadamard` sums are up to chunk times as large. A value that is not
+        finite makes all coefficients of its chunk not finite.
 
-        Raises ValueError for another length, dtype or device of `out`, and if the two overlap without being the same.
+        Raises ValueError for another length, dtype or device of `out`, and if the two
+        overlap without being the same.
         """
         self._forward(*_checked(vector, out))
 
@@ -53,15 +69,19 @@ class Basis(Configured):
         raise NotImplementedError(f"{type(self).__name__} has no _forward(vector, out)")
 
     def _inverse(self, coefficients: Array, out: Array) -> None:
-        raise NotImplementedError(f"{type(self).__name__} has no _inverse(coefficients, out)")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no _inverse(coefficients, out)"
+        )
 
 
 class Hadamard(Basis):
     """The Walsh-Hadamard basis: lg(chunk) additions a value, then one product with 1 / sqrt(chunk).
 
-    chunk: a power of two from 1 to 4096, else ValueError; of a power of four integer-valued floats are transformed
-    exactly. Coefficients are in Sylvester's order (`scipy.linalg.hadamard`). The shorter chunk at the end is
-    transformed in parts of descending powers of two: 100 values as 64, 32 and 4. Forward and inverse are the same.
+    chunk: a power of two from 1 to 4096, else ValueError; of a power of four
+    integer-valued floats are transformed exactly. Coefficients are in Sylvester's order
+    (`scipy.linalg.hadamard`). The shorter chunk at the end is transformed in parts of
+    descending powers of two: 100 values as 64, 32 and 4. Forward and inverse are the
+    same.
 
     >>> basis = Hadamard(chunk=4)
     >>> vector = np.array([1.0, 2, 3, 6, 5])
@@ -94,12 +114,16 @@ def runs(edges: Sequence[int], chunk: int) -> Iterator[slice]:
 def _checked(vector: Any, out: Any) -> tuple[Array, Array]:
     vector, out = to_vector(vector), writable_vector(out)
     if on_device(vector) != on_device(out):
-        raise ValueError("vector and out are on different devices: move both to the host or both to the GPU")
+        raise ValueError(
+            "vector and out are on different devices: move both to the host or both to the GPU"
+        )
     if (vector.size, vector.dtype) != (out.size, out.dtype):
         raise ValueError(
             f"out has {out.size} values of {out.dtype}: expected {vector.size} of {vector.dtype}, as the vector has"
         )
     first, second = address(vector), address(out)
     if first != second and abs(first - second) < vector.nbytes:
-        raise ValueError("out overlaps the vector: expected an array apart from it, or the vector itself")
+        raise ValueError(
+            "out overlaps the vector: expected an array apart from it, or the vector itself"
+        )
     return vector, out

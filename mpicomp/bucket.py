@@ -1,6 +1,7 @@
 """A bucket: the tensors that are one vector of an exchange, one after the other, with compressors and feedback.
 
-A named tensor is a segment of its own: its entries compete with each other only. A list, or one array, is one segment.
+A named tensor is a segment of its own: its entries compete with each other only. A
+list, or one array, is one segment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,9 @@ Mean = SparseVector | Array
 class Compressed(NamedTuple):
     """What a step sends of a bucket.
 
-    corrected: the gradient with the residual added. sent: the selected entries; None if all values are sent.
-    own: entries of them that this rank sums itself. is_gradient: `corrected` is the caller's own array.
+    corrected: the gradient with the residual added. sent: the selected entries; None if
+    all values are sent. own: entries of them that this rank sums itself. is_gradient:
+    `corrected` is the caller's own array.
     """
 
     corrected: Array
@@ -45,8 +47,9 @@ class Compressed(NamedTuple):
 class Bucket:
     """Tensors that are one vector: constant, but for the state that outlives a step.
 
-    names: of the segments: [ALONE] for one, else those of the tensors. compressors: one for each segment. dense: the
-    vector is sent as an array. basis: in which each segment is compressed, and its residual kept; None for none.
+    names: of the segments: [ALONE] for one, else those of the tensors. compressors: one
+    for each segment. dense: the vector is sent as an array. basis: in which each
+    segment is compressed, and its residual kept; None for none.
     """
 
     def __init__(
@@ -59,11 +62,19 @@ class Bucket:
         dense: bool = False,
         basis: Basis | None = None,
     ) -> None:
-        self.names, self.tensors, self.feedback, self.dense, self.basis = names, tensors, feedback, dense, basis
+        self.names, self.tensors, self.feedback, self.dense, self.basis = (
+            names,
+            tensors,
+            feedback,
+            dense,
+            basis,
+        )
         self.bounds = [0, *accumulate(tensor.size for tensor in tensors)]
         is_alone = list(names) == [ALONE]
         self.edges = [0, self.bounds[-1]] if is_alone else self.bounds
-        self.compressor = Segments([None] if is_alone else names, self.edges, compressors)
+        self.compressor = Segments(
+            [None] if is_alone else names, self.edges, compressors
+        )
         self.names_of_tensors = [tensor.name for tensor in tensors]
         self._coefficients: Array | None = None  # the buffer of a gradient in the basis
 
@@ -75,7 +86,8 @@ class Bucket:
     def gradient(self, arrays: Mapping[str, Any]) -> Gradient:
         """Return the gradients, by tensor name, as one vector or its parts, in the basis if there is one.
 
-        A tensor without an array counts as zero. Raises TypeError or ValueError for a bad gradient.
+        A tensor without an array counts as zero. Raises TypeError or ValueError for a
+        bad gradient.
         """
         view = self.feedback.view
         parts = [view(tensor, arrays.get(tensor.name)) for tensor in self.tensors]
@@ -84,7 +96,9 @@ class Bucket:
 
     def compress(self, gradient: Gradient, own: tuple[int, int]) -> Compressed:
         """Return the entries to send of a gradient and the residual. own: a range of which all values are sent."""
-        compressor = self.compressor if own[0] == own[1] else Outside(self.compressor, *own)
+        compressor = (
+            self.compressor if own[0] == own[1] else Outside(self.compressor, *own)
+        )
         corrected, sent = self.feedback.compress(gradient, compressor, self.edges)
         return Compressed(corrected, sent, own[1] - own[0], corrected is gradient)
 
@@ -101,9 +115,15 @@ class Bucket:
     def _forward(self, gradient: Gradient, basis: Basis) -> Array:
         """Return the coefficients of a gradient in a basis, segment by segment, in a buffer of the bucket."""
         if self._coefficients is None:
-            self._coefficients = self.tensors[0].xp.empty(self.length, self.tensors[0].dtype)
+            self._coefficients = self.tensors[0].xp.empty(
+                self.length, self.tensors[0].dtype
+            )
         out = self._coefficients
-        values = np.concatenate(gradient, out=out) if isinstance(gradient, list) else gradient
+        values = (
+            np.concatenate(gradient, out=out)
+            if isinstance(gradient, list)
+            else gradient
+        )
         for run in runs(self.edges, basis.chunk):
             basis.forward(values[run], out[run])
         return out
@@ -118,10 +138,18 @@ class Bucket:
 
     def outputs(self, outs: Mapping[str, Any]) -> dict[str, Array]:
         """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others."""
-        given = [(tensor, outs.get(tensor.name)) for tensor in self.tensors] if outs else []
-        return {each.name: each.writable(out, f"out for {each.name}") for each, out in given if out is not None}
+        given = (
+            [(tensor, outs.get(tensor.name)) for tensor in self.tensors] if outs else []
+        )
+        return {
+            each.name: each.writable(out, f"out for {each.name}")
+            for each, out in given
+            if out is not None
+        }
 
-    def dense_results(self, mean: Mean, given: Mapping[str, Array]) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
+    def dense_results(
+        self, mean: Mean, given: Mapping[str, Array]
+    ) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
         """Return new arrays by tensor name, and what is to be written to the buffers that are given."""
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
@@ -131,14 +159,24 @@ class Bucket:
                 whole = self.tensors[0].xp.zeros(self.length, mean.dtype)
                 kernels_for(whole).scatter(whole, mean.indices, mean.values)
             pairs = zip(self.tensors, pairwise(self.bounds), strict=True)
-            return {each.name: each.wrap(whole[first:end].reshape(each.shape)) for each, (first, end) in pairs}, []
+            return {
+                each.name: each.wrap(whole[first:end].reshape(each.shape))
+                for each, (first, end) in pairs
+            }, []
         buffers = [given.get(tensor.name) for tensor in self.tensors]
-        if len(given) == len(buffers) and (joined := adjacent([*given.values()])) is not None:
+        if (
+            len(given) == len(buffers)
+            and (joined := adjacent([*given.values()])) is not None
+        ):
             return {}, [(joined, mean)]
         results, writes = {}, list[tuple[Array, Mean]]()
-        for tensor, buffer, part in zip(self.tensors, buffers, self.parts(mean), strict=True):
+        for tensor, buffer, part in zip(
+            self.tensors, buffers, self.parts(mean), strict=True
+        ):
             if buffer is None:
-                results[tensor.name] = tensor.wrapped(part.to_dense() if isinstance(part, SparseVector) else part)
+                results[tensor.name] = tensor.wrapped(
+                    part.to_dense() if isinstance(part, SparseVector) else part
+                )
             else:
                 writes.append((buffer, part))
         return results, writes
@@ -164,9 +202,16 @@ class Bucket:
         """Return the points at which to evaluate the next gradient, by name; see `Feedback.ahead`."""
         given = [parameters[tensor.name] for tensor in self.tensors]
         values = [to_values(each) for each in given]
-        whole = self.feedback.ahead(np.concatenate([each.reshape(-1) for each in values]))
-        rows = zip(self.tensors, np.split(whole, self.bounds[1:-1]), values, given, strict=True)
-        return {tensor.name: like(part.reshape(value.shape), original) for tensor, part, value, original in rows}
+        whole = self.feedback.ahead(
+            np.concatenate([each.reshape(-1) for each in values])
+        )
+        rows = zip(
+            self.tensors, np.split(whole, self.bounds[1:-1]), values, given, strict=True
+        )
+        return {
+            tensor.name: like(part.reshape(value.shape), original)
+            for tensor, part, value, original in rows
+        }
 
     def reset(self) -> None:
         """Clear the residuals, and the compressors' information about positions."""
@@ -175,7 +220,9 @@ class Bucket:
 
     def compressor_of(self, name: str) -> Compressor:
         """Return the compressor of a segment."""
-        return self.compressor.compressors[None if name == ALONE and len(self.names) == 1 else name]
+        return self.compressor.compressors[
+            None if name == ALONE and len(self.names) == 1 else name
+        ]
 
 
 def write_mean(buffer: Array, mean: Mean) -> None:

@@ -1,7 +1,8 @@
 """The debug mode, MPICOMP_CHECK=1: the mass of vectors, by which both packages check that a sum is complete.
 
-The mass of entries is a triple: their sum in float64, their sum with weights by position (within -1 and 1), which a
-misplaced entry changes too, and the sum of their magnitudes, which bounds rounding errors.
+The mass of entries is a triple: their sum in float64, their sum with weights by
+position (within -1 and 1), which a misplaced entry changes too, and the sum of their
+magnitudes, which bounds rounding errors.
 """
 
 import math
@@ -16,7 +17,8 @@ from mpicomp.vector import SparseVector
 
 VARIABLE = "MPICOMP_CHECK"
 
-_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 over the golden ratio: multiplicative hashing
+# 2^64 over the golden ratio: multiplicative hashing
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 def is_enabled() -> bool:
@@ -28,13 +30,17 @@ def mass(part: SparseVector | Array) -> list[float]:
     """Return the mass of a vector, of numbers or of rows, or of a dense array."""
     if isinstance(part, SparseVector):
         width = 1 if part.width is None else part.width
-        firsts, values = to_numpy(part.indices).astype(np.uint64)[:, None] * np.uint64(width), part.values
+        firsts, values = (
+            to_numpy(part.indices).astype(np.uint64)[:, None] * np.uint64(width),
+            part.values,
+        )
         places: Array = (firsts + np.arange(width, dtype=np.uint64)).reshape(-1)
     else:
         places, values = np.arange(part.size, dtype=np.uint64), part
     wide = to_numpy(values).reshape(-1).astype(np.float64)
     weights = ((places + np.uint64(1)) * _MIX >> np.uint64(11)) / 2.0**52 - 1
-    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite are reported separately
+    # values that are not finite are reported separately
+    with np.errstate(invalid="ignore", over="ignore"):
         return [float(wide.sum()), float(wide @ weights), float(np.abs(wide).sum())]
 
 
@@ -48,12 +54,15 @@ def scaled_mass(mass: Sequence[float], factor: float) -> list[float]:
     return [factor * mass[0], factor * mass[1], abs(factor) * mass[2]]
 
 
-def is_same_mass(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
+def is_same_mass(
+    one: Sequence[float], other: Sequence[float], tolerance: float
+) -> bool:
     """Return whether two masses differ by at most `tolerance` times the larger magnitude.
 
     True also if the sums leave the range of float64, where nothing can be checked.
     """
-    within = (tolerance + 1e-12) * max(one[2], other[2]) + 2.0**-1022  # float64 rounds too, and subnormals most
+    # float64 rounds too, and subnormals most
+    within = (tolerance + 1e-12) * max(one[2], other[2]) + 2.0**-1022
     same = abs(one[0] - other[0]) <= within and abs(one[1] - other[1]) <= within
     return same or not math.isfinite(within)
 

@@ -1,8 +1,8 @@
 """Checkpoints of an exchange: the states of its buckets as arrays by name, which np.savez can store.
 
-A state is by segment, "segment/part.name", so it fits other buckets; wrappers of a model do not change the names. Each
-segment lists its keys, and has a table, as text: the settings, and `PLACE`, so that states of several ranks or steps
-are not mixed.
+A state is by segment, "segment/part.name", so it fits other buckets; wrappers of a
+model do not change the names. Each segment lists its keys, and has a table, as text:
+the settings, and `PLACE`, so that states of several ranks or steps are not mixed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,24 +22,38 @@ TABLE = "settings"  # the key of the table
 PLACE = "rank", "ranks", "steps"  # the rows of a table that are no settings
 
 
-def whole_state(buckets: Sequence[Bucket], settings: Mapping[str, Any]) -> dict[str, Array]:
+def whole_state(
+    buckets: Sequence[Bucket], settings: Mapping[str, Any]
+) -> dict[str, Array]:
     """Return copies of the states of buckets. settings: the rows that all tables have, those of `PLACE` first."""
     saved = _saved_names(buckets)
-    return {key: array for each in buckets for key, array in _state(each, saved, settings).items()}
+    return {
+        key: array
+        for each in buckets
+        for key, array in _state(each, saved, settings).items()
+    }
 
 
 def load_whole_state(
-    buckets: Sequence[Bucket], state: Mapping[str, Any], settings: Mapping[str, Any], *, same_settings: bool
+    buckets: Sequence[Bucket],
+    state: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    same_settings: bool,
 ) -> int:
     """Load copies of a `whole_state`, all or nothing, and return its step.
 
-    same_settings: also refuse a state with other settings. Raises ValueError that names both for a state of another
-    rank, number of ranks or settings, and ValueError for one that does not fit, is incomplete, or is of several steps.
+    same_settings: also refuse a state with other settings. Raises ValueError that names
+    both for a state of another rank, number of ranks or settings, and ValueError for
+    one that does not fit, is incomplete, or is of several steps.
     """
     saved = _saved_names(buckets)
     names = {*saved.values()}
     segments = dict.fromkeys(key.rpartition("/")[0] for key in state)
-    own_name = {segment: segment if segment in names else canonical(segment) for segment in segments}
+    own_name = {
+        segment: segment if segment in names else canonical(segment)
+        for segment in segments
+    }
     if sorted(own_name.values()) != sorted(names):
         unknown = [segment for segment, name in own_name.items() if name not in names]
         raise ValueError(
@@ -54,8 +68,13 @@ def load_whole_state(
     tables = {name: _table_of(name, own, settings) for name, own in by_segment.items()}
     steps = {table["steps"] for table in tables.values()}
     if len(steps) > 1:
-        each = {step: next(name for name, table in tables.items() if table["steps"] == step) for step in steps}
-        raise ValueError(f"the state is of different steps, {each}: expected what one state_dict() returned")
+        each = {
+            step: next(name for name, table in tables.items() if table["steps"] == step)
+            for step in steps
+        }
+        raise ValueError(
+            f"the state is of different steps, {each}: expected what one state_dict() returned"
+        )
     with restored_on_error(buckets):
         for bucket in buckets:
             own = {name: by_segment[saved[name]] for name in bucket.names}
@@ -67,16 +86,27 @@ def _saved_names(buckets: Sequence[Bucket]) -> dict[str, str]:
     return canonical_names([name for bucket in buckets for name in bucket.names])
 
 
-def _table_of(name: str, state: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
+def _table_of(
+    name: str, state: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, str]:
     """Return the table of a segment's state; raises ValueError if it is incomplete, or of another rank."""
     missing = {_HOLDS, TABLE, *map(str, np.ravel(state.get(_HOLDS, [])))} - state.keys()
     if missing:
-        raise ValueError(f"the state of {name!r} has no {sorted(missing)}: expected all that state_dict() returned")
+        raise ValueError(
+            f"the state of {name!r} has no {sorted(missing)}: expected all that state_dict() returned"
+        )
     remedy = "each rank loads what it saved; load_state_dicts takes the states of another number of ranks"
-    check_table(f"the state of {name!r}", state[TABLE], {key: settings[key] for key in ("rank", "ranks")}, remedy)
+    check_table(
+        f"the state of {name!r}",
+        state[TABLE],
+        {key: settings[key] for key in ("rank", "ranks")},
+        remedy,
+    )
     table = from_table(state[TABLE])
     if not table.get("steps", "").isdecimal():
-        raise ValueError(f"the state of {name!r} is of step {table.get('steps')}: expected an integer")
+        raise ValueError(
+            f"the state of {name!r} is of step {table.get('steps')}: expected an integer"
+        )
     return table
 
 
@@ -84,7 +114,11 @@ def _table_of(name: str, state: Mapping[str, Any], settings: Mapping[str, Any]) 
 def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Restore the states of buckets if the block raises."""
     before = [
-        (each.feedback.state_dict(), [each.compressor_of(name).state_dict() for name in each.names]) for each in buckets
+        (
+            each.feedback.state_dict(),
+            [each.compressor_of(name).state_dict() for name in each.names],
+        )
+        for each in buckets
     ]
     try:
         yield
@@ -96,37 +130,59 @@ def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
         raise
 
 
-def _state(bucket: Bucket, saved: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Array]:
+def _state(
+    bucket: Bucket, saved: Mapping[str, str], settings: Mapping[str, Any]
+) -> dict[str, Array]:
     """Return copies of the states as "segment/part.name", for each segment with a list of these, and its table."""
     state: dict[str, Array] = {}
     kept = bucket.feedback.state_dict()
     for place, name in enumerate(bucket.names):
-        held = {f"compressor.{key}": array for key, array in bucket.compressor_of(name).state_dict().items()}
-        held |= {f"feedback.{key}": _of_segment(bucket, place, array) for key, array in kept.items()}
-        held |= {_HOLDS: np.array(sorted(held), np.str_), TABLE: to_table({**settings, **_parts(bucket, name)})}
+        held = {
+            f"compressor.{key}": array
+            for key, array in bucket.compressor_of(name).state_dict().items()
+        }
+        held |= {
+            f"feedback.{key}": _of_segment(bucket, place, array)
+            for key, array in kept.items()
+        }
+        held |= {
+            _HOLDS: np.array(sorted(held), np.str_),
+            TABLE: to_table({**settings, **_parts(bucket, name)}),
+        }
         state |= {f"{saved[name]}/{key}": array for key, array in held.items()}
     return state
 
 
-def _load(bucket: Bucket, state: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any] | None) -> None:
+def _load(
+    bucket: Bucket,
+    state: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any] | None,
+) -> None:
     """Load copies of the states of segments, by name, which may have been in other buckets.
 
-    settings: to be found in the tables, besides those of the parts; None for any. Raises ValueError if one does not
-    fit.
+    settings: to be found in the tables, besides those of the parts; None for any.
+    Raises ValueError if one does not fit.
     """
     kept: list[dict[str, Any]] = []
     for name in bucket.names:
         parts = _parts(bucket, name)
-        if settings is not None:  # first those of the parts, so that another compressor is named
-            rows = parts | {key: value for key, value in settings.items() if key not in PLACE}
-            check_table(f"the state of {name!r}", state[name][TABLE], rows, OTHER_SETTINGS)
+        # first those of the parts, so that another compressor is named
+        if settings is not None:
+            rows = parts | {
+                key: value for key, value in settings.items() if key not in PLACE
+            }
+            check_table(
+                f"the state of {name!r}", state[name][TABLE], rows, OTHER_SETTINGS
+            )
         by_part: dict[str, dict[str, Any]] = {part: {} for part in parts}
         for key, array in state[name].items():
             part, _, own = key.partition(".")
             if part in by_part:
                 by_part[part][own] = array
             elif key not in (_HOLDS, TABLE):
-                raise ValueError(f"the state of {name!r} has {key!r}: expected parts of {sorted(parts)}")
+                raise ValueError(
+                    f"the state of {name!r} has {key!r}: expected parts of {sorted(parts)}"
+                )
         bucket.compressor_of(name).load_state_dict(by_part["compressor"])
         kept.append(by_part["feedback"])
     bucket.feedback.load_state_dict(_joined(bucket, kept))
@@ -142,27 +198,52 @@ def _joined(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[str, An
     """Return the state of a feedback from those of its segments; raises ValueError if they do not fit together."""
     if not bucket.tensors:
         return dict(states[0])
-    kinds = {key: np.asarray(array).dtype for state in states for key, array in state.items() if np.ndim(array)}
+    kinds = {
+        key: np.asarray(array).dtype
+        for state in states
+        for key, array in state.items()
+        if np.ndim(array)
+    }
     full: list[Mapping[str, Any]] = []
-    for name, (first, end), state in zip(bucket.names, pairwise(bucket.edges), states, strict=True):
+    for name, (first, end), state in zip(
+        bucket.names, pairwise(bucket.edges), states, strict=True
+    ):
         sizes = {np.shape(array)[0] for array in state.values() if np.ndim(array)}
         for size in sizes - {end - first}:
             dtype = bucket.tensors[0].dtype
-            raise ValueError(f"the state of {name!r} has {size} values: expected {end - first}, of {dtype}")
-        begun = {} if sizes else {key: np.zeros(end - first, dtype) for key, dtype in kinds.items()}
-        full.append({**state, **begun})  # without arrays before its first step: it may have been held
+            raise ValueError(
+                f"the state of {name!r} has {size} values: expected {end - first}, of {dtype}"
+            )
+        begun = (
+            {}
+            if sizes
+            else {key: np.zeros(end - first, dtype) for key, dtype in kinds.items()}
+        )
+        # without arrays before its first step: it may have been held
+        full.append({**state, **begun})
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for state in full for key in state):
         arrays = [np.asarray(state[key]) for state in full if key in state]
-        same = len(arrays) == len(full) and len({(each.dtype, each.ndim) for each in arrays}) == 1
-        if not same or (not arrays[0].ndim and len({each.item() for each in arrays}) > 1):
-            raise ValueError(f"the states of {list(bucket.names)} have different {key}: expected one step for all")
+        same = (
+            len(arrays) == len(full)
+            and len({(each.dtype, each.ndim) for each in arrays}) == 1
+        )
+        if not same or (
+            not arrays[0].ndim and len({each.item() for each in arrays}) > 1
+        ):
+            raise ValueError(
+                f"the states of {list(bucket.names)} have different {key}: expected one step for all"
+            )
         joined[key] = np.concatenate(arrays) if arrays[0].ndim else arrays[0]
     return joined
 
 
 def _of_segment(bucket: Bucket, place: int, array: Array) -> Array:
-    return array[bucket.edges[place] : bucket.edges[place + 1]] if array.ndim and bucket.tensors else array
+    return (
+        array[bucket.edges[place] : bucket.edges[place + 1]]
+        if array.ndim and bucket.tensors
+        else array
+    )
 
 
 def _parts(bucket: Bucket, name: str) -> dict[str, Any]:

@@ -7,14 +7,16 @@ A call that raises one of these changes no vector or residual.
 class CollectiveError(RuntimeError):
     """A collective failed because of the arguments of other ranks, which the text names.
 
-    Raised on every rank whose own arguments are valid; another one raises ``ValueError`` or ``TypeError`` instead.
+    Raised on every rank whose own arguments are valid; another one raises
+    ``ValueError`` or ``TypeError`` instead.
     """
 
 
 class NotFiniteError(ValueError):
     """The gradient of this rank has a NaN or an infinity, and the exchange has nonfinite="skip".
 
-    A rank contributes it instead of a vector, and raises it unless all ranks raise `StepSkippedError`.
+    A rank contributes it instead of a vector, and raises it unless all ranks raise
+    `StepSkippedError`.
     """
 
 
@@ -36,8 +38,8 @@ class CodecError(ValueError):
 class DamagedMessageError(CollectiveError):
     """A message was damaged in transit: it is truncated, or, in the debug mode (MPICOMP_CHECK), has other bits.
 
-    Raised on the rank that receives it, and, with a deadline or in the debug mode, on all ranks that wait; the
-    communicator is then in the state after a deadline.
+    Raised on the rank that receives it, and, with a deadline or in the debug mode, on
+    all ranks that wait; the communicator is then in the state after a deadline.
     """
 
 

@@ -20,8 +20,9 @@ SCALES: dict[np.dtype[Any], np.dtype[Any]] = {
 class FewBits:
     """Hold `size` consecutive values in `bits` bits each, or as they are.
 
-    codes: uint8. scales: the upper halves of floats. bits, block: see `mpicomp.kernels.host.few_bits`; all bits of the
-    dtype if codes contains the values as they are, without scales. message: what codes and scales are parts of, if they
+    codes: uint8. scales: the upper halves of floats. bits, block: see
+    `mpicomp.kernels.host.few_bits`; all bits of the dtype if codes contains the values
+    as they are, without scales. message: what codes and scales are parts of, if they
     need not be copied to send them (`mpicomp.codec.few_bits_message`).
     """
 
@@ -39,13 +40,18 @@ class FewBits:
 
     def is_finite(self) -> bool:
         """Return whether all values were finite before they were rounded; waits for a device."""
-        infinity = np.array([np.inf], self.dtype).view(f"u{self.dtype.itemsize}")[0] >> 4 * self.dtype.itemsize
+        infinity = (
+            np.array([np.inf], self.dtype).view(f"u{self.dtype.itemsize}")[0]
+            >> 4 * self.dtype.itemsize
+        )
         return not bool((self.scales == self.scales.dtype.type(infinity)).any())
 
     def write(self, out: Array) -> None:
         """Write the values to `out`, of their dtype."""
         if self.bits in BITS:
-            kernels_for(out).dequantise(self.codes, self.scales, self.bits, self.block, out)
+            kernels_for(out).dequantise(
+                self.codes, self.scales, self.bits, self.block, out
+            )
         else:
             out[...] = self.codes.view(self.dtype)
 
@@ -62,16 +68,27 @@ def as_they_are(values: Array, block: int) -> FewBits:
 
 
 def quantise(
-    own: Array, rejected: Array, into: FewBits, others: Sequence[FewBits] = (), *, short: bool = False
+    own: Array,
+    rejected: Array,
+    into: FewBits,
+    others: Sequence[FewBits] = (),
+    *,
+    short: bool = False,
 ) -> FewBits:
     """Write the sum of values and the others, in order, to `into`, and its errors to `rejected`; return `into`.
 
-    own, rejected: float32 or float64, 1-d contiguous; they may be the same array. into: as `few_bits_message` of
-    `mpicomp.codec` makes it. others: as many values each, in as many bits and blocks. short: the decoded values are
-    float16 numbers. The error of a value in a block that is not finite is the value.
+    own, rejected: float32 or float64, 1-d contiguous; they may be the same array. into:
+    as `few_bits_message` of `mpicomp.codec` makes it. others: as many values each, in
+    as many bits and blocks. short: the decoded values are float16 numbers. The error of
+    a value in a block that is not finite is the value.
     """
-    terms, room = [(each.codes, each.scales) for each in others], (into.codes, into.scales)
-    kernels_for(own).quantise(own, terms, into.bits, into.block, *room, rejected, short=short)
+    terms, room = (
+        [(each.codes, each.scales) for each in others],
+        (into.codes, into.scales),
+    )
+    kernels_for(own).quantise(
+        own, terms, into.bits, into.block, *room, rejected, short=short
+    )
     return into
 
 
@@ -79,11 +96,18 @@ def join(parts: Sequence[FewBits]) -> FewBits:
     """Return parts that follow each other as one; all sizes but the last are multiples of the block."""
     if len(parts) == 1:
         return parts[0]
-    codes, scales = (np.concatenate(each) for each in zip(*((part.codes, part.scales) for part in parts), strict=True))
-    return FewBits(codes, scales, sum(part.size for part in parts), parts[0].bits, parts[0].block)
+    codes, scales = (
+        np.concatenate(each)
+        for each in zip(*((part.codes, part.scales) for part in parts), strict=True)
+    )
+    return FewBits(
+        codes, scales, sum(part.size for part in parts), parts[0].bits, parts[0].block
+    )
 
 
 def block_bounds(length: int, block: int, shares: int) -> tuple[int, ...]:
     """Return the bounds of consecutive shares of a vector: multiples of the block, and the length."""
     blocks = -(-length // block)
-    return tuple(min(length, block * (blocks * share // shares)) for share in range(shares + 1))
+    return tuple(
+        min(length, block * (blocks * share // shares)) for share in range(shares + 1)
+    )

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-_WRAPPERS = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"  # parts of a name, anywhere
+# parts of a name, anywhere
+_WRAPPERS = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 
 def canonical(name: str) -> str:
@@ -18,4 +19,8 @@ def canonical(name: str) -> str:
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """Return the canonical name of each; the names themselves if two would be the same."""
     found = {name: canonical(name) for name in names}
-    return found if len({*found.values()}) == len(found) else {name: name for name in found}
+    return (
+        found
+        if len({*found.values()}) == len(found)
+        else {name: name for name in found}
+    )

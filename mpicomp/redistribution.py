@@ -1,11 +1,12 @@
 """States that P ranks saved, redistributed over P' ranks: a checkpoint continues in a job of another size.
 
-Rank r of P' continues the ranks r, r + P', r + 2P', ... of P. Arrays that differ by rank (residuals, velocities) are
-added in this order; a rank r >= P has zeros. The state of compressors is copied. A rank holds one loaded state at a
-time.
+Rank r of P' continues the ranks r, r + P', r + 2P', ... of P. Arrays that differ by
+rank (residuals, velocities) are added in this order; a rank r >= P has zeros. The state
+of compressors is copied. A rank holds one loaded state at a time.
 
-Invariant: the sum over the ranks of each such array is unchanged, exactly where the additions are exact. All feedback
-methods are linear in these arrays, except for masked velocities, so the sums develop as on P ranks.
+Invariant: the sum over the ranks of each such array is unchanged, exactly where the
+additions are exact. All feedback methods are linear in these arrays, except for masked
+velocities, so the sums develop as on P ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,15 +24,19 @@ _BY_RANK = "compressor", "holds", TABLE  # parts that may differ by rank: a seed
 
 
 def redistributed(
-    settings: Mapping[str, Any], ranks: int, load: Callable[[int], Mapping[str, Any]], conserve: str
+    settings: Mapping[str, Any],
+    ranks: int,
+    load: Callable[[int], Mapping[str, Any]],
+    conserve: str,
 ) -> dict[str, Array]:
     """Return the state of one rank of the new job, as `whole_state` would: from states that `ranks` ranks saved.
 
-    settings: of the new job, with its "rank" and "ranks". load(rank): returns the `whole_state` of a rank; called for
-    the ranks that this one continues. conserve: "sum" or "mean" over the ranks.
+    settings: of the new job, with its "rank" and "ranks". load(rank): returns the
+    `whole_state` of a rank; called for the ranks that this one continues. conserve:
+    "sum" or "mean" over the ranks.
 
-    Raises ValueError for states of other ranks than requested, or of different steps, and OverflowError if a sum leaves
-    the range of its dtype.
+    Raises ValueError for states of other ranks than requested, or of different steps,
+    and OverflowError if a sum leaves the range of its dtype.
     """
     ranks = to_integer("ranks", ranks)
     to_choice("conserve", conserve, CONSERVED)
@@ -46,8 +51,13 @@ def redistributed(
         state |= {key: state[key] + other[key] for key in dtypes}
     if conserve == "mean" and size != ranks:
         state |= {key: state[key] * size / ranks for key in dtypes}
-    state |= {key: _narrowed(key, state[key], dtype, rank) for key, dtype in dtypes.items()}
-    return state | {key: to_table(from_table(state[key]) | {"rank": rank, "ranks": size}) for key in _tables(state)}
+    state |= {
+        key: _narrowed(key, state[key], dtype, rank) for key, dtype in dtypes.items()
+    }
+    return state | {
+        key: to_table(from_table(state[key]) | {"rank": rank, "ranks": size})
+        for key in _tables(state)
+    }
 
 
 def _tables(state: Mapping[str, Any]) -> list[str]:
@@ -59,38 +69,63 @@ def _differs(key: str, array: Array) -> bool:
     return key.rpartition("/")[2].startswith("feedback.") and array.ndim > 0
 
 
-def _loaded(load: Callable[[int], Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Array]:
+def _loaded(
+    load: Callable[[int], Mapping[str, Any]], rank: int, ranks: int
+) -> dict[str, Array]:
     """Return the state of a rank; raises ValueError if it is of another rank, or number of ranks."""
     given = load(rank)
     state = {name: np.asarray(to_numpy(given[name])) for name in given}
     remedy = "load(rank) returns the state that this rank saved, and ranks is the number of ranks that saved one"
     for key in _tables(state):
-        check_table(f"load({rank}): the state", state[key], {"rank": rank, "ranks": ranks}, remedy)
+        check_table(
+            f"load({rank}): the state",
+            state[key],
+            {"rank": rank, "ranks": ranks},
+            remedy,
+        )
     return state
 
 
 def _check_same_step(
-    state: Mapping[str, Array], other: Mapping[str, Array], rank: int, source: int, *, differing: Any
+    state: Mapping[str, Array],
+    other: Mapping[str, Array],
+    rank: int,
+    source: int,
+    *,
+    differing: Any,
 ) -> None:
     """Raise ValueError if two states differ in an array that is the same on all ranks in one step."""
     remedy = "expected states that all ranks saved after the same step"
     if state.keys() ^ other.keys():
-        raise ValueError(f"the states of ranks {rank} and {source} have different arrays: {remedy}")
+        raise ValueError(
+            f"the states of ranks {rank} and {source} have different arrays: {remedy}"
+        )
     for key in _tables(state):
-        check_table(f"the state of rank {source}", other[key], {"steps": from_table(state[key]).get("steps")}, remedy)
+        check_table(
+            f"the state of rank {source}",
+            other[key],
+            {"steps": from_table(state[key]).get("steps")},
+            remedy,
+        )
     for key in state.keys() - differing:
         part = key.rpartition("/")[2].partition(".")[0]
         if part not in _BY_RANK and not np.array_equal(state[key], other[key]):
-            raise ValueError(f"{key} differs between the states of ranks {rank} and {source}: {remedy}")
+            raise ValueError(
+                f"{key} differs between the states of ranks {rank} and {source}: {remedy}"
+            )
     for key in differing:
         if state[key].shape != other[key].shape:
             shapes = f"{state[key].shape} and {other[key].shape}"
-            raise ValueError(f"{key} has the shapes {shapes} in the states of ranks {rank} and {source}: {remedy}")
+            raise ValueError(
+                f"{key} has the shapes {shapes} in the states of ranks {rank} and {source}: {remedy}"
+            )
 
 
 def _narrowed(key: str, total: Array, dtype: np.dtype[Any], rank: int) -> Array:
     with np.errstate(over="ignore"):
         narrow = total.astype(dtype, copy=False)
     if not np.isfinite(narrow).all():
-        raise OverflowError(f"{key} of rank {rank}: the sum over the ranks it continues leaves the range of {dtype}")
+        raise OverflowError(
+            f"{key} of rank {rank}: the sum over the ranks it continues leaves the range of {dtype}"
+        )
     return narrow

@@ -1,8 +1,9 @@
 """The parameters of this rank in local steps: the anchor, the pseudo-gradient, and the outer step.
 
-`collectives.outer` defines them, and exchanges the pseudo-gradients. This module has the arithmetic of one rank.
-`end_round` is called after the exchange and must not fail on one rank alone: it writes to allocated memory, and
-allocates only buffers of bounded size.
+`collectives.outer` defines them, and exchanges the pseudo-gradients. This module has
+the arithmetic of one rank. `end_round` is called after the exchange and must not fail
+on one rank alone: it writes to allocated memory, and allocates only buffers of bounded
+size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,22 +12,32 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, address, check_apart, kernels_for, on_device, writable_memory
+from mpicomp.arrays import (
+    Array,
+    address,
+    check_apart,
+    kernels_for,
+    on_device,
+    writable_memory,
+)
 from mpicomp.feedback.base import wide
 from mpicomp.tensors import DICT, Tensor, describe
 from mpicomp.vector import SparseVector
 
-_PIECE = 2**18  # values: the arithmetic after the exchange allocates no more than this at once
+# values: the arithmetic after the exchange allocates no more than this at once
+_PIECE = 2**18
 
 
 class Replica:
     """Parameters of this rank that are one vector: anchor, pseudo-gradient and momentum, one tensor after the other.
 
-    tensors: of one dtype, on one device. given: the caller's arrays by name, which are written to. Parameters in
-    bfloat16 are vectors in float32.
+    tensors: of one dtype, on one device. given: the caller's arrays by name, which are
+    written to. Parameters in bfloat16 are vectors in float32.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], given: Mapping[str, Any], momentum: float) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], given: Mapping[str, Any], momentum: float
+    ) -> None:
         self.tensors, self.momentum = tensors, momentum
         bounds = [0, *accumulate(tensor.size for tensor in tensors)]
         self._spans = [slice(*span) for span in pairwise(bounds)]
@@ -34,16 +45,22 @@ class Replica:
         self.delta: Array = xp.empty(bounds[-1], dtype)
         self.deltas = self.by_tensor(self.delta)
         self.anchor: Array = xp.empty(bounds[-1], dtype)
-        self.velocity: Array | None = xp.zeros(bounds[-1], wide(dtype)) if momentum else None
+        self.velocity: Array | None = (
+            xp.zeros(bounds[-1], wide(dtype)) if momentum else None
+        )
         self._memory: list[Array] = []  # of the parameters, and
-        self._thetas: list[Array] = []  # these as vectors in C order: views where possible, else copies
+        # these as vectors in C order: views where possible, else copies
+        self._thetas: list[Array] = []
         self.find_parameters(given)
         for span, theta in zip(self._spans, self._thetas, strict=True):
             self.anchor[span] = theta
 
     def find_parameters(self, given: Mapping[str, Any]) -> None:
         """Store the parameters' current memory; raises for an array that no longer fits."""
-        self._memory = [tensor.writable(given[tensor.name], tensor.name, writable_memory) for tensor in self.tensors]
+        self._memory = [
+            tensor.writable(given[tensor.name], tensor.name, writable_memory)
+            for tensor in self.tensors
+        ]
         self._thetas = [_vector(memory) for memory in self._memory]
 
     def moved(self) -> set[str]:
@@ -54,7 +71,9 @@ class Replica:
     def by_tensor(self, array: Array) -> dict[str, Array]:
         """Return the parts of one of the vectors, by name: views in the shapes of the tensors."""
         pairs = zip(self.tensors, self._spans, strict=True)
-        return {tensor.name: array[span].reshape(tensor.shape) for tensor, span in pairs}
+        return {
+            tensor.name: array[span].reshape(tensor.shape) for tensor, span in pairs
+        }
 
     def subtract(self, given: Mapping[str, Any]) -> None:
         """Compute the pseudo-gradient, theta at the start - theta: the former is the anchor, rounded to bfloat16."""
@@ -66,13 +85,16 @@ class Replica:
                 start[span] = _rounded(start[span], memory)
         kernels_for(self.delta).add_parts(start, 1, self._thetas, self.delta, sign=-1)
 
-    def end_round(self, mean: SparseVector | Array, rate: float, *, nesterov: bool, delayed: bool) -> None:
+    def end_round(
+        self, mean: SparseVector | Array, rate: float, *, nesterov: bool, delayed: bool
+    ) -> None:
         """Take the outer step, and continue from the new anchor; if delayed, with the progress since the start."""
         parts = [*zip(self._memory, self._spans, self._thetas, strict=True)]
         for memory, span, theta in parts if delayed else []:
             for piece in _pieces(theta.size):
                 theta[piece] -= _rounded(self.anchor[span][piece], memory)
-            theta += self.delta[span]  # in this order it is 0 where there is no progress
+            # in this order it is 0 where there is no progress
+            theta += self.delta[span]
         if rate:
             self._move(mean, rate, nesterov=nesterov)
         for memory, span, theta in parts:
@@ -96,23 +118,32 @@ class Replica:
 
     def arrays(self, *, in_flight: bool) -> dict[str, Array]:
         """Return the arrays to save as "part/tensor", not copied."""
-        vectors = {"anchor": self.anchor} | ({} if self.velocity is None else {"momentum": self.velocity})
+        vectors = {"anchor": self.anchor} | (
+            {} if self.velocity is None else {"momentum": self.velocity}
+        )
         vectors |= {"delta": self.delta} if in_flight else {}
         pairs = [*zip(self.tensors, self._spans, strict=True)]
-        return {f"{part}/{tensor.name}": array[span] for part, array in vectors.items() for tensor, span in pairs}
+        return {
+            f"{part}/{tensor.name}": array[span]
+            for part, array in vectors.items()
+            for tensor, span in pairs
+        }
 
 
 def untied(arrays: Mapping[str, Any]) -> dict[str, str]:
     """Return for each parameter the name of the first one with the same memory: its own, unless the two are tied.
 
-    Raises TypeError or ValueError for arrays that cannot be exchanged or written to, or that overlap in memory.
+    Raises TypeError or ValueError for arrays that cannot be exchanged or written to, or
+    that overlap in memory.
     """
     found: dict[Any, str] = {}  # by memory
     first: dict[str, str] = {}
     thetas = []
     for tensor in describe(arrays, DICT):
         theta = tensor.writable(arrays[tensor.name], tensor.name, writable_memory)
-        memory = (address(theta), theta.nbytes, theta.dtype) if theta.size else tensor.name
+        memory = (
+            (address(theta), theta.nbytes, theta.dtype) if theta.size else tensor.name
+        )
         first[tensor.name] = found.setdefault(memory, tensor.name)
         if first[tensor.name] == tensor.name:
             thetas.append(theta)
@@ -130,11 +161,17 @@ def _add(vector: SparseVector | Array, scale: float, array: Array) -> None:
     if not isinstance(vector, SparseVector):
         for piece in _pieces(array.size):
             part = vector[piece]
-            array[piece] += part if scale == 1 else (part * part.dtype.type(scale)).astype(array.dtype, copy=False)
+            array[piece] += (
+                part
+                if scale == 1
+                else (part * part.dtype.type(scale)).astype(array.dtype, copy=False)
+            )
         return
     for piece in _pieces(vector.nnz):
         values = vector.values[piece]
-        signed = SparseVector(vector.indices[piece], values if scale > 0 else -values, vector.length)
+        signed = SparseVector(
+            vector.indices[piece], values if scale > 0 else -values, vector.length
+        )
         signed.add_to(array, abs(scale))  # which does without a product where that is 1
 
 

@@ -1,7 +1,7 @@
 """Settings: checked arguments as plain Python values, and as text that is compared with that of saved states.
 
-A setting of another kind raises TypeError, and one out of range ValueError; both name it. NumPy's scalars become
-Python's, the same text on all ranks.
+A setting of another kind raises TypeError, and one out of range ValueError; both name
+it. NumPy's scalars become Python's, the same text on all ranks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,26 +22,41 @@ OTHER_SETTINGS = "make the exchange with the settings that were saved, or load w
 class Configured:
     """Base class of compressors and feedback.
 
-    Store every constructor argument in an attribute of the same name: `repr` shows them.
+    Store every constructor argument in an attribute of the same name: `repr` shows
+    them.
     """
 
     def _settings(self) -> dict[str, Any]:
         """Return the constructor's arguments by name, except those that change between steps."""
         variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
         parameters = signature(type(self)).parameters.values()
-        return {each.name: getattr(self, each.name, "?") for each in parameters if each.kind not in variadic}
+        return {
+            each.name: getattr(self, each.name, "?")
+            for each in parameters
+            if each.kind not in variadic
+        }
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self._settings().items() if value is not None)
+        shown = ", ".join(
+            f"{name}={value!r}"
+            for name, value in self._settings().items()
+            if value is not None
+        )
         return f"{type(self).__name__}({shown})"
 
 
-def to_integer(name: str, value: Any, least: int = 1, most: int = LARGEST, *, remedy: str = "") -> int:
+def to_integer(
+    name: str, value: Any, least: int = 1, most: int = LARGEST, *, remedy: str = ""
+) -> int:
     """Return a setting as an int from `least` to `most`; bools and floats are refused."""
     if isinstance(value, NO_NUMBERS) or not isinstance(value, INTEGERS):
         raise TypeError(f"{name} is {value!r}: expected an integer{remedy}")
     if not least <= (number := int(value)) <= most:
-        bounds = f"of at least {least}, below 2^63" if most == LARGEST else f"from {least} to {most}"
+        bounds = (
+            f"of at least {least}, below 2^63"
+            if most == LARGEST
+            else f"from {least} to {most}"
+        )
         raise ValueError(f"{name} is {value!r}: expected an integer {bounds}{remedy}")
     return number
 
@@ -61,9 +76,23 @@ def to_number(
         raise TypeError(f"{name} is {value!r}: expected a number{remedy}")
     number = float(value)
     if not (above < number < below and least <= number <= most):
-        lower = f"{above} <" if above > -inf else f"{least} <=" if least > -inf else "-infinity <"
-        upper = f"< {below}" if below < inf else f"<= {most}" if most < inf else "< infinity"
-        raise ValueError(f"{name} is {value!r}: expected {lower} {name} {upper}{remedy}")
+        lower = (
+            f"{above} <"
+            if above > -inf
+            else f"{least} <="
+            if least > -inf
+            else "-infinity <"
+        )
+        upper = (
+            f"< {below}"
+            if below < inf
+            else f"<= {most}"
+            if most < inf
+            else "< infinity"
+        )
+        raise ValueError(
+            f"{name} is {value!r}: expected {lower} {name} {upper}{remedy}"
+        )
     return number
 
 
@@ -74,9 +103,14 @@ def to_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def to_choice(name: str, value: Any, choices: Iterable[Any], *, remedy: str = "") -> Any:
+def to_choice(
+    name: str, value: Any, choices: Iterable[Any], *, remedy: str = ""
+) -> Any:
     """Return the one of `choices` (str, int, bool or None) that equals a setting of its type: 1 is not True."""
-    plain, known = value.item() if isinstance(value, np.generic) else value, list(choices)
+    plain, known = (
+        value.item() if isinstance(value, np.generic) else value,
+        list(choices),
+    )
     for choice in known:
         if type(plain) is type(choice) and plain == choice:
             return choice
@@ -85,7 +119,9 @@ def to_choice(name: str, value: Any, choices: Iterable[Any], *, remedy: str = ""
 
 def to_table(settings: Mapping[str, Any]) -> NDArray[Any]:
     """Return settings as an array of text that np.savez stores, shape (settings, 2): names and values."""
-    return np.array([[name, str(value)] for name, value in settings.items()], np.str_).reshape(-1, 2)
+    return np.array(
+        [[name, str(value)] for name, value in settings.items()], np.str_
+    ).reshape(-1, 2)
 
 
 def from_table(table: Any) -> dict[str, str]:
@@ -93,9 +129,13 @@ def from_table(table: Any) -> dict[str, str]:
     return {str(name): str(value) for name, value in np.reshape(table, (-1, 2))}
 
 
-def check_table(state: str, table: Any, settings: Mapping[str, Any], remedy: str) -> None:
+def check_table(
+    state: str, table: Any, settings: Mapping[str, Any], remedy: str
+) -> None:
     """Raise ValueError that names both values if a table from `to_table`, of a state, differs from `settings`."""
     saved = from_table(table)
     for name, value in settings.items():
         if saved.get(name) != str(value):
-            raise ValueError(f"{state} was saved with {name} {saved.get(name)}: expected {value}; {remedy}")
+            raise ValueError(
+                f"{state} was saved with {name} {saved.get(name)}: expected {value}; {remedy}"
+            )

@@ -1,6 +1,7 @@
 """Tensors, and the three forms of a gradient: one array, a list of arrays that are one vector, or arrays by name.
 
-The first step describes each tensor by name; later gradients, and the arrays for means, are compared with it.
+The first step describes each tensor by name; later gradients, and the arrays for means,
+are compared with it.
 """
 
 import math
@@ -11,19 +12,28 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, contiguous, kind_of, namespace, to_values, writable_vector
+from mpicomp.arrays import (
+    Array,
+    contiguous,
+    kind_of,
+    namespace,
+    to_values,
+    writable_vector,
+)
 from mpicomp.names import canonical
 
 ALONE = "gradient"  # the name of one array, and of the segment of a list
 
-ARRAY, LIST, DICT = "one array", "a list of arrays", "arrays by name"  # the forms, as errors name them
+# the forms, as errors name them
+ARRAY, LIST, DICT = "one array", "a list of arrays", "arrays by name"
 
 
 @dataclass(frozen=True)
 class Tensor:
     """The description of a tensor from the first step.
 
-    dtype: in which it is exchanged. xp: the module that makes its arrays. wrap: converts one to the caller's kind.
+    dtype: in which it is exchanged. xp: the module that makes its arrays. wrap:
+    converts one to the caller's kind.
     """
 
     name: str
@@ -48,18 +58,22 @@ class Tensor:
     def flatten(self, array: Any) -> Array:
         """Return a gradient as one vector, a view where possible; zeros for None.
 
-        Raises TypeError or ValueError for another shape, dtype or device than in the first step, and for a parameter of
-        PyTorch.
+        Raises TypeError or ValueError for another shape, dtype or device than in the
+        first step, and for a parameter of PyTorch.
         """
         if self._is_like(array) and array.flags.c_contiguous:
             return array.reshape(-1)  # type: ignore[no-any-return]  # fast path
         if array is None:
             return self.new()
         if getattr(array, "requires_grad", False) and getattr(array, "is_leaf", False):
-            raise TypeError(f"{self.name} is a parameter, not a gradient: pass its .grad")
+            raise TypeError(
+                f"{self.name} is a parameter, not a gradient: pass its .grad"
+            )
         return contiguous(self._checked(self.name, array)).reshape(-1)
 
-    def writable(self, array: Any, name: str, view: Callable[[Any], Array] = writable_vector) -> Array:
+    def writable(
+        self, array: Any, name: str, view: Callable[[Any], Array] = writable_vector
+    ) -> Array:
         """Return an output array as one vector, a writable view; or what `view` returns of it.
 
         name: of the array in errors. Raises as `flatten` and `view` do.
@@ -73,18 +87,27 @@ class Tensor:
     def residual_in(self, gradient: Any) -> Array:
         """Return the gradient's own array as a writable vector; raises if it cannot hold the residual."""
         if gradient is None:
-            raise ValueError(f"{self.name} has no gradient, whose array holds the residual (in_place): pass zeros")
+            raise ValueError(
+                f"{self.name} has no gradient, whose array holds the residual (in_place): pass zeros"
+            )
         return self.writable(gradient, self.name)
 
     def _is_like(self, array: Any) -> bool:
-        return type(array) is np.ndarray and array.shape == self.shape and array.dtype == self.dtype and self.xp is np
+        return (
+            type(array) is np.ndarray
+            and array.shape == self.shape
+            and array.dtype == self.dtype
+            and self.xp is np
+        )
 
     def _checked(self, name: str, array: Any) -> Array:
         if self._is_like(array):
             return array  # type: ignore[no-any-return]
         values = _values(name, array)
         if namespace(values) is not self.xp:
-            raise ValueError(f"{name} is in {namespace(values).__name__}'s memory: expected {self.xp.__name__}'s")
+            raise ValueError(
+                f"{name} is in {namespace(values).__name__}'s memory: expected {self.xp.__name__}'s"
+            )
         if (values.shape, values.dtype) != (self.shape, self.dtype):
             raise ValueError(
                 f"{name} is {values.dtype} of shape {values.shape}: expected {self.dtype} of shape {self.shape} as in "
@@ -113,12 +136,20 @@ def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
         if not isinstance(name, str):
             raise TypeError(f"a tensor has the name {name!r}: expected a string")
         if array is None:
-            raise TypeError(f"{name} is None in the first step: pass zeros, or register the tensors before")
+            raise TypeError(
+                f"{name} is None in the first step: pass zeros, or register the tensors before"
+            )
         values = _values(name, array)
-        tensors.append(Tensor(name, values.shape, values.dtype, namespace(values), kind_of(array)))
-    kinds = sorted({f"{tensor.dtype} in {tensor.xp.__name__}'s memory" for tensor in tensors})
+        tensors.append(
+            Tensor(name, values.shape, values.dtype, namespace(values), kind_of(array))
+        )
+    kinds = sorted(
+        {f"{tensor.dtype} in {tensor.xp.__name__}'s memory" for tensor in tensors}
+    )
     if form == LIST and len(kinds) > 1:
-        raise TypeError(f"got {' and '.join(kinds)} in one list: expected one dtype, in one memory")
+        raise TypeError(
+            f"got {' and '.join(kinds)} in one list: expected one dtype, in one memory"
+        )
     return tensors
 
 
@@ -127,7 +158,9 @@ def by_name(gradient: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(gradient, Mapping):
         return DICT, dict(gradient)
     if isinstance(gradient, list | tuple):
-        return LIST, {f"item {place} of the list": array for place, array in enumerate(gradient)}
+        return LIST, {
+            f"item {place} of the list": array for place, array in enumerate(gradient)
+        }
     return ARRAY, {ALONE: gradient}
 
 
@@ -138,15 +171,23 @@ def in_form(form: str, results: dict[str, Any], names: Mapping[str, Any]) -> Any
     return [results[name] for name in names] if form == LIST else results[ALONE]
 
 
-def check_same_form(form: str, arrays: Mapping[str, Any], first: str, names: Collection[str]) -> None:
+def check_same_form(
+    form: str, arrays: Mapping[str, Any], first: str, names: Collection[str]
+) -> None:
     """Raise TypeError, KeyError or ValueError for gradients of another form or with other names than the first ones."""
     if form != first:
-        raise TypeError(f"got {form}: expected {first}, as in the first step of this exchange")
+        raise TypeError(
+            f"got {form}: expected {first}, as in the first step of this exchange"
+        )
     for name in arrays:
         if name not in names:
-            raise KeyError(f"{name!r} is none of the tensors of the first step: {_remedy(str(name), names)}")
+            raise KeyError(
+                f"{name!r} is none of the tensors of the first step: {_remedy(str(name), names)}"
+            )
     if form == LIST and len(arrays) < len(names):
-        raise ValueError(f"got {len(arrays)} arrays: expected {len(names)}, as in the first step of this exchange")
+        raise ValueError(
+            f"got {len(arrays)} arrays: expected {len(names)}, as in the first step of this exchange"
+        )
 
 
 def _remedy(name: str, names: Collection[str]) -> str:
@@ -160,19 +201,31 @@ def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, An
     """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradients."""
     given, outs = by_name(out)
     if given != form:
-        raise TypeError(f"out is {type(out).__name__}: expected {form}, as the gradients are")
+        raise TypeError(
+            f"out is {type(out).__name__}: expected {form}, as the gradients are"
+        )
     if form == LIST and len(outs) != len(arrays):
-        raise ValueError(f"out is {len(outs)} arrays: expected a list of {len(arrays)}, as the gradients are")
+        raise ValueError(
+            f"out is {len(outs)} arrays: expected a list of {len(arrays)}, as the gradients are"
+        )
     for name, buffer in outs.items():
         if name not in arrays:
-            raise ValueError(f"out has {name!r}: expected names of the gradients that are given")
+            raise ValueError(
+                f"out has {name!r}: expected names of the gradients that are given"
+            )
         if buffer is None and arrays[name] is None:
-            raise ValueError(f"out is None for {name!r}: expected an array for its mean; pass zeros as its gradient")
+            raise ValueError(
+                f"out is None for {name!r}: expected an array for its mean; pass zeros as its gradient"
+            )
     return outs
 
 
 def signatures(tensors: list[Tensor], form: str) -> dict[str, str]:
     """Return the properties that must be the same on all ranks, as text by name."""
     if form == DICT:
-        return {tensor.name: f"{tensor.dtype} of shape {tensor.shape}" for tensor in tensors}
-    return {ALONE: f"{tensors[0].dtype} of {sum(tensor.size for tensor in tensors)} values"}
+        return {
+            tensor.name: f"{tensor.dtype} of shape {tensor.shape}" for tensor in tensors
+        }
+    return {
+        ALONE: f"{tensors[0].dtype} of {sum(tensor.size for tensor in tensors)} values"
+    }

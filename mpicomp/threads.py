@@ -1,6 +1,7 @@
 """The number of threads of a kernel, and the division of a vector among them; any number gives the same bits.
 
-Compiled kernels release the global interpreter lock, so Python threads run them in parallel.
+Compiled kernels release the global interpreter lock, so Python threads run them in
+parallel.
 """
 
 import contextlib
@@ -18,34 +19,45 @@ VARIABLE = "MPICOMP_THREADS"
 
 Result = TypeVar("Result")
 
-_LEAST = 1 << 20  # values per thread: with fewer, starting a thread costs more than it saves
+# values per thread: with fewer, starting a thread costs more than it saves
+_LEAST = 1 << 20
 _LINE = 64  # values: a multiple of a cache line in bytes, for every dtype
 _MOST = 256  # threads of the pool, which starts one only when none is idle
 
-_current_core: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+_current_core: Callable[[], int] | None = getattr(
+    ctypes.CDLL(None), "sched_getcpu", None
+)
 
 _ranks = 1
 _pool: ThreadPoolExecutor | None = None
 _workers: list[int] = []  # native identifiers of the threads of the pool
-_kept_off: Any = None  # the core that is excluded from their affinity, and the mask that it was removed from
+# the core that is excluded from their affinity, and the mask that it was removed from
+_kept_off: Any = None
 
 
 def count() -> int:
     """Return the number of threads that a kernel may use: MPICOMP_THREADS, else this rank's share of the cores.
 
-    That is the cores in the affinity mask of the calling thread, at most the CPU quota of the container, divided by the
-    ranks given to `share`, and at least 1. Raises ValueError if MPICOMP_THREADS is not an integer >= 1.
+    That is the cores in the affinity mask of the calling thread, at most the CPU quota
+    of the container, divided by the ranks given to `share`, and at least 1. Raises
+    ValueError if MPICOMP_THREADS is not an integer >= 1.
     """
     given = os.environ.get(VARIABLE)
     if given is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         return max(1, int(min(cores, quota())) // _ranks)
     try:
         number = int(given)
     except ValueError:
         number = 0
     if number < 1:
-        raise ValueError(f"{VARIABLE} is {given!r}: expected an integer >= 1; unset it to use this rank's cores")
+        raise ValueError(
+            f"{VARIABLE} is {given!r}: expected an integer >= 1; unset it to use this rank's cores"
+        )
     return number
 
 
@@ -58,14 +70,21 @@ def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = system / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        inner = top / path.lstrip("/")  # in a container it may be the name outside: then only the top exists
-        for folder in (each for each in (inner, *inner.parents) if each.is_relative_to(top)):
+        # in a container it may be the name outside: then only the top exists
+        inner = top / path.lstrip("/")
+        for folder in (
+            each for each in (inner, *inner.parents) if each.is_relative_to(top)
+        ):
             with contextlib.suppress(OSError, ValueError):  # "max" is no limit
                 time, period = (folder / "cpu.max").read_text().split()
                 most = min(most, int(time) / int(period))
             with contextlib.suppress(OSError, ValueError):
-                time, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                most = min(most, int(time) / int(period) if int(time) > 0 else most)  # -1 is no limit
+                time, period = (
+                    (folder / f"cpu.cfs_{name}_us").read_text()
+                    for name in ("quota", "period")
+                )
+                # -1 is no limit
+                most = min(most, int(time) / int(period) if int(time) > 0 else most)
     return most
 
 
@@ -76,12 +95,17 @@ def share(ranks: int) -> None:
 
 
 def in_pieces(
-    work: Callable[[int, int], Result], size: int, threads: int | None = None, *, step: int = _LINE
+    work: Callable[[int, int], Result],
+    size: int,
+    threads: int | None = None,
+    *,
+    step: int = _LINE,
 ) -> list[Result]:
     """Return ``work(start, end)`` for each of the consecutive pieces of ``[0, size)``, one per thread, in order.
 
-    threads: the most pieces; None for `count`. There are fewer if one would have less than about a million values.
-    step: the length of every piece but the last is a multiple of it. The calling thread runs the first piece.
+    threads: the most pieces; None for `count`. There are fewer if one would have less
+    than about a million values. step: the length of every piece but the last is a
+    multiple of it. The calling thread runs the first piece.
     """
     pieces = size // _LEAST
     if pieces > 1:
@@ -113,8 +137,9 @@ def _register() -> None:
 def _keep_off_this_core() -> None:
     """Exclude the core of the calling thread from the affinity of the workers, if it is not the only one.
 
-    On a virtual machine the scheduler treats a halted core as busy, and starts a worker on the core that wakes it: the
-    worker then waits for the caller's piece until a timer tick, a few milliseconds later, migrates it.
+    On a virtual machine the scheduler treats a halted core as busy, and starts a worker
+    on the core that wakes it: the worker then waits for the caller's piece until a
+    timer tick, a few milliseconds later, migrates it.
     """
     global _kept_off
     if _current_core is None or not hasattr(os, "sched_setaffinity"):
@@ -123,7 +148,8 @@ def _keep_off_this_core() -> None:
     if _kept_off == (core, mask):
         return
     for worker in _workers:
-        with contextlib.suppress(OSError):  # if the system refuses, the affinity does not change
+        # if the system refuses, the affinity does not change
+        with contextlib.suppress(OSError):
             os.sched_setaffinity(worker, mask - {core} or mask)
     _kept_off = core, mask
 

@@ -1,7 +1,7 @@
 """SparseVector, a compressed gradient, and the operations of the collectives on it: merge, add, join, split, select.
 
-Invariant: indices strictly increase. So merging is a single pass, selection is reproducible, and two vectors with the
-same entries are bitwise equal.
+Invariant: indices strictly increase. So merging is a single pass, selection is
+reproducible, and two vectors with the same entries are bitwise equal.
 """
 
 import math
@@ -34,7 +34,9 @@ from mpicomp.arrays import (
 from mpicomp.settings import to_integer, to_number
 
 MAX_LENGTH = 2**63 - 1
-_FEW = 4096  # entries: up to here merging a few vectors in pairs takes less than preparing to add all at once
+# entries: up to here merging a few vectors in pairs takes less than preparing to add
+# all at once
+_FEW = 4096
 _MAX_WIDTH = 2**32 - 2  # a message counts the values of a row in 32 bits
 _SHORT, _LONG = np.dtype(np.int32), np.dtype(np.int64)
 _ORDER = "expected strictly increasing indices; SparseVector.from_entries sorts entries and adds repeated ones"
@@ -49,16 +51,18 @@ def index_dtype(length: int) -> np.dtype[Any]:
 class SparseVector:
     """Hold the non-zero entries of a vector: entry j has the value `values[j]` at the position `indices[j]`.
 
-    indices: 1-d integers that strictly increase, 0 <= index < length; stored as int32, or int64 when length > 2^31 - 1.
-    values: float16, float32 or float64, of shape (entries,), or (entries, width) if an index stands for a row of
-    `width` values, as in the gradient of an embedding. length: 0 to 2^63 - 1, in values or in rows.
+    indices: 1-d integers that strictly increase, 0 <= index < length; stored as int32,
+    or int64 when length > 2^31 - 1. values: float16, float32 or float64, of shape
+    (entries,), or (entries, width) if an index stands for a row of `width` values, as
+    in the gradient of an embedding. length: 0 to 2^63 - 1, in values or in rows.
 
-    Both arrays are in host memory (NumPy) or on one device (CuPy). Arrays of the right dtype are stored without a copy,
-    and the results of operations may share them: do not modify them.
+    Both arrays are in host memory (NumPy) or on one device (CuPy). Arrays of the right
+    dtype are stored without a copy, and the results of operations may share them: do
+    not modify them.
 
-    Raises TypeError or ValueError by checks without a pass over the entries: dtypes, shapes, the length, the first and
-    the last index, more entries than positions between these. `validate` checks every entry; so does every sparse
-    collective.
+    Raises TypeError or ValueError by checks without a pass over the entries: dtypes,
+    shapes, the length, the first and the last index, more entries than positions
+    between these. `validate` checks every entry; so does every sparse collective.
 
     >>> SparseVector([1, 4], [0.5, -2.0], length=6).to_dense()
     array([ 0. ,  0.5,  0. ,  0. , -2. ,  0. ])
@@ -75,9 +79,13 @@ class SparseVector:
             length, numbers = to_integer("length", length, 0), _checked_values(numbers)
             places = _checked_indices(places, length)
             if on_device(places) != on_device(numbers):
-                raise TypeError("indices and values are on different devices; move both to the host or both to the GPU")
+                raise TypeError(
+                    "indices and values are on different devices; move both to the host or both to the GPU"
+                )
         if places.size != len(numbers):
-            raise ValueError(f"got {places.size} indices and {len(numbers)} values: expected as many of each")
+            raise ValueError(
+                f"got {places.size} indices and {len(numbers)} values: expected as many of each"
+            )
         vars(self).update(indices=places, values=numbers, length=length)
         self.check_ends()
 
@@ -100,48 +108,75 @@ class SparseVector:
 
     @classmethod
     def empty(
-        cls, length: int, dtype: DTypeLike = np.float32, width: int | None = None, *, beside: Any = None
+        cls,
+        length: int,
+        dtype: DTypeLike = np.float32,
+        width: int | None = None,
+        *,
+        beside: Any = None,
     ) -> "SparseVector":
         """Return a vector of `length` positions without entries; of rows if a width is given.
 
         beside: an array on the device of the vector; None is host memory.
         """
         kind = np.dtype(dtype)
-        return _new_empty(length, kind, width, beside) if on_device(beside) else _empty_on_host(length, kind, width)
+        return (
+            _new_empty(length, kind, width, beside)
+            if on_device(beside)
+            else _empty_on_host(length, kind, width)
+        )
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
         """Return the non-zero values of a dense array of any shape, in C order: each has an index, also in a matrix."""
         dense = to_vector(array)
         positions = np.flatnonzero(nonzero(dense))
-        return cls(positions.astype(index_dtype(dense.size)), dense[positions], dense.size)
+        return cls(
+            positions.astype(index_dtype(dense.size)), dense[positions], dense.size
+        )
 
     @classmethod
-    def from_entries(cls, indices: ArrayLike, values: ArrayLike, length: int) -> "SparseVector":
+    def from_entries(
+        cls, indices: ArrayLike, values: ArrayLike, length: int
+    ) -> "SparseVector":
         """Return the vector of entries in any order, such as the tokens of a batch; repeated entries are added.
 
-        indices, values, length: as for the constructor, except for the order, in which repeated entries are added;
-        float16 in float32. In host memory only; raises TypeError for arrays on a device.
+        indices, values, length: as for the constructor, except for the order, in which
+        repeated entries are added; float16 in float32. In host memory only; raises
+        TypeError for arrays on a device.
         """
         places, given = _array(indices), _checked_values(values)
         if on_device(places) or on_device(given):
-            raise TypeError("got entries on a device: add repeated ones there (PyTorch: coalesce), or copy to the host")
+            raise TypeError(
+                "got entries on a device: add repeated ones there (PyTorch: coalesce), or copy to the host"
+            )
         if places.ndim != 1 or len(places) != len(given):
-            raise ValueError(f"got indices of shape {places.shape} and {len(given)} values: expected as many of each")
+            raise ValueError(
+                f"got indices of shape {places.shape} and {len(given)} values: expected as many of each"
+            )
         union, where = np.unique(places, return_inverse=True)
-        sums = np.zeros((union.size, *given.shape[1:]), np.promote_types(given.dtype, np.float32))
+        sums = np.zeros(
+            (union.size, *given.shape[1:]), np.promote_types(given.dtype, np.float32)
+        )
         np.add.at(sums, where, given)
-        return cls(union if union.size else union.astype(np.int32), sums.astype(given.dtype), length)
+        return cls(
+            union if union.size else union.astype(np.int32),
+            sums.astype(given.dtype),
+            length,
+        )
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> "SparseVector":
         """Return the entries of a SciPy sparse matrix or array with one row or one column, of any format.
 
-        Repeated entries are added, as by `from_entries`. Raises ValueError for another shape.
+        Repeated entries are added, as by `from_entries`. Raises ValueError for another
+        shape.
         """
         entries = matrix.tocoo()
         if math.prod(entries.shape) != max(entries.shape):
-            raise ValueError(f"got shape {entries.shape}: expected a row or column, as m[[0]]; {sparse_remedy(matrix)}")
+            raise ValueError(
+                f"got shape {entries.shape}: expected a row or column, as m[[0]]; {sparse_remedy(matrix)}"
+            )
         places = entries.col if entries.shape[-1] == max(entries.shape) else entries.row
         return cls.from_entries(places, entries.data, max(entries.shape))
 
@@ -155,23 +190,31 @@ class SparseVector:
         if on_device(self.values):
             raise TypeError("the vector is on a device: copy its arrays to the host")
         if self.width is None:
-            return csr_matrix((self.values, self.indices, [0, self.nnz]), (1, self.length))
+            return csr_matrix(
+                (self.values, self.indices, [0, self.nnz]), (1, self.length)
+            )
         counts = np.zeros(self.length + 1, np.int64)
         counts[self.indices + 1] = self.width
         columns = np.tile(np.arange(self.width), self.nnz)
-        return csr_matrix((self.values.reshape(-1), columns, counts.cumsum()), (self.length, self.width))
+        return csr_matrix(
+            (self.values.reshape(-1), columns, counts.cumsum()),
+            (self.length, self.width),
+        )
 
     def to_dense(self, out: Array | None = None) -> Array:
         """Return the dense vector, shape (length,) or (length, width).
 
-        out: the output buffer, overwritten. Raises ValueError unless it has this shape and the dtype of the values, and
-        for indices that are out of order or out of range.
+        out: the output buffer, overwritten. Raises ValueError unless it has this shape
+        and the dtype of the values, and for indices that are out of order or out of
+        range.
         """
         shape = (self.length, *self.values.shape[1:])
         if out is None:
             out = namespace(self.values).zeros(shape, self.values.dtype)
         elif out.shape != shape or out.dtype != self.values.dtype:
-            raise ValueError(f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape {shape}")
+            raise ValueError(
+                f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape {shape}"
+            )
         else:
             kernels_for(out).clear(out)
         self.check_order()
@@ -184,20 +227,31 @@ class SparseVector:
     def add_to(self, array: Any, scale: float = 1.0) -> None:
         """Add `scale` times the values to a dense array, in place, at the indices.
 
-        array: of any shape with `length` values, taken in C order; for rows of shape (length, width). float16, float32
-        or float64: each sum is rounded once, to the dtype of the array. C-contiguous, writable, and on the device of
-        the vector: NumPy, CuPy, or a kind that supports DLPack, such as PyTorch's tensors.
+        array: of any shape with `length` values, taken in C order; for rows of shape
+        (length, width). float16, float32 or float64: each sum is rounded once, to the
+        dtype of the array. C-contiguous, writable, and on the device of the vector:
+        NumPy, CuPy, or a kind that supports DLPack, such as PyTorch's tensors.
 
-        Raises TypeError for an array of another dtype, kind or device; ValueError for one of another size, one that is
-        read-only, a scale that is not finite, and indices out of order or range. Nothing is added then.
+        Raises TypeError for an array of another dtype, kind or device; ValueError for
+        one of another size, one that is read-only, a scale that is not finite, and
+        indices out of order or range. Nothing is added then.
         """
         dense = writable_vector(array)
         if on_device(dense) != on_device(self.values):
-            one, other = ("on a device" if on_device(each) else "in host memory" for each in (dense, self.values))
-            raise TypeError(f"the array is {one} and the vector {other}: expected both on one device; copy one")
+            one, other = (
+                "on a device" if on_device(each) else "in host memory"
+                for each in (dense, self.values)
+            )
+            raise TypeError(
+                f"the array is {one} and the vector {other}: expected both on one device; copy one"
+            )
         shape, wanted = tuple(array.shape), (self.length, *self.values.shape[1:])
-        if dense.size != math.prod(wanted) or (self.width is not None and shape != wanted):
-            expected = f"{self.length} values" if self.width is None else f"shape {wanted}"
+        if dense.size != math.prod(wanted) or (
+            self.width is not None and shape != wanted
+        ):
+            expected = (
+                f"{self.length} values" if self.width is None else f"shape {wanted}"
+            )
             raise ValueError(f"the array has shape {shape}: expected {expected}")
         scale = to_number("scale", scale)
         self.check_order()
@@ -209,7 +263,9 @@ class SparseVector:
         rows = dense[self.indices]
         wide = np.result_type(rows.dtype, values.dtype, np.float32)
         with np.errstate(over="ignore"):
-            dense[self.indices] = (rows.astype(wide, copy=False) + values).astype(dense.dtype, copy=False)
+            dense[self.indices] = (rows.astype(wide, copy=False) + values).astype(
+                dense.dtype, copy=False
+            )
 
     def check_ends(self) -> None:
         """Raise ValueError unless first and last index are in range, with room for the entries between them."""
@@ -220,22 +276,30 @@ class SparseVector:
         if not (0 <= first < length and 0 <= last < length):
             raise _out_of_range(last if 0 <= first < length else first, length)
         if last - first + 1 < entries:
-            raise ValueError(f"got {entries} indices, the first {first} and the last {last}: {_ORDER}")
+            raise ValueError(
+                f"got {entries} indices, the first {first} and the last {last}: {_ORDER}"
+            )
 
     def check_order(self) -> None:
         """Raise ValueError unless the indices increase, and are in range."""
         if on_device(self.indices):
             position = self._device_facts[0]
         else:
-            position = kernels_for(self.indices).first_disorder(self.indices, self.length)
+            position = kernels_for(self.indices).first_disorder(
+                self.indices, self.length
+            )
         if position < 0:
             return
         index = int(self.indices[position])
         if not 0 <= index < self.length:
-            raise ValueError(f"indices[{position}] is {index}: expected 0 <= index < length = {self.length}")
+            raise ValueError(
+                f"indices[{position}] is {index}: expected 0 <= index < length = {self.length}"
+            )
         before = int(self.indices[position - 1])
         fault = "repeats" if index == before else "follows"
-        raise ValueError(f"indices[{position}] is {index} and {fault} {before}: {_ORDER}")
+        raise ValueError(
+            f"indices[{position}] is {index} and {fault} {before}: {_ORDER}"
+        )
 
     def validate(self) -> None:
         """Raise ValueError naming the first entry that is out of order, repeated, out of range or not finite."""
@@ -257,7 +321,8 @@ class SparseVector:
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @cached_property
-    def _device_facts(self) -> tuple[int, int, int, int]:  # one launch, and one copy to the host
+    # one launch, and one copy to the host
+    def _device_facts(self) -> tuple[int, int, int, int]:
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @property
@@ -265,7 +330,11 @@ class SparseVector:
         """The first and the last index; (0, -1) if there is none."""
         if on_device(self.indices):
             return self._device_ends
-        return (self.indices.item(0), self.indices.item(-1)) if self.indices.size else (0, -1)
+        return (
+            (self.indices.item(0), self.indices.item(-1))
+            if self.indices.size
+            else (0, -1)
+        )
 
     @cached_property
     def _device_ends(self) -> tuple[int, int]:
@@ -317,18 +386,28 @@ class SparseVector:
 
     def every(self, step: int, start: int = 0) -> "SparseVector":
         """Return the entries start, start + step, ...: one of `step` disjoint shares of the vector."""
-        return SparseVector(self.indices[start::step].copy(), self.values[start::step].copy(), self.length)
+        return SparseVector(
+            self.indices[start::step].copy(),
+            self.values[start::step].copy(),
+            self.length,
+        )
 
     def divide(self, positions: Array) -> tuple["SparseVector", "SparseVector"]:
         """Return the entries at `positions` (intp, increasing: numbers of entries), and the other entries."""
         divide = kernels_for(self.values).divide
-        indices, values, other_indices, other_values = divide(self.indices, self.values, positions)
+        indices, values, other_indices, other_values = divide(
+            self.indices, self.values, positions
+        )
         trusted = SparseVector.trusted
-        return trusted(indices, values, self.length), trusted(other_indices, other_values, self.length)
+        return trusted(indices, values, self.length), trusted(
+            other_indices, other_values, self.length
+        )
 
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry, zero or not, at each of first, ..., end - 1, which include its indices."""
-        values = SparseVector.trusted(self.indices - first, self.values, end - first).to_dense()
+        values = SparseVector.trusted(
+            self.indices - first, self.values, end - first
+        ).to_dense()
         indices = kernels_for(self.values).consecutive(first, end, self.indices.dtype)
         return SparseVector(indices, values, self.length)
 
@@ -345,18 +424,24 @@ def merge(a: SparseVector, b: SparseVector) -> SparseVector:
     """Return a + b over the union of the supports; bitwise commutative. Both have one length, width and dtype."""
     if not a.nnz or not b.nnz:
         return a if a.nnz else b
-    indices, values = kernels_for(a.values).merge(a.indices, a.values, b.indices, b.values)
+    indices, values = kernels_for(a.values).merge(
+        a.indices, a.values, b.indices, b.values
+    )
     return SparseVector.trusted(indices, values, a.length)
 
 
 def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return the sum of one or more vectors of one length and dtype, over the union of their supports.
 
-    At each index the entries are added in the order of the vectors, ((a0 + a1) + a2) + ..., float16 in float32, rounded
-    once.
+    At each index the entries are added in the order of the vectors, ((a0 + a1) + a2) +
+    ..., float16 in float32, rounded once.
     """
     some = [each for each in vectors if each.nnz] or list(vectors[:1])
-    if len(some) < 3 or (len(some) < 5 and sum(each.nnz for each in some) <= _FEW and some[0].dtype != np.float16):
+    if len(some) < 3 or (
+        len(some) < 5
+        and sum(each.nnz for each in some) <= _FEW
+        and some[0].dtype != np.float16
+    ):
         return reduce(merge, some)  # float16 would be rounded at each of several merges
     parts = [each.indices for each in some], [each.values for each in some]
     indices, values = kernels_for(some[0].values).accumulate(*parts, some[0].length)
@@ -372,7 +457,9 @@ def count_up(vectors: Sequence[SparseVector]) -> SparseVector:
 def join(parts: Sequence[SparseVector]) -> SparseVector:
     """Return one vector of consecutive parts: every index of a part is above those of the parts before it."""
     indices = np.concatenate([part.indices for part in parts])
-    return SparseVector.trusted(indices, np.concatenate([part.values for part in parts]), parts[0].length)
+    return SparseVector.trusted(
+        indices, np.concatenate([part.values for part in parts]), parts[0].length
+    )
 
 
 def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
@@ -381,8 +468,15 @@ def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
         return vectors[0]
     *starts, length = accumulate((vector.length for vector in vectors), initial=0)
     dtype = index_dtype(length)
-    indices = [part.indices.astype(dtype) + dtype.type(start) for part, start in zip(vectors, starts, strict=True)]
-    return SparseVector.trusted(np.concatenate(indices), np.concatenate([part.values for part in vectors]), length)
+    indices = [
+        part.indices.astype(dtype) + dtype.type(start)
+        for part, start in zip(vectors, starts, strict=True)
+    ]
+    return SparseVector.trusted(
+        np.concatenate(indices),
+        np.concatenate([part.values for part in vectors]),
+        length,
+    )
 
 
 def whole(array: Array) -> SparseVector:
@@ -405,9 +499,16 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
         return [vector]
     places, sizes = places_of(vector, bounds), np.diff(bounds).tolist()
     starts = np.repeat(np.array(bounds[:-1], vector.indices.dtype), np.diff(places))
-    indices, values = vector.indices - to_device_of(starts, vector.indices), vector.values
+    indices, values = (
+        vector.indices - to_device_of(starts, vector.indices),
+        vector.values,
+    )
     return [
-        SparseVector.trusted(indices[low:high].astype(index_dtype(size), copy=False), values[low:high], size)
+        SparseVector.trusted(
+            indices[low:high].astype(index_dtype(size), copy=False),
+            values[low:high],
+            size,
+        )
         for (low, high), size in zip(pairwise(places), sizes, strict=True)
     ]
 
@@ -415,13 +516,21 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
 def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """Split a vector of numbers into (its `k` largest magnitudes, the rest); ties go to the lowest indices."""
     if vector.nnz <= k:
-        return vector, SparseVector.empty(vector.length, vector.dtype, beside=vector.values)
+        return vector, SparseVector.empty(
+            vector.length, vector.dtype, beside=vector.values
+        )
     if not k:
-        return SparseVector.empty(vector.length, vector.dtype, beside=vector.values), vector
+        return SparseVector.empty(
+            vector.length, vector.dtype, beside=vector.values
+        ), vector
     divide_largest = kernels_for(vector.values).divide_largest
-    indices, values, other_indices, other_values = divide_largest(vector.indices, vector.values, k)
+    indices, values, other_indices, other_values = divide_largest(
+        vector.indices, vector.values, k
+    )
     trusted = SparseVector.trusted
-    return trusted(indices, values, vector.length), trusted(other_indices, other_values, vector.length)
+    return trusted(indices, values, vector.length), trusted(
+        other_indices, other_values, vector.length
+    )
 
 
 def without_zeros(vector: SparseVector) -> SparseVector:
@@ -435,21 +544,30 @@ def within(vector: SparseVector, other: SparseVector) -> SparseVector:
     return parted(vector, other)[0]
 
 
-def parted(vector: SparseVector, other: SparseVector) -> tuple[SparseVector, SparseVector]:
+def parted(
+    vector: SparseVector, other: SparseVector
+) -> tuple[SparseVector, SparseVector]:
     """Split a vector into its entries at the indices of `other`, which has the same length, and the rest."""
     if not other.nnz:
-        return SparseVector.empty(vector.length, vector.dtype, vector.width, beside=vector.values), vector
+        return SparseVector.empty(
+            vector.length, vector.dtype, vector.width, beside=vector.values
+        ), vector
     places = np.minimum(np.searchsorted(other.indices, vector.indices), other.nnz - 1)
     return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))
 
 
-def _new_empty(length: int, dtype: np.dtype[Any], width: int | None, beside: Any = None) -> SparseVector:
+def _new_empty(
+    length: int, dtype: np.dtype[Any], width: int | None, beside: Any = None
+) -> SparseVector:
     xp, length = namespace(beside), to_integer("length", length, 0)
     values = xp.empty(0 if width is None else (0, width), dtype)
-    return SparseVector.trusted(xp.empty(0, index_dtype(length)), _checked_values(values), length)
+    return SparseVector.trusted(
+        xp.empty(0, index_dtype(length)), _checked_values(values), length
+    )
 
 
-_empty_on_host = lru_cache(maxsize=256, typed=True)(_new_empty)  # in host memory; typed: True is no length, and 1 is
+# in host memory; typed: True is no length, and 1 is
+_empty_on_host = lru_cache(maxsize=256, typed=True)(_new_empty)
 
 
 def _is_canonical(indices: Any, values: Any, length: Any) -> bool:
@@ -468,16 +586,25 @@ def _is_canonical(indices: Any, values: Any, length: Any) -> bool:
 
 def _array(given: Any) -> Array:
     """Return an array from an input of `to_array`, a list or a number."""
-    is_known = type(given) is np.ndarray or on_device(given) or is_array(given) or sparse_remedy(given)
+    is_known = (
+        type(given) is np.ndarray
+        or on_device(given)
+        or is_array(given)
+        or sparse_remedy(given)
+    )
     return to_array(given if is_known else np.asarray(given))
 
 
 def _checked_values(given: Any) -> Array:
     values = _array(given)
     if values.ndim not in (1, 2):
-        raise ValueError(f"values have shape {values.shape}: expected (entries,), or (entries, width) for rows")
+        raise ValueError(
+            f"values have shape {values.shape}: expected (entries,), or (entries, width) for rows"
+        )
     if values.ndim == 2 and values.shape[1] > _MAX_WIDTH:
-        raise ValueError(f"rows have {values.shape[1]} values: expected at most {_MAX_WIDTH}")
+        raise ValueError(
+            f"rows have {values.shape[1]} values: expected at most {_MAX_WIDTH}"
+        )
     return contiguous(to_values(values))
 
 
@@ -491,12 +618,15 @@ def _checked_indices(given: Any, length: int) -> Array:
     wanted = index_dtype(length)
     if indices.dtype == wanted:
         return contiguous(indices)
-    # The conversion reads every index anyway, and would hide one that wraps around: check them all.
-    wide = indices.astype(np.int64)  # a large uint64 becomes negative; CuPy compares no int32 with 2^31
+    # The conversion reads every index anyway, and would hide one that wraps around:
+    # check them all. a large uint64 becomes negative; CuPy compares no int32 with 2^31
+    wide = indices.astype(np.int64)
     for index in indices[(wide < 0) | (wide >= length)][:1]:
         raise _out_of_range(index, length)
     return indices.astype(wanted)
 
 
 def _out_of_range(index: Any, length: int) -> ValueError:
-    return ValueError(f"index {index} is out of range: expected 0 <= index < length = {length}")
+    return ValueError(
+        f"index {index} is out of range: expected 0 <= index < length = {length}"
+    )

@@ -25,14 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = COMMANDS[options.command].run(options, sys.stdout)
     except MemoryError as error:
-        sys.stderr.write(f"{options.parser.prog}: out of memory: {error}; reduce the lengths\n")
+        sys.stderr.write(
+            f"{options.parser.prog}: out of memory: {error}; reduce the lengths\n"
+        )
         return 1
     return status
 
 
 def parser(commands: Iterable[Any]) -> Parser:
     """Return the parser of the command line. commands: modules with a function `add_to`."""
-    found = Parser(prog="mpicomp", description="Sparse MPI collectives for compressed gradients.", examples=EXAMPLES)
+    found = Parser(
+        prog="mpicomp",
+        description="Sparse MPI collectives for compressed gradients.",
+        examples=EXAMPLES,
+    )
     found.add_argument("--version", action="version", version=f"mpicomp {__version__}")
     subparsers = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in commands:

@@ -1,11 +1,13 @@
 """`mpicomp explain --train`: the methods by the predicted time for the progress of one dense step; without MPI.
 
-That time is steps x (computing + compression + messages). Steps: how many a method needs for the progress of one dense
-step with the same optimiser, the mean over the models of the simulation of benchmarks/every_step; fewer than one count
-as one, as a lead on small models is no reason to expect it on others. Compression: seconds measured on one core,
-counted in reads of the vector at `MEMORY`, at the memory rate of a rank. Messages: by the formulas of algorithm="auto"
-(`collectives.choice`), which add and copy inside a node at that rate as well. Nothing overlaps; for PyTorch's own
-methods `overlapped` is the least time if their sums are hidden behind the backward pass.
+That time is steps x (computing + compression + messages). Steps: how many a method
+needs for the progress of one dense step with the same optimiser, the mean over the
+models of the simulation of benchmarks/every_step; fewer than one count as one, as a
+lead on small models is no reason to expect it on others. Compression: seconds measured
+on one core, counted in reads of the vector at `MEMORY`, at the memory rate of a rank.
+Messages: by the formulas of algorithm="auto" (`collectives.choice`), which add and copy
+inside a node at that rate as well. Nothing overlaps; for PyTorch's own methods
+`overlapped` is the least time if their sums are hidden behind the backward pass.
 """
 
 import json
@@ -25,7 +27,8 @@ from mpicomp_bench.methods import outer_settings
 MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
 GPU = 3e11  # bytes a second from which a memory is that of a GPU
 FASTEST = NETWORKS["1gbit"].rate  # of the links on which methods were measured
-PAYS = 1.1  # times as fast as what is simpler: the least gain for which a method is recommended
+# times as fast as what is simpler: the least gain for which a method is recommended
+PAYS = 1.1
 CASTS = 2.0  # reads of the vector for a copy to 16 bits and back; not measured
 DENSE, SIXTEEN, POWERSGD, IN_BASIS = "dense", "fp16", "powersgd-8", "in-basis-two-bit-8"
 ALONE = "one node alone"
@@ -72,21 +75,31 @@ class Training(NamedTuple):
 @lru_cache(maxsize=1)
 def measured() -> dict[str, Any]:
     """Return what was measured, as benchmarks/every_step/condense.py wrote it."""
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("measured.json").read_text())
+    found: dict[str, Any] = json.loads(
+        Path(__file__).with_name("measured.json").read_text()
+    )
     return found
 
 
 def dense(training: Training) -> float:
     """Return the seconds of a dense sum: by a ring over all ranks, node by node, or one of each share over the nodes.
 
-    A node's link carries the messages of one rank in the first, and of all its ranks, each of its share, in the second.
+    A node's link carries the messages of one rank in the first, and of all its ranks,
+    each of its share, in the second.
     """
-    case, nodes, on_node, links = training.case, training.nodes, training.on_node, training.hardware
+    case, nodes, on_node, links = (
+        training.case,
+        training.nodes,
+        training.on_node,
+        training.hardware,
+    )
     ring = seconds(dense_mpi(case), links.inside() if nodes == 1 else links.between(1))
     if not 1 < nodes < case.ranks:
         return ring
     node = dense_mpi(replace(case, ranks=on_node))
-    lane = dense_mpi(replace(case, ranks=nodes, length=-(-case.length // on_node), per_node=1))
+    lane = dense_mpi(
+        replace(case, ranks=nodes, length=-(-case.length // on_node), per_node=1)
+    )
     by_lanes = seconds(node, links.inside()) + seconds(lane, links.between(on_node))
     return min(ring, by_lanes)
 
@@ -100,19 +113,25 @@ def powersgd(training: Training) -> float:
     """Return the seconds of the sums of PowerSGD: two of factors, and one of what is no matrix."""
     sent = measured_of(POWERSGD, training)["bits"] / 32
     factors = max(1, round(sent * training.parameters))
-    return dense(training._replace(parameters=factors)) + 2 * dense(training._replace(parameters=1))
+    return dense(training._replace(parameters=factors)) + 2 * dense(
+        training._replace(parameters=1)
+    )
 
 
 def few_bits(bits: int) -> Callable[[Training], float]:
     """Return the prediction for every value in so many bits."""
-    return lambda training: by_auto("quantised_allreduce", replace(training.case, bits=bits), training)
+    return lambda training: by_auto(
+        "quantised_allreduce", replace(training.case, bits=bits), training
+    )
 
 
 def sparse(density: float, bits: float) -> Callable[[Training], float]:
     """Return the prediction for the sum of a fraction of the entries, of so many bits each."""
 
     def messages(training: Training) -> float:
-        case = replace(training.case, entries=max(1.0, training.parameters * density), bits=bits)
+        case = replace(
+            training.case, entries=max(1.0, training.parameters * density), bits=bits
+        )
         return by_auto("sparse_allreduce", case, training)
 
     return messages
@@ -122,10 +141,13 @@ def by_auto(collective: str, case: Case, training: Training) -> float:
     """Return the seconds of a collective by the algorithm that "auto" takes, and of the agreement to keep the step."""
     links = training.hardware
     name = choose(collective, case, replace(links, crowding=max(1.0, links.crowding)))
-    return predicted(collective, case, links)[name][0] + constants_of(training.case, links)[0] * upper(case.ranks)
+    return predicted(collective, case, links)[name][0] + constants_of(
+        training.case, links
+    )[0] * upper(case.ranks)
 
 
-MESSAGES: dict[str, Callable[[Training], float]] = {  # the seconds of the messages of an exchange
+# the seconds of the messages of an exchange
+MESSAGES: dict[str, Callable[[Training], float]] = {
     DENSE: dense,
     SIXTEEN: sixteen_bits,
     POWERSGD: powersgd,
@@ -145,7 +167,9 @@ def reads_of(name: str, every: int) -> float:
 
 def measured_of(name: str, training: Training) -> Row:
     """Return what was measured of a method; sums of 16 bits take the steps of dense ones."""
-    found: Row = measured()["methods"][training.optimizer][DENSE if name == SIXTEEN else name]
+    found: Row = measured()["methods"][training.optimizer][
+        DENSE if name == SIXTEEN else name
+    ]
     return found
 
 
@@ -160,7 +184,10 @@ def ranked(training: Training) -> list[Row]:
         batches = training.nodes * training.computing
         alone = row(DENSE, training._replace(ranks=training.on_node, computing=batches))
         rows.append({**alone, "method": ALONE, "overlapped": None})
-    return sorted(({**each, "gain": baseline / each["seconds"]} for each in rows), key=lambda each: each["seconds"])
+    return sorted(
+        ({**each, "gain": baseline / each["seconds"]} for each in rows),
+        key=lambda each: each["seconds"],
+    )
 
 
 def row(name: str, training: Training) -> Row:
@@ -169,24 +196,38 @@ def row(name: str, training: Training) -> Row:
     messages = MESSAGES[name](training) / every if training.ranks > 1 else 0.0
     compression = reads_of(name, every) * 4 * training.parameters / training.memory
     alone = training.computing + compression
-    parts = {"step": alone + messages, "computing": training.computing, "compression": compression}
-    measurements = {each: measured_of(name, training)[each] for each in ("steps", "on_each", "rate", "trials", "seeds")}
+    parts = {
+        "step": alone + messages,
+        "computing": training.computing,
+        "compression": compression,
+    }
+    measurements = {
+        each: measured_of(name, training)[each]
+        for each in ("steps", "on_each", "rate", "trials", "seeds")
+    }
     counted = max(1.0, measurements["steps"])
     overlapped = counted * max(alone, messages) if name in THEIRS else None
-    total = {"messages": messages, "seconds": counted * (alone + messages), "overlapped": overlapped}
+    total = {
+        "messages": messages,
+        "seconds": counted * (alone + messages),
+        "overlapped": overlapped,
+    }
     return {"method": name, **parts, **total, **measurements}
 
 
 def recommended(rows: list[Row], training: Training) -> str:
     """Return the method to take: each only if it is `PAYS` times as fast as what is simpler, ours last.
 
-    Of ours none inside one node, nor where nothing was measured; one node alone wherever it is as fast as dense.
+    Of ours none inside one node, nor where nothing was measured; one node alone
+    wherever it is as fast as dense.
     """
     seconds_of = {each["method"]: each["seconds"] for each in rows}
     if training.nodes == 1:
         return DENSE
     chosen = ALONE if seconds_of[ALONE] <= seconds_of[DENSE] else DENSE
-    ours = next(each["method"] for each in rows if each["method"] not in (*THEIRS, ALONE))
+    ours = next(
+        each["method"] for each in rows if each["method"] not in (*THEIRS, ALONE)
+    )
     for name in [SIXTEEN, POWERSGD, ours] if training.is_measured else [SIXTEEN]:
         if seconds_of[chosen] > PAYS * seconds_of[name]:
             chosen = name
@@ -196,4 +237,8 @@ def recommended(rows: list[Row], training: Training) -> str:
 def lines_of(name: str, training: Training) -> str:
     """Return the lines of Python of a method."""
     rate = measured_of(DENSE if name == ALONE else name, training)["rate"]
-    return recipes.ALONE if name == ALONE else recipes.recipe(name, rate, training.optimizer)
+    return (
+        recipes.ALONE
+        if name == ALONE
+        else recipes.recipe(name, rate, training.optimizer)
+    )

@@ -31,7 +31,8 @@ NOT_MEASURED = (
 NEVER_ON_A_GPU = "Never measured on a GPU: what a method computes is predicted."
 OTHER_RANKS = "Warning: steps are of {ranks} ranks and {parameters} parameters; with {yours} ranks they may be more."
 MUON = (
-    "With Muon for hidden matrices a dense step is worth {times:.2g} of AdamW: --optimizer muon (docs/slow_links.md)."
+    "With Muon for hidden matrices a dense step is worth {times:.2g} of AdamW: "
+    "--optimizer muon (docs/slow_links.md)."
 )
 NEWTON_SCHULZ = (
     "Muon's arithmetic is not added: --step has to be that of a step with Muon, which takes 5 m / B of forward and "
@@ -48,7 +49,11 @@ COLUMNS: list[Column] = [
     ("compression", ">11", figure("compression", ".3f")),
     ("messages", ">8", figure("messages", ".3f")),
     ("steps", ">5", figure("steps", ".2f")),
-    ("on each model", ">13", lambda row: ", ".join(f"{each:.2f}" for each in row["on_each"])),
+    (
+        "on each model",
+        ">13",
+        lambda row: ", ".join(f"{each:.2f}" for each in row["on_each"]),
+    ),
     ("seconds x steps", ">15", figure("seconds", ".3f")),
     ("overlapped", ">10", figure("overlapped", ".3f")),
     ("faster than dense", ">17", figure("gain", ".2f", unit="x")),
@@ -71,13 +76,22 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
     chosen = recommended(rows, training)
     on_gpu = [NEVER_ON_A_GPU] if training.memory >= GPU else []
     notes = [NOT_MEASURED] if training.links.rate > FASTEST else on_gpu
-    notes.append(NEWTON_SCHULZ if training.optimizer == "muon" else MUON.format(times=measured()["muon"]))
+    notes.append(
+        NEWTON_SCHULZ
+        if training.optimizer == "muon"
+        else MUON.format(times=measured()["muon"])
+    )
     if training.ranks not in (1, *measured()["ranks"]):
         notes.append(OTHER_RANKS.format(**rests_on(), yours=training.ranks))
     own = next(each["seconds"] for each in rows if each["method"] == chosen)
     rival = least_overlapped(rows)
     if chosen not in THEIRS and own * PAYS > rival["overlapped"]:
-        about = {"rival": rival["method"], "least": rival["overlapped"], "chosen": chosen, "seconds": own}
+        about = {
+            "rival": rival["method"],
+            "least": rival["overlapped"],
+            "chosen": chosen,
+            "seconds": own,
+        }
         notes.append(OVERLAPS.format(**about))
     return notes
 
@@ -100,13 +114,18 @@ def answer(rows: list[Row], training: Training) -> str:
 
 def least_overlapped(rows: list[Row]) -> Row:
     """Return the fastest of PyTorch's methods if their sums overlap with the backward pass as far as possible."""
-    return min((each for each in rows if each["overlapped"]), key=lambda each: each["overlapped"])
+    return min(
+        (each for each in rows if each["overlapped"]),
+        key=lambda each: each["overlapped"],
+    )
 
 
 def best_alternative(rows: list[Row], chosen: str) -> tuple[str, float]:
     """Return the fastest other of PyTorch's methods and one node alone, and its time over that of a method."""
     seconds = {each["method"]: each["seconds"] for each in rows}
-    other = next(name for name in seconds if name in (*THEIRS, ALONE) and name != chosen)
+    other = next(
+        name for name in seconds if name in (*THEIRS, ALONE) and name != chosen
+    )
     return other, seconds[other] / seconds[chosen]
 
 
@@ -115,32 +134,66 @@ def report(training: Training) -> str:
     rows, table = ranked(training), StringIO()
     show(rows, COLUMNS, table)
     chosen = recommended(rows, training)
-    parts = [*(fill(each, WIDTH) for each in conditions(rows, training)), answer(rows, training), "", table.getvalue()]
+    parts = [
+        *(fill(each, WIDTH) for each in conditions(rows, training)),
+        answer(rows, training),
+        "",
+        table.getvalue(),
+    ]
     printed, first = [("Lines", chosen)], rows[0]["method"]
-    if training.nodes > 1 and not training.is_measured and first not in (*THEIRS, ALONE):
+    if (
+        training.nodes > 1
+        and not training.is_measured
+        and first not in (*THEIRS, ALONE)
+    ):
         printed.append(("For a trial of your own, the fastest as predicted", first))
     parts += [f"{when}: {name}\n\n{lines_of(name, training)}" for when, name in printed]
     counts = {name: span([each[name] for each in rows]) for name in ("seeds", "trials")}
     if any(name not in (*THEIRS, ALONE) for _, name in printed):
         parts.append(START)
-    here = {"ranks_here": training.ranks, "per_node": training.per_node, "memory": training.memory / 1e9}
-    return "\n".join([*parts, BASIS.format(**rests_on(), **counts, **here, optimizer=training.optimizer)])
+    here = {
+        "ranks_here": training.ranks,
+        "per_node": training.per_node,
+        "memory": training.memory / 1e9,
+    }
+    return "\n".join(
+        [
+            *parts,
+            BASIS.format(**rests_on(), **counts, **here, optimizer=training.optimizer),
+        ]
+    )
 
 
 def rests_on() -> dict[str, Any]:
     """Return on what the steps rest, for a reader."""
     found = measured()
     sizes = " and ".join(f"{each:.1g}" for each in found["parameters"])
-    return {"steps": found["steps"], "ranks": " and ".join(map(str, found["ranks"])), "parameters": sizes}
+    return {
+        "steps": found["steps"],
+        "ranks": " and ".join(map(str, found["ranks"])),
+        "parameters": sizes,
+    }
 
 
 def as_json(training: Training) -> str:
     """Return the same as JSON."""
     rows = ranked(training)
     chosen = recommended(rows, training)
-    about = {"take": chosen, "answer": answer(rows, training), "conditions": conditions(rows, training)}
+    about = {
+        "take": chosen,
+        "answer": answer(rows, training),
+        "conditions": conditions(rows, training),
+    }
     return (
-        json.dumps({**about, "lines": lines_of(chosen, training), "rests_on": measured(), "rows": rows}, indent=1)
+        json.dumps(
+            {
+                **about,
+                "lines": lines_of(chosen, training),
+                "rests_on": measured(),
+                "rows": rows,
+            },
+            indent=1,
+        )
         + "\n"
     )
 

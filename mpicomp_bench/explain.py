@@ -41,9 +41,11 @@ mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit --step
 mpicomp explain --train --parameters 1e8 --step 0.2 --ranks 16 --network 1gbit --optimizer muon
 """
 
-MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000  # simulated: so many ranks at most, so many entries of each
+# simulated: so many ranks at most, so many entries of each
+MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000
 FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
-PASSES = {"selection": 1, "feedback": 2, "mean": 1}  # over all values, of an exchange with `out=`
+# over all values, of an exchange with `out=`
+PASSES = {"selection": 1, "feedback": 2, "mean": 1}
 HALVED = "mpi, 16 bits"  # dense messages, such as those of PyTorch's fp16 hook
 
 
@@ -57,21 +59,55 @@ def add_to(commands: Any) -> None:
         notes=ABOUT,
     )
     add, values = explain.add_argument, partial(positive, most=MAX_LENGTH)
-    add("--ranks", type=partial(positive, most=MOST_RANKS), required=True, metavar="P", help="at most 1e6 (required)")
-    add("--length", type=values, metavar="N", help="values of a gradient (required without --train)")
+    add(
+        "--ranks",
+        type=partial(positive, most=MOST_RANKS),
+        required=True,
+        metavar="P",
+        help="at most 1e6 (required)",
+    )
+    add(
+        "--length",
+        type=values,
+        metavar="N",
+        help="values of a gradient (required without --train)",
+    )
     about = "fraction of entries each rank contributes (required without --train)"
     add("--density", type=share, metavar="D", help=about)
-    add("--per-node", type=positive, default=1, metavar="R", help="ranks on a node (%(default)s)")
+    add(
+        "--per-node",
+        type=positive,
+        default=1,
+        metavar="R",
+        help="ranks on a node (%(default)s)",
+    )
     about = f"links between nodes: {', '.join(NETWORKS)}, or such as 50mbit or 10gbit:50us (%(default)s)"
     add("--network", type=links, default="1gbit", metavar="NAME", help=about)
     about = "one way between nodes, half of a ping, such as 5ms (that of the network)"
     add("--delay", type=delay, metavar="T", help=about)
-    add("--step", type=above_zero, metavar="S", help="seconds of computing in a training step (no rows)")
+    add(
+        "--step",
+        type=above_zero,
+        metavar="S",
+        help="seconds of computing in a training step (no rows)",
+    )
     add("--json", action="store_true", help="print JSON (a table)")
-    add = explain.add_argument_group("which method trains the fastest, with --step").add_argument
+    add = explain.add_argument_group(
+        "which method trains the fastest, with --step"
+    ).add_argument
     add("--train", action="store_true", help="rank the methods (explain one sum)")
-    add("--parameters", type=values, metavar="N", help="of the model (required with --train)")
-    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="that you train with (%(default)s)")
+    add(
+        "--parameters",
+        type=values,
+        metavar="N",
+        help="of the model (required with --train)",
+    )
+    add(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="that you train with (%(default)s)",
+    )
     about = "GB a second that a rank reads and writes: a core 15, a socket 100, a GPU 1000 (%(default)s)"
     add("--memory", type=above_zero, default=MEMORY / 1e9, metavar="R", help=about)
 
@@ -89,7 +125,9 @@ def delay(text: str) -> float:
     try:
         return links_of(f"1gbit:{text}").latency
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}: expected a time such as 50us or 5ms") from None
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}: expected a time such as 50us or 5ms"
+        ) from None
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
@@ -104,9 +142,15 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 def refused(options: argparse.Namespace) -> str | None:
     """Return why options do not belong together, or None."""
     needed = ("parameters", "step") if options.train else ("length", "density")
-    without = " with --train" if options.train else ", or --train with --parameters and --step"
+    without = (
+        " with --train"
+        if options.train
+        else ", or --train with --parameters and --step"
+    )
     if missing := [name for name in needed if getattr(options, name) is None]:
-        return f"got no --{missing[0]}: expected --{needed[0]} and --{needed[1]}{without}"
+        return (
+            f"got no --{missing[0]}: expected --{needed[0]} and --{needed[1]}{without}"
+        )
     others = ("length", "density") if options.train else ("parameters",)
     if given := [name for name in others if getattr(options, name) is not None]:
         way = "without" if options.train else "with"
@@ -116,8 +160,16 @@ def refused(options: argparse.Namespace) -> str | None:
 
 def advise(options: argparse.Namespace, out: TextIO) -> int:
     """Print which method of training to take, and all of them, the fastest first."""
-    about = options.ranks, options.parameters, options.step, options.network, options.per_node
-    training = Training(*about, memory=1e9 * options.memory, optimizer=options.optimizer)
+    about = (
+        options.ranks,
+        options.parameters,
+        options.step,
+        options.network,
+        options.per_node,
+    )
+    training = Training(
+        *about, memory=1e9 * options.memory, optimizer=options.optimizer
+    )
     out.write(answer.as_json(training) if options.json else answer.report(training))
     return 0
 
@@ -129,7 +181,13 @@ def explain_sum(options: argparse.Namespace, out: TextIO) -> int:
     found = list(explained(case, options.network, options.step))
     if options.json:
         union = case.union(case.ranks)
-        head = {"ranks": case.ranks, "nodes": case.nodes, "length": case.length, "entries": entries, "union": union}
+        head = {
+            "ranks": case.ranks,
+            "nodes": case.nodes,
+            "length": case.length,
+            "entries": entries,
+            "union": union,
+        }
         out.write(json.dumps({**head, "rows": found}, indent=1) + "\n")
     else:
         out.write(table(case, found))
@@ -137,15 +195,23 @@ def explain_sum(options: argparse.Namespace, out: TextIO) -> int:
 
 
 def explained(
-    case: Case, links: Links, step: float | None = None, *, most_counted: int = MOST_COUNTED
+    case: Case,
+    links: Links,
+    step: float | None = None,
+    *,
+    most_counted: int = MOST_COUNTED,
 ) -> Iterator[Row]:
     """Yield a row for each algorithm of each collective, the fastest first, for an exchange, and for a step.
 
-    most_counted: the most ranks for which algorithms without a formula are counted on the simulated network.
+    most_counted: the most ranks for which algorithms without a formula are counted on
+    the simulated network.
     """
     constants = constants_of(case, links)
     dense = seconds(dense_allreduce(case), constants)
-    halved = seconds(cost := dense_in_16_bits(case), constants) + case.length * case.value_nbytes / MEMORY
+    halved = (
+        seconds(cost := dense_in_16_bits(case), constants)
+        + case.length * case.value_nbytes / MEMORY
+    )
     chosen: dict[str, float] = {}
     for collective, declared in COLLECTIVES.items():
         in_bits = FEW_BITS if collective == "quantised_allreduce" else (None,)
@@ -156,14 +222,23 @@ def explained(
             for name in sorted(costs, key=lambda name: costs[name][0]):
                 yield row(collective, f"{name}{suffix}", *costs[name], dense)
             if not bits and (collective in formulas.FORMULAS or collective in OTHERS):
-                yield row(collective, "least bytes", None, least(collective, case), dense)
+                yield row(
+                    collective, "least bytes", None, least(collective, case), dense
+                )
             if collective in formulas.FORMULAS:
                 name = choose(collective, own, links)
                 chosen[f"{bits} bits" if bits else collective] = costs[name][0]
-                yield {**row(collective, f"auto{suffix}", *costs[name], dense), "by": name}
+                yield {
+                    **row(collective, f"auto{suffix}", *costs[name], dense),
+                    "by": name,
+                }
     yield row("dense_allreduce", HALVED, halved, cost, dense)
     yield from whole_steps(
-        case, chosen, {"dense": dense, "dense, 16 bits": halved}, constants[0] * upper(case.ranks), step
+        case,
+        chosen,
+        {"dense": dense, "dense, 16 bits": halved},
+        constants[0] * upper(case.ranks),
+        step,
     )
 
 
@@ -180,21 +255,33 @@ def costs_of(
         found[name] = seconds(cost := formula(case), constants), cost
     if case.ranks <= most_counted and not case.bits:
         for name in collective.algorithms.keys() - found.keys() - NOT_COUNTED:
-            found[name] = seconds(cost := counted(collective, name, case), constants), cost
+            found[name] = (
+                seconds(cost := counted(collective, name, case), constants),
+                cost,
+            )
     return found
 
 
 def least(collective: str, case: Case) -> Cost:
     """Return the lower bounds of the rounds and bytes of a collective."""
     union = case.union(case.ranks)
-    nbytes = least_nbytes(collective, case.ranks, case.length, case.entries, union, case.value_nbytes)
+    nbytes = least_nbytes(
+        collective, case.ranks, case.length, case.entries, union, case.value_nbytes
+    )
     return upper(case.ranks), 0, nbytes, 0
 
 
-def row(collective: str, algorithm: str, taken: float | None, cost: Cost, dense: float) -> Row:
+def row(
+    collective: str, algorithm: str, taken: float | None, cost: Cost, dense: float
+) -> Row:
     """Return a row of the predictions; seconds are None for lower bounds. dense: seconds of a dense allreduce."""
     speedup = dense / taken if taken else None
-    figures = {"seconds": taken, "bytes": round(cost[2]), "rounds": round(cost[0]), "speedup": speedup}
+    figures = {
+        "seconds": taken,
+        "bytes": round(cost[2]),
+        "rounds": round(cost[0]),
+        "speedup": speedup,
+    }
     return {"operation": collective, "algorithm": algorithm, **figures}
 
 
@@ -216,45 +303,67 @@ def compressed(case: Case) -> Cost:
     An owner reads its share twice, for the sum and to select from it.
     """
     read = 2 * formulas.FILLED * case.length / case.ranks
-    return formulas.plus(formulas.split(case), formulas.gather_shares(case, case.entries, case.entries + read))
+    return formulas.plus(
+        formulas.split(case),
+        formulas.gather_shares(case, case.entries, case.entries + read),
+    )
 
 
 NOTHING: Cost = (0, 0, 0, 0)
-OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {  # collectives of one algorithm
+# collectives of one algorithm
+OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {
     "sparse_reduce_scatter": ("split", formulas.split),
-    "sparse_allgather": ("dissemination", formulas.FORMULAS["sparse_allreduce"]["allgather"]),
+    "sparse_allgather": (
+        "dissemination",
+        formulas.FORMULAS["sparse_allreduce"]["allgather"],
+    ),
     "compressed_allreduce": ("split_allgather", compressed),
     "dense_allreduce": ("mpi", dense_allreduce),
 }
 
 
 def whole_steps(
-    case: Case, chosen: dict[str, float], dense: dict[str, float], agreeing: float, compute: float | None
+    case: Case,
+    chosen: dict[str, float],
+    dense: dict[str, float],
+    agreeing: float,
+    compute: float | None,
 ) -> Iterator[Row]:
     """Yield the rows of an exchange by each collective, of its parts, and of a training step.
 
-    chosen: seconds of the collectives; those in few bits, by their bits, have no selection. dense: of dense sums.
-    agreeing: seconds of the rounds in which the ranks agree to keep the step.
+    chosen: seconds of the collectives; those in few bits, by their bits, have no
+    selection. dense: of dense sums. agreeing: seconds of the rounds in which the ranks
+    agree to keep the step.
     """
     per_pass, steps = case.length * case.value_nbytes / MEMORY, {**dense}
     for name, passes in PASSES.items():
         yield row("GradientExchange", name, passes * per_pass, NOTHING, dense["dense"])
     for collective, taken in chosen.items():
-        passes = sum(PASSES.values()) - PASSES["selection"] * collective.endswith(" bits")
+        passes = sum(PASSES.values()) - PASSES["selection"] * collective.endswith(
+            " bits"
+        )
         steps[f"by {collective}"] = whole = passes * per_pass + agreeing + taken
         yield row("GradientExchange", collective, whole, NOTHING, dense["dense"])
     if compute:
         for name, taken in steps.items():
-            yield row(f"step of {compute:g} s", name, compute + taken, NOTHING, compute + dense["dense"])
+            yield row(
+                f"step of {compute:g} s",
+                name,
+                compute + taken,
+                NOTHING,
+                compute + dense["dense"],
+            )
 
 
-ARGUMENTS: dict[str, Callable[[int], Row]] = {  # of the algorithms of a collective, for so many entries
+# of the algorithms of a collective, for so many entries
+ARGUMENTS: dict[str, Callable[[int], Row]] = {
     "gtopk_allreduce": lambda entries: {"k": entries},
     "sparse_reduce_scatter": lambda entries: {"partition": "equal"},
     "sparse_reduce": lambda entries: {"root": 0},
     "sparse_bcast": lambda entries: {"root": 0},
 }
-NOT_COUNTED = {"node_lanes", "node_leaders", "mpi"}  # for several ranks on several nodes; MPI's own, see `choice`
+# for several ranks on several nodes; MPI's own, see `choice`
+NOT_COUNTED = {"node_lanes", "node_leaders", "mpi"}
 
 
 def counted(collective: Collective[..., Any], name: str, case: Case) -> Cost:
@@ -263,9 +372,14 @@ def counted(collective: Collective[..., Any], name: str, case: Case) -> Cost:
     It simulates vectors of a few thousand entries, with the density of the given ones.
     """
     scale = min(1.0, COUNTED_ENTRIES / case.entries)
-    length, entries = max(1, round(case.length * scale)), max(1, round(case.entries * scale))
+    length, entries = (
+        max(1, round(case.length * scale)),
+        max(1, round(case.entries * scale)),
+    )
     nodes = [0] * case.ranks if case.nodes == 1 else list(range(case.ranks))
-    arguments = ARGUMENTS[collective.name](entries) if collective.name in ARGUMENTS else {}
+    arguments = (
+        ARGUMENTS[collective.name](entries) if collective.name in ARGUMENTS else {}
+    )
 
     def run(rank: int, group: Any) -> Any:
         rng = np.random.default_rng([case.ranks, rank])
@@ -290,7 +404,13 @@ def table(case: Case, found: list[Row]) -> str:
     for each in found:
         ms = "-" if each["seconds"] is None else f"{1e3 * each['seconds']:.3f}"
         ratio = "-" if each["speedup"] is None else f"{each['speedup']:.2f}"
-        name = f"{each['algorithm']}: {each['by']}" if "by" in each else each["algorithm"]
-        sent = f"{each['bytes']:16d} {each['rounds']:7d}" if each["bytes"] else f"{'-':>16} {'-':>7}"
+        name = (
+            f"{each['algorithm']}: {each['by']}" if "by" in each else each["algorithm"]
+        )
+        sent = (
+            f"{each['bytes']:16d} {each['rounds']:7d}"
+            if each["bytes"]
+            else f"{'-':>16} {'-':>7}"
+        )
         lines.append(f"{each['operation']:22}{name:26} {ms:>12} {sent} {ratio:>8}")
     return "\n".join(lines) + "\n"

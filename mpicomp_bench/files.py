@@ -1,7 +1,7 @@
 """Files named by options: checked before anything is measured, written whole or not at all.
 
-Ranks on other nodes may have no access to the folder. So parsing, on all ranks, only stores paths; rank 0 checks, reads
-and writes, and broadcasts the result.
+Ranks on other nodes may have no access to the folder. So parsing, on all ranks, only
+stores paths; rank 0 checks, reads and writes, and broadcasts the result.
 """
 
 import argparse
@@ -56,7 +56,10 @@ def check_files(options: argparse.Namespace, comm: Any = None) -> None:
     if comm is None or comm.rank == 0:
         try:
             named = _file_options(options).items()
-            converted = {name: _converted(action, getattr(options, name)) for name, action in named}
+            converted = {
+                name: _converted(action, getattr(options, name))
+                for name, action in named
+            }
         except argparse.ArgumentError as error:
             options.parser.print_usage(sys.stderr)
             sys.stderr.write(f"{options.parser.prog}: error: {error}\n")
@@ -78,26 +81,36 @@ def _converted(action: argparse.Action, path: Path | None) -> Any:
 
 def _file_options(options: argparse.Namespace) -> dict[str, argparse.Action]:
     """Return the options that name files."""
-    return {action.dest: action for action in options.parser._actions if isinstance(action.type, FileType)}
+    return {
+        action.dest: action
+        for action in options.parser._actions
+        if isinstance(action.type, FileType)
+    }
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options by name, without those that name files."""
     left_out = {*_file_options(options), "parser", "command"}
-    return {name: value for name, value in vars(options).items() if name not in left_out}
+    return {
+        name: value for name, value in vars(options).items() if name not in left_out
+    }
 
 
-def write(options: argparse.Namespace, comm: Any = None, **makers: Callable[[Path], Any]) -> int:
+def write(
+    options: argparse.Namespace, comm: Any = None, **makers: Callable[[Path], Any]
+) -> int:
     """Write the requested files on rank 0, each by a call with a path; all ranks call.
 
-    If one cannot be written, rank 0 prints the reason and continues with the next; returns 1 on all ranks then, else 0.
-    comm: None for a single rank.
+    If one cannot be written, rank 0 prints the reason and continues with the next;
+    returns 1 on all ranks then, else 0. comm: None for a single rank.
     """
     failed = _written(options, makers) if comm is None or comm.rank == 0 else 0
     return failed if comm is None else int(comm.bcast(failed))
 
 
-def _written(options: argparse.Namespace, makers: Mapping[str, Callable[[Path], Any]]) -> int:
+def _written(
+    options: argparse.Namespace, makers: Mapping[str, Callable[[Path], Any]]
+) -> int:
     failed = 0
     for name, make in makers.items():
         path = getattr(options, name)
@@ -106,7 +119,9 @@ def _written(options: argparse.Namespace, makers: Mapping[str, Callable[[Path], 
                 _replace(path, make)
         except OSError as error:
             failed, reason = 1, error.strerror or error
-            sys.stderr.write(f"{options.parser.prog}: cannot write {path}: {reason}; name another file with --{name}\n")
+            sys.stderr.write(
+                f"{options.parser.prog}: cannot write {path}: {reason}; name another file with --{name}\n"
+            )
     return failed
 
 

@@ -23,11 +23,16 @@ def add_to(commands: Any) -> None:
     """Add the command to the command line."""
     about = "print versions, and whether launcher and MPI fit together"
     info = commands.add_parser(
-        "info", help=about, description=f"{about.capitalize()}; exit 1 if not.", examples=EXAMPLES
+        "info",
+        help=about,
+        description=f"{about.capitalize()}; exit 1 if not.",
+        examples=EXAMPLES,
     )
     info.add_argument("--json", action="store_true", help="print JSON (lines)")
     info.add_argument(
-        "--recovery", action="store_true", help="print mpirun's options for continuing after the death of a rank, only"
+        "--recovery",
+        action="store_true",
+        help="print mpirun's options for continuing after the death of a rank, only",
     )
 
 
@@ -37,7 +42,9 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         out.write(ulfm.FLAGS + "\n")
         return 0
     versions = {"python": platform.python_version()}
-    versions |= {name: metadata.version(name) for name in ("mpicomp", "numpy", "numba", "mpi4py")}
+    versions |= {
+        name: metadata.version(name) for name in ("mpicomp", "numpy", "numba", "mpi4py")
+    }
     if missing := missing_mpi():
         out.write(shown({**versions, "MPI": None}, missing, as_json=options.json))
         return 1
@@ -47,9 +54,19 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
     warning = singleton_warning(world.size, os.environ) or missing_probes(world)
     if world.rank == 0:
-        found: dict[str, str | None] = {**versions, "MPI": library_and_version(MPI.Get_library_version())}
-        found |= {"ranks": f"{world.size} on {hosts} host{'s' if hosts > 1 else ''}", **device()}
-        found["kernels"] = f"cached in {cache_folder()}" if cache_folder() else "not cached: set NUMBA_CACHE_DIR"
+        found: dict[str, str | None] = {
+            **versions,
+            "MPI": library_and_version(MPI.Get_library_version()),
+        }
+        found |= {
+            "ranks": f"{world.size} on {hosts} host{'s' if hosts > 1 else ''}",
+            **device(),
+        }
+        found["kernels"] = (
+            f"cached in {cache_folder()}"
+            if cache_folder()
+            else "not cached: set NUMBA_CACHE_DIR"
+        )
         found["recovery"] = recovery(hosts)
         out.write(shown(found, warning, as_json=options.json))
     return 1 if warning else 0
@@ -83,7 +100,9 @@ def recovery(hosts: int) -> str:
     wrong = ulfm.detector_warning(os.environ)
     if wrong and hosts > 1:
         return f"warning: {wrong}"
-    return "the job continues when a rank dies (ULFM)" + (", on one host" if wrong else "; the failure detector is set")
+    return "the job continues when a rank dies (ULFM)" + (
+        ", on one host" if wrong else "; the failure detector is set"
+    )
 
 
 def library_and_version(described: str) -> str:
@@ -96,11 +115,18 @@ def device() -> dict[str, str]:
     try:
         import cupy
 
-        seen = "host memory, a CUDA device" if cupy.cuda.is_available() else "host memory (CuPy sees no device)"
+        seen = (
+            "host memory, a CUDA device"
+            if cupy.cuda.is_available()
+            else "host memory (CuPy sees no device)"
+        )
     except ImportError:
         seen = "host memory (CuPy is not installed)"
     try:
         direct, why = cuda_aware.verdict(os.environ)
     except ValueError as error:
         return {"arrays": seen, "device": f"cannot be used: {error}"}
-    return {"arrays": seen, "device": f"{'direct' if direct else 'staged through pinned memory'}: {why}"}
+    return {
+        "arrays": seen,
+        "device": f"{'direct' if direct else 'staged through pinned memory'}: {why}",
+    }

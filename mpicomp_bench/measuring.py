@@ -1,7 +1,8 @@
 """Measurements on a busy machine: compared calls are interleaved, and ratios are ratios of medians.
 
-The order of the calls is random in each turn, the same on all ranks; else one call would always follow the slowest one.
-With a communicator every call starts after a barrier, and a time is that of the slowest rank.
+The order of the calls is random in each turn, the same on all ranks; else one call
+would always follow the slowest one. With a communicator every call starts after a
+barrier, and a time is that of the slowest rank.
 """
 
 import importlib
@@ -19,10 +20,12 @@ Row = dict[str, Any]  # of a table, and of the JSON: figures by name, times in s
 class Contestant(NamedTuple):
     """A call to compare with others.
 
-    before: called before each timed call: an untimed call, as in a loop of steps, or a function that restores the
-    arguments. In turns of seconds a virtual machine returns freed pages to its host, and touching them again took 15
-    times as long. every: 1 calls it in each turn, 2 in every second one, ... loops: calls in a turn, see `paced`.
-    nbytes: lower bound of the bytes of the busiest rank, if the library cannot count them.
+    before: called before each timed call: an untimed call, as in a loop of steps, or a
+    function that restores the arguments. In turns of seconds a virtual machine returns
+    freed pages to its host, and touching them again took 15 times as long. every: 1
+    calls it in each turn, 2 in every second one, ... loops: calls in a turn, see
+    `paced`. nbytes: lower bound of the bytes of the busiest rank, if the library cannot
+    count them.
     """
 
     name: Any
@@ -66,7 +69,8 @@ def interleave(
 def paced(calls: Mapping[Any, Call], comm: Any = None) -> list[Contestant]:
     """Return contestants, the same on all ranks, whose turns take 2 ms or a call, and that begin with an untimed call.
 
-    Calls that take over twice the time of the fastest one take part in every third turn.
+    Calls that take over twice the time of the fastest one take part in every third
+    turn.
     """
     times = interleave([Contestant(*item) for item in calls.items()], 2, comm)
     seconds = [max(1e-6, float(own.max(axis=0).min())) for own in times]
@@ -99,19 +103,33 @@ def compare(
 ) -> list[Row]:
     """Return a row for each of the library's calls and each baseline, measured in the same turns.
 
-    floor: the least work on the same data, such as one read. entries: the number of entries in a call.
+    floor: the least work on the same data, such as one read. entries: the number of
+    entries in a call.
     """
-    named = [Contestant(*item) for item in ours.items()] if isinstance(ours, Mapping) else list(ours)
+    named = (
+        [Contestant(*item) for item in ours.items()]
+        if isinstance(ours, Mapping)
+        else list(ours)
+    )
     others = [Contestant(*item) for item in baselines.items()]
     last = [Contestant("floor", floor)] if floor else []
-    figures = [timed(seconds) for seconds in interleave([*named, *others, *last], turns, comm)]
+    figures = [
+        timed(seconds) for seconds in interleave([*named, *others, *last], turns, comm)
+    ]
     least = figures[-1]["seconds"] if floor else None
     rows = []
     for each, own in zip(named, figures, strict=False):
         for what, base in zip(baselines, figures[len(named) :], strict=False):
             seconds = base["seconds"]
-            about = {"baseline": what, "baseline_seconds": seconds, "floor": least, "entries": entries}
-            rows.append({"name": each.name, **own, **about, "speedup": seconds / own["seconds"]})
+            about = {
+                "baseline": what,
+                "baseline_seconds": seconds,
+                "floor": least,
+                "entries": entries,
+            }
+            rows.append(
+                {"name": each.name, **own, **about, "speedup": seconds / own["seconds"]}
+            )
     return rows
 
 
@@ -138,5 +156,7 @@ def missing_gpu() -> str | None:
     except ImportError:
         return "CuPy is not installed: pip install cupy-cuda12x or cupy-cuda13x, as the driver is"
     if not cupy.cuda.is_available():
-        return "CuPy sees no GPU here: run it on a machine with one, or leave --device out"
+        return (
+            "CuPy sees no GPU here: run it on a machine with one, or leave --device out"
+        )
     return None

@@ -1,8 +1,9 @@
 """The training methods as data, under one name each: a text, and the line of Python that constructs the exchange.
 
-`mpicomp explain --train`, the trainings, the simulation and the race of benchmarks/, and the tables of the pages take
-their methods from here. A number behind a name replaces an argument of the line, and so do settings behind a colon:
-"topk-0.05", "in-basis-8:chunk=64,decay=0.99".
+`mpicomp explain --train`, the trainings, the simulation and the race of benchmarks/,
+and the tables of the pages take their methods from here. A number behind a name
+replaces an argument of the line, and so do settings behind a colon: "topk-0.05",
+"in-basis-8:chunk=64,decay=0.99".
 """
 
 import re
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 class Method(NamedTuple):
     """A method.
 
-    line: an expression of `comm`, and of `rate` and `momentum` of the optimiser, that is the GradientExchange; of
-    PyTorch's own hooks the arguments of `register_comm_hook`; empty for DistributedDataParallel as it is. number: the
-    argument that the number behind the name replaces. outer: of local steps, the arguments of the OuterLoop.
+    line: an expression of `comm`, and of `rate` and `momentum` of the optimiser, that
+    is the GradientExchange; of PyTorch's own hooks the arguments of
+    `register_comm_hook`; empty for DistributedDataParallel as it is. number: the
+    argument that the number behind the name replaces. outer: of local steps, the
+    arguments of the OuterLoop.
     """
 
     text: str
@@ -33,8 +36,12 @@ METHODS = {
         "powerSGD_hook.powerSGD_hook",
         "matrix_approximation_rank",
     ),
-    "few-bits": Method("every value in few bits", "GradientExchange(comm, bits=4)", "bits"),
-    "topk": Method("the largest entries", "GradientExchange(comm, TopK(density=0.01))", "density"),
+    "few-bits": Method(
+        "every value in few bits", "GradientExchange(comm, bits=4)", "bits"
+    ),
+    "topk": Method(
+        "the largest entries", "GradientExchange(comm, TopK(density=0.01))", "density"
+    ),
     "in-basis": Method(
         "the largest coefficients of each chunk in a basis, signs of their mean (DeMo, arXiv 2411.19870)",
         "GradientExchange(comm, ChunkedTopK(k=8, chunk=256), ErrorFeedback(decay=0.999), basis=Hadamard(chunk=256), "
@@ -47,7 +54,12 @@ METHODS = {
         'basis=Hadamard(chunk=256), average="sign")',
         "k",
     ),
-    "local-dense": Method("local steps, dense", "GradientExchange(comm, Dense(), NoFeedback())", "every", "every=10"),
+    "local-dense": Method(
+        "local steps, dense",
+        "GradientExchange(comm, Dense(), NoFeedback())",
+        "every",
+        "every=10",
+    ),
     "diloco": Method(
         "local steps, dense, with Nesterov momentum (DiLoCo, arXiv 2311.08105)",
         "GradientExchange(comm, Dense(), NoFeedback())",
@@ -55,7 +67,10 @@ METHODS = {
         "every=10, rate=0.3, momentum=0.9, nesterov=True",
     ),
     "local-few-bits": Method(
-        "local steps, every value in few bits", "GradientExchange(comm, bits=4)", "every", "every=10"
+        "local steps, every value in few bits",
+        "GradientExchange(comm, bits=4)",
+        "every",
+        "every=10",
     ),
     "local-sparse": Method(
         "local steps, the largest entries of each chunk in two bits, their mean over contributors (arXiv 2508.15706)",
@@ -118,14 +133,22 @@ def method(name: str) -> Method:
     parts = re.fullmatch(r"(.+?)(?:-(\d[\d.]*))?", stem)
     kind, number = parts.groups() if parts else ("", None)
     if kind not in METHODS or (number and not METHODS[kind].number):
-        raise ValueError(f"method is {name!r}: expected one of {', '.join(METHODS)}, with a number or settings")
+        raise ValueError(
+            f"method is {name!r}: expected one of {', '.join(METHODS)}, with a number or settings"
+        )
     found = METHODS[kind]
     settings = dict(each.partition("=")[::2] for each in given.split(",") if each)
     for key, value in (({found.number: number} if number else {}) | settings).items():
-        if not re.search(rf"\b{key}=", found.line + found.outer) or not re.fullmatch(r"\w[\w.]*", value):
-            raise ValueError(f"method is {name!r}: expected settings such as density=0.1, of {found.line or 'none'}")
+        if not re.search(rf"\b{key}=", found.line + found.outer) or not re.fullmatch(
+            r"\w[\w.]*", value
+        ):
+            raise ValueError(
+                f"method is {name!r}: expected settings such as density=0.1, of {found.line or 'none'}"
+            )
         old, new = rf'\b{key}=("?)\w[\w.]*', rf"{key}=\g<1>{value}"
-        found = found._replace(line=re.sub(old, new, found.line), outer=re.sub(old, new, found.outer))
+        found = found._replace(
+            line=re.sub(old, new, found.line), outer=re.sub(old, new, found.outer)
+        )
     return found
 
 

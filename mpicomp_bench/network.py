@@ -1,11 +1,12 @@
 """A simulated network inside one process: runs the collectives' own generators on any number of ranks, without MPI.
 
-Messages contain their round: one more than the last round in which their sender sent or received. This counts the
-rounds of an algorithm. Ranks advance in a random order, by a seed.
+Messages contain their round: one more than the last round in which their sender sent or
+received. This counts the rounds of an algorithm. Ranks advance in a random order, by a
+seed.
 
-With `rendezvous` a rank waits as inside MPI, for one message after the other. The send of a message of several lines
-completes when it is received; a send that follows an arrival (`messages.Sending`) starts when that arrival's size is
-known.
+With `rendezvous` a rank waits as inside MPI, for one message after the other. The send
+of a message of several lines completes when it is received; a send that follows an
+arrival (`messages.Sending`) starts when that arrival's size is known.
 """
 
 from collections import defaultdict, deque
@@ -26,7 +27,8 @@ from mpicomp.arrays import Buffer
 class Network:
     """Ranks and the messages between them; `links` contain the traffic of each rank.
 
-    nodes: the first rank of each rank's node, one node by default. choice: the links between nodes, for "auto".
+    nodes: the first rank of each rank's node, one node by default. choice: the links
+    between nodes, for "auto".
     """
 
     def __init__(
@@ -39,15 +41,25 @@ class Network:
     ) -> None:
         self.choice, self.rendezvous = choice, rendezvous
         self.seen = 0  # times that a receiver saw of a message, or took it
-        self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)  # by source, dest and tag
-        self.reductions: list[list[NDArray[Any]]] = []  # for each Allreduce the arrays so far, then their sum
-        self.links = [SimulatedLink(self, rank, size, tuple(nodes or [0] * size)) for rank in range(size)]
+        # by source, dest and tag
+        self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(
+            deque
+        )
+        # for each Allreduce the arrays so far, then their sum
+        self.reductions: list[list[NDArray[Any]]] = []
+        self.links = [
+            SimulatedLink(self, rank, size, tuple(nodes or [0] * size))
+            for rank in range(size)
+        ]
         self.rng = np.random.default_rng(seed)
 
-    def run(self, steps_of: Callable[[int, Group], Steps[Any]], **signature: Any) -> tuple[list[Any], int]:
+    def run(
+        self, steps_of: Callable[[int, Group], Steps[Any]], **signature: Any
+    ) -> tuple[list[Any], int]:
         """Run steps_of(rank, group) on every rank; return the results, and the number of rounds.
 
-        Raises AssertionError if ranks wait for ever, or messages are left that no rank received.
+        Raises AssertionError if ranks wait for ever, or messages are left that no rank
+        received.
         """
         own: Any = self.links
         groups = [Group(link, {"operation": "simulated", **signature}) for link in own]
@@ -81,12 +93,19 @@ class Network:
 class SimulatedLink:
     """One rank's link to the network; the counterpart of `collectives.runtime.link.Link`."""
 
-    def __init__(self, network: Network, rank: int, size: int, nodes: tuple[int, ...]) -> None:
+    def __init__(
+        self, network: Network, rank: int, size: int, nodes: tuple[int, ...]
+    ) -> None:
         self.network, self.rank, self.size = network, rank, size
         self.nodes, self.node_sizes = nodes, group_sizes(nodes)
         self.traffic, self.turns, self.reduced = Traffic(), deque[Turn](), 0
-        self.choice, self.gathered, self.checked = network.choice, set[tuple[Any, ...]](), False
-        self.clock, self.sent = 0, 0  # the last round that this rank took part in, and that it sent in
+        self.choice, self.gathered, self.checked = (
+            network.choice,
+            set[tuple[Any, ...]](),
+            False,
+        )
+        # the last round that this rank took part in, and that it sent in
+        self.clock, self.sent = 0, 0
 
     def end_step(self) -> None:
         """Record that the rank no longer waits."""
@@ -96,18 +115,24 @@ class SimulatedLink:
         """Return the tag of the only operation."""
         return 0
 
-    def send(self, buffer: Buffer, dest: int, tag: int, arrival: Any = None) -> "Message":
+    def send(
+        self, buffer: Buffer, dest: int, tag: int, arrival: Any = None
+    ) -> "Message":
         """Send a copy of a buffer."""
         self.sent = self.clock + 1
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
-        message = Message(buffer, self.sent, arrival, self.network.rendezvous and buffer.size > LINE)
+        message = Message(
+            buffer, self.sent, arrival, self.network.rendezvous and buffer.size > LINE
+        )
         self.network.boxes[self.rank, dest, tag].append(message)
         return message
 
     def receive(self, source: int, tag: int, like: Any = None) -> "SimulatedArrival":
         """Start to receive a message."""
-        return SimulatedArrival(self, source, self.network.boxes[source, self.rank, tag])
+        return SimulatedArrival(
+            self, source, self.network.boxes[source, self.rank, tag]
+        )
 
     def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> "Reduction":
         """Start MPI's own allreduce, counted with the lower bound of its bytes."""
@@ -124,7 +149,9 @@ class SimulatedLink:
 class Message:
     """A message. Its send completes at once, or, for several lines with `rendezvous`, when it is received."""
 
-    def __init__(self, buffer: Buffer, sent: int, answered: "SimulatedArrival | None", long: bool) -> None:
+    def __init__(
+        self, buffer: Buffer, sent: int, answered: "SimulatedArrival | None", long: bool
+    ) -> None:
         self.buffer, self.sent, self.received = buffer.copy(), sent, False
         self.answered, self.long = answered if long else None, long
 
@@ -162,7 +189,9 @@ class SimulatedArrival:
 class Reduction:
     """The sum of the arrays of all ranks."""
 
-    def __init__(self, arrays: list[NDArray[Any]], total: NDArray[Any], size: int) -> None:
+    def __init__(
+        self, arrays: list[NDArray[Any]], total: NDArray[Any], size: int
+    ) -> None:
         self.arrays, self.total, self.size = arrays, total, size
 
     def test(self) -> bool:

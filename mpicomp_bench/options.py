@@ -16,17 +16,23 @@ class Format(argparse.RawDescriptionHelpFormatter):
     """The help format: at most `WIDTH` columns."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26, width=min(WIDTH, shutil.get_terminal_size().columns))
+        super().__init__(
+            prog,
+            max_help_position=26,
+            width=min(WIDTH, shutil.get_terminal_size().columns),
+        )
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that suggests the closest option for an unknown one.
 
-    Its help has a line of description, the arguments, and unformatted examples and notes. The parsed namespace contains
-    the subcommand's parser as `parser`.
+    Its help has a line of description, the arguments, and unformatted examples and
+    notes. The parsed namespace contains the subcommand's parser as `parser`.
     """
 
-    def __init__(self, *arguments: Any, examples: str = "", notes: str = "", **settings: Any) -> None:
+    def __init__(
+        self, *arguments: Any, examples: str = "", notes: str = "", **settings: Any
+    ) -> None:
         settings["formatter_class"] = Format
         if examples:
             lines = "".join(f"  {line}\n" for line in examples.strip().splitlines())
@@ -37,8 +43,12 @@ class Parser(argparse.ArgumentParser):
         """Parse; unknown arguments are an error of this parser, which knows the subcommand's options."""
         found, left = super().parse_known_args(args, namespace)
         if left:
-            known = {option.strip("-"): option for option in self._option_string_actions}
-            near = difflib.get_close_matches(left[0].partition("=")[0].strip("-"), known, 1)
+            known = {
+                option.strip("-"): option for option in self._option_string_actions
+            }
+            near = difflib.get_close_matches(
+                left[0].partition("=")[0].strip("-"), known, 1
+            )
             meant = f" (is {known[near[0]]} meant?)" if near else ""
             self.error(f"{left[0]} is not expected{meant}; see `{self.prog} --help`")
         found.parser = getattr(found, "parser", self)
@@ -81,15 +91,31 @@ not_negative = number("a number of at least 0", lambda found: 0 <= found < math.
 class each_once(argparse.Action):  # noqa: N801
     """Store a list of values without duplicates."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: Any = None
+    ) -> None:
         """Store the values."""
         setattr(namespace, self.dest, list(dict.fromkeys(values)))
 
 
-def add_list(parser: Any, option: str, default: list[Any] | None, about: str, **how: Any) -> None:
+def add_list(
+    parser: Any, option: str, default: list[Any] | None, about: str, **how: Any
+) -> None:
     """Add an option with several values; its help ends with the choices, if any, and the default."""
     choices = how.get("choices")
     known = f"{', '.join(choices)} " if choices else ""
-    shown = "all" if default in (None, choices) else " ".join(f"{value}" for value in default or ())
+    shown = (
+        "all"
+        if default in (None, choices)
+        else " ".join(f"{value}" for value in default or ())
+    )
     about += f"{known}({shown or 'not given'})"
-    parser.add_argument(option, nargs="+", action=each_once, default=default, metavar="X", help=about, **how)
+    parser.add_argument(
+        option,
+        nargs="+",
+        action=each_once,
+        default=default,
+        metavar="X",
+        help=about,
+        **how,
+    )

@@ -13,10 +13,13 @@ from mpicomp import threads
 from mpicomp_bench.files import write
 from mpicomp_bench.measuring import Row
 
-Column = tuple[str, str, Callable[[Row], str]]  # its head; alignment and width, as in a format; the text of a cell
+# its head; alignment and width, as in a format; the text of a cell
+Column = tuple[str, str, Callable[[Row], str]]
 
 
-def figure(name: str, form: str = "", scale: float = 1.0, unit: str = "") -> Callable[[Row], str]:
+def figure(
+    name: str, form: str = "", scale: float = 1.0, unit: str = ""
+) -> Callable[[Row], str]:
     """Return a function that formats a number of a row, times `scale`; "-" if it is None."""
     return lambda row: "-" if row[name] is None else f"{scale * row[name]:{form}}{unit}"
 
@@ -37,13 +40,25 @@ COMPARISON: list[Column] = [
     ("quartiles", ">13", quartiles),
     ("base ms", ">9", figure("baseline_seconds", ".3f", 1e3)),
     ("speed-up", ">8", figure("speedup", ".2f", unit="x")),
-    ("/floor", ">8", lambda row: f"{row['seconds'] / row['floor']:.2f}x" if row["floor"] else "-"),
-    ("rate", ">10", lambda row: f"{row['entries'] / row['seconds'] / 1e6:.0f} M/s" if row["entries"] else ""),
+    (
+        "/floor",
+        ">8",
+        lambda row: f"{row['seconds'] / row['floor']:.2f}x" if row["floor"] else "-",
+    ),
+    (
+        "rate",
+        ">10",
+        lambda row: (
+            f"{row['entries'] / row['seconds'] / 1e6:.0f} M/s" if row["entries"] else ""
+        ),
+    ),
     ("baseline", "", text("baseline")),
 ]
 
 
-def show(rows: Iterable[Row], columns: Sequence[Column], out: TextIO | None, about: str = "") -> list[Row]:
+def show(
+    rows: Iterable[Row], columns: Sequence[Column], out: TextIO | None, about: str = ""
+) -> list[Row]:
     """Print rows below a header as they are yielded, if there is an output, and return them.
 
     about: the common text above the first column.
@@ -61,14 +76,28 @@ def show(rows: Iterable[Row], columns: Sequence[Column], out: TextIO | None, abo
 
 
 def _line(columns: Sequence[Column], cells: Sequence[str]) -> str:
-    return "  ".join(f"{cell:{form}}" for (_, form, _), cell in zip(columns, cells, strict=True)).rstrip() + "\n"
+    return (
+        "  ".join(
+            f"{cell:{form}}" for (_, form, _), cell in zip(columns, cells, strict=True)
+        ).rstrip()
+        + "\n"
+    )
 
 
 def write_rows(
-    options: argparse.Namespace, rows: Sequence[Row], about: Mapping[str, Any] | None = None, comm: Any = None
+    options: argparse.Namespace,
+    rows: Sequence[Row],
+    about: Mapping[str, Any] | None = None,
+    comm: Any = None,
 ) -> int:
     """Write rows, machine and description of a run as JSON where --json names a file; see `files.write`."""
-    return write(options, comm, json=lambda file: file.write_text(as_json(rows, {**machine(), **(about or {})})))
+    return write(
+        options,
+        comm,
+        json=lambda file: file.write_text(
+            as_json(rows, {**machine(), **(about or {})})
+        ),
+    )
 
 
 def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
@@ -86,5 +115,13 @@ def _finite(value: Any) -> Any:
 
 def machine() -> dict[str, Any]:
     """Return the properties of the machine that results depend on."""
-    versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in ("numpy", "numba")}}
-    return {"machine": platform.platform(), "cpus": os.cpu_count(), "threads": threads.count(), **versions}
+    versions = {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("numpy", "numba")},
+    }
+    return {
+        "machine": platform.platform(),
+        "cpus": os.cpu_count(),
+        "threads": threads.count(),
+        **versions,
+    }

@@ -1,7 +1,8 @@
 """The lines of Python of each method of `mpicomp explain --train`, for PyTorch: complete but for what is the user's.
 
-That is `network`, the module; `learning_rate`, that of dense training; with Muon `hidden`, the matrices of the layers;
-and for one node alone `batches`, `loss_of` and `optimizer`.
+That is `network`, the module; `learning_rate`, that of dense training; with Muon
+`hidden`, the matrices of the layers; and for one node alone `batches`, `loss_of` and
+`optimizer`.
 """
 
 import re
@@ -82,14 +83,18 @@ def recipe(name: str, rate: float, optimizer: str) -> str:
         return DENSE
     if not found.line.startswith("GradientExchange"):
         hook = wrapped(f"model.register_comm_hook({found.line})")
-        return HOOK.format(hook=hook, **(OF_POWERSGD if "powerSGD" in found.line else OF_FP16))
+        return HOOK.format(
+            hook=hook, **(OF_POWERSGD if "powerSGD" in found.line else OF_FP16)
+        )
     names = [each for each in mpicomp.__all__ if re.search(rf"\b{each}\b", found.line)]
     imports = f"from mpicomp import {', '.join(names)}\n" if names else ""
     usual = MUON if optimizer == "muon" else ADAMW
     optimiser = (OF_SIGNS if "sign" in found.line else usual).format(rate=rate)
     exchange = wrapped(f"exchange = {found.line}")
     if found.outer:
-        return LOCAL.format(imports=imports, exchange=exchange, outer=found.outer, optimiser=optimiser)
+        return LOCAL.format(
+            imports=imports, exchange=exchange, outer=found.outer, optimiser=optimiser
+        )
     return EXCHANGE.format(imports=imports, exchange=exchange, optimiser=optimiser)
 
 

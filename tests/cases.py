@@ -99,7 +99,11 @@ def for_each(**choices):
                     raise AssertionError(f"{case}: {error}") from error
 
         signature = inspect.signature(test)
-        own = [parameter for name, parameter in signature.parameters.items() if name not in choices]
+        own = [
+            parameter
+            for name, parameter in signature.parameters.items()
+            if name not in choices
+        ]
         run.__signature__ = signature.replace(parameters=own)
         return run
 
@@ -111,7 +115,9 @@ def contribution(pattern, rank, size, dtype=np.float32, length=LENGTH, offset=0)
     rng = np.random.default_rng([zlib.crc32(pattern.encode()), size, rank])
     positions, values = PATTERNS[pattern](rng, rank, size)
     if values is None:
-        values = rng.integers(1, 10, positions.size) * rng.choice([-1, 1], positions.size)
+        values = rng.integers(1, 10, positions.size) * rng.choice(
+            [-1, 1], positions.size
+        )
     return SparseVector(positions + offset, values.astype(dtype), length)
 
 
@@ -156,7 +162,12 @@ def butterfly_sum(dense, counts):
 
 def bits(vector):
     """Return everything that two equal vectors have in common, byte for byte."""
-    return vector.length, str(vector.dtype), vector.indices.tobytes(), vector.values.tobytes()
+    return (
+        vector.length,
+        str(vector.dtype),
+        vector.indices.tobytes(),
+        vector.values.tobytes(),
+    )
 
 
 def assert_same_bits(comm, vector):
@@ -171,7 +182,10 @@ def assert_equal(vector, dense, offset=0):
 
 def noisy_gradients(rank, length=50_000):
     """Yield a rank's gradients: a signal that all ranks share, heavy-tailed, and noise of its own in every round."""
-    signal, rng = np.random.default_rng(0).standard_t(3, length), np.random.default_rng([1, rank])
+    signal, rng = (
+        np.random.default_rng(0).standard_t(3, length),
+        np.random.default_rng([1, rank]),
+    )
     while True:
         yield signal + 3 * rng.standard_normal(length)
 
@@ -198,13 +212,18 @@ def declare_gathering(monkeypatch):
 def normals(shapes, rank, step, dtype=np.float32):
     """Return a rank's gradients of a step by name, drawn from a normal distribution."""
     rng = np.random.default_rng([step, rank])
-    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    return {
+        name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()
+    }
 
 
 def integers(shapes, rank, step, dtype=np.float32):
     """Return a rank's gradients of a step by name, integers of magnitude up to 9."""
     rng = np.random.default_rng([step, rank])
-    return {name: rng.integers(-9, 10, shape).astype(dtype) for name, shape in shapes.items()}
+    return {
+        name: rng.integers(-9, 10, shape).astype(dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def is_last(comm):
@@ -243,7 +262,10 @@ class RandomK(Density):
 
     def compress(self, corrected, *, gradient=None):
         dense = finite_vector(corrected)
-        rng, count = np.random.default_rng([self.seed, self.step]), min(dense.size, self.count(dense.size))
+        rng, count = (
+            np.random.default_rng([self.seed, self.step]),
+            min(dense.size, self.count(dense.size)),
+        )
         positions = np.sort(rng.choice(dense.size, count, replace=False, shuffle=False))
         self.step += 1
         return self.reported(at_positions(dense, positions))

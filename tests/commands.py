@@ -10,7 +10,11 @@ from mpicomp_bench import COMMANDS, main, parser
 
 def leaves(found):
     """Yield the parsers of the subcommands."""
-    inner = [action for action in found._actions if isinstance(action, argparse._SubParsersAction)]
+    inner = [
+        action
+        for action in found._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
     for action in inner:
         for each in action.choices.values():
             yield from leaves(each)

@@ -8,8 +8,10 @@ from devices import cupy_for_tests, layers
 from hypothesis import settings
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path += [str(BENCHMARKS), str(BENCHMARKS / "training")]  # whose modules import each other
-settings.register_profile("house", deadline=None, print_blob=True)  # a first call compiles: time is no verdict
+# whose modules import each other
+sys.path += [str(BENCHMARKS), str(BENCHMARKS / "training")]
+# a first call compiles: time is no verdict
+settings.register_profile("house", deadline=None, print_blob=True)
 settings.load_profile("house")
 
 

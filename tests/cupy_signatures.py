@@ -3,7 +3,8 @@
     python tests/cupy_signatures.py            # compare the file with the CuPy that is installed: 1 where it differs
     python tests/cupy_signatures.py --write    # write it anew
 
-The stand-in (tests/fake_cupy) binds every call to these: a keyword that CuPy does not take is refused by both.
+The stand-in (tests/fake_cupy) binds every call to these: a keyword that CuPy does not
+take is refused by both.
 """
 
 import inspect
@@ -21,15 +22,21 @@ def main() -> int:
     """Compare, or write; return the exit status."""
     import cupy
 
-    assert not hasattr(cupy, "FAKE"), "this is the stand-in: install the wheel, cupy-cuda12x"
+    assert not hasattr(cupy, "FAKE"), (
+        "this is the stand-in: install the wheel, cupy-cuda12x"
+    )
     names = json.loads(FILE.read_text())
     found = {name: of(cupy, name) for name in names}
     if "--write" in sys.argv:
         FILE.write_text(json.dumps(found, indent=0) + "\n")
-    differing = {name: (names[name], found[name]) for name in names if names[name] != found[name]}
+    differing = {
+        name: (names[name], found[name]) for name in names if names[name] != found[name]
+    }
     for name, (ours, theirs) in differing.items():
         print(f"{name}: the stand-in has {ours}, CuPy {cupy.__version__} has {theirs}")
-    print(f"{len(names)} names compared with CuPy {cupy.__version__}, {len(differing)} differ")
+    print(
+        f"{len(names)} names compared with CuPy {cupy.__version__}, {len(differing)} differ"
+    )
     return 1 if differing and "--write" not in sys.argv else 0
 
 
@@ -57,11 +64,20 @@ def _text(signature: inspect.Signature) -> str:
     for each in signature.parameters.values():
         if before == each.POSITIONAL_ONLY != each.kind:
             shown.append("/")
-        if each.kind == each.KEYWORD_ONLY and before not in (each.KEYWORD_ONLY, each.VAR_POSITIONAL):
+        if each.kind == each.KEYWORD_ONLY and before not in (
+            each.KEYWORD_ONLY,
+            each.VAR_POSITIONAL,
+        ):
             shown.append("*")
-        shown.append(_MARKS.get(each.kind, "") + each.name + ("" if each.default is each.empty else "="))
+        shown.append(
+            _MARKS.get(each.kind, "")
+            + each.name
+            + ("" if each.default is each.empty else "=")
+        )
         before = each.kind
-    return f"({', '.join(shown + ['/'] * (before == inspect.Parameter.POSITIONAL_ONLY))})"
+    return (
+        f"({', '.join(shown + ['/'] * (before == inspect.Parameter.POSITIONAL_ONLY))})"
+    )
 
 
 def _documented(place: Any, name: str) -> str:

@@ -1,6 +1,7 @@
 """CuPy for the tests: the real one where there is a device, else the stand-in; and arrays there and back.
 
-The stand-in runs the CUDA source itself, as host C++ (tests/cuda): what the tests say of kernels, they say of those.
+The stand-in runs the CUDA source itself, as host C++ (tests/cuda): what the tests say
+of kernels, they say of those.
 """
 
 import hashlib
@@ -32,7 +33,9 @@ def real_cupy():
 
 def has_cupy_wheel():
     """Return whether a wheel of CuPy is installed, with or without a device."""
-    return any((each.name or "").startswith("cupy-cuda") for each in metadata.distributions())
+    return any(
+        (each.name or "").startswith("cupy-cuda") for each in metadata.distributions()
+    )
 
 
 def cupy_for_tests():
@@ -75,19 +78,32 @@ def layers():
     if not runs:
         return said + "Layer 4, a GPU, did not run here, and never has"
     last = max(runs, key=lambda run: run["date"])
-    same = "this source" if last["kernels"] == kernel_hash() else f"ANOTHER source, {last['kernels']}"
-    return said + f"Layer 4 did not run here; last on {last['device']} at commit {last['commit']}, with {same}"
+    same = (
+        "this source"
+        if last["kernels"] == kernel_hash()
+        else f"ANOTHER source, {last['kernels']}"
+    )
+    return (
+        said
+        + f"Layer 4 did not run here; last on {last['device']} at commit {last['commit']}, with {same}"
+    )
 
 
 def there(vector, cupy):
     """Return a sparse vector on the device."""
-    return SparseVector(cupy.asarray(vector.indices), cupy.asarray(vector.values), vector.length)
+    return SparseVector(
+        cupy.asarray(vector.indices), cupy.asarray(vector.values), vector.length
+    )
 
 
 def back(vector):
     """Return a sparse vector of the device in host memory."""
-    assert type(vector.indices).__module__.startswith("cupy"), "the result is not on the device"
-    assert type(vector.values).__module__.startswith("cupy"), "the result is not on the device"
+    assert type(vector.indices).__module__.startswith("cupy"), (
+        "the result is not on the device"
+    )
+    assert type(vector.values).__module__.startswith("cupy"), (
+        "the result is not on the device"
+    )
     return SparseVector(vector.indices.get(), vector.values.get(), vector.length)
 
 

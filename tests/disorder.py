@@ -1,9 +1,10 @@
 """Transports that do to messages what a network may: put in the place of the library's Link, below the algorithms.
 
-`Disordered` holds messages back for a random number of looks, so that those to different peers, and of different
-operations, overtake each other; and it cuts them into pieces that travel in any order. What MPI promises stays: between
-two ranks the messages of one operation arrive in the order in which they were sent, whole. `Damaging` changes one
-message on its way.
+`Disordered` holds messages back for a random number of looks, so that those to
+different peers, and of different operations, overtake each other; and it cuts them into
+pieces that travel in any order. What MPI promises stays: between two ranks the messages
+of one operation arrive in the order in which they were sent, whole. `Damaging` changes
+one message on its way.
 """
 
 import time
@@ -30,7 +31,8 @@ class Disordered(Link):
         super().__init__(duplicate, *settings, **named)
         self.rng = np.random.default_rng([self.seed, self.rank])
         self.outbox = []  # [looks left, piece, dest, tag, its message]
-        self.sent, self.awaited = defaultdict(int), defaultdict(int)  # messages so far, by peer and tag
+        # messages so far, by peer and tag
+        self.sent, self.awaited = defaultdict(int), defaultdict(int)
         self.heard = {}  # (source, tag, number) -> the pieces that are here
         self.looks = self.overtaken = self.cut = 0
 
@@ -40,12 +42,25 @@ class Disordered(Link):
         lines, number = buffer.size // LINE, self.sent[dest, tag]
         self.sent[dest, tag] += 1
         count = int(self.rng.integers(1, min(PIECES, lines) + 1)) if lines else 1
-        cuts = np.sort(self.rng.choice(np.arange(1, lines), count - 1, replace=False)) * LINE if count > 1 else []
+        cuts = (
+            np.sort(self.rng.choice(np.arange(1, lines), count - 1, replace=False))
+            * LINE
+            if count > 1
+            else []
+        )
         message = Message(self, count)
         for place, part in enumerate(np.split(buffer, cuts)):
             head = np.zeros(LINE, np.uint8)
             head[:24].view(np.int64)[:] = number, place, count
-            self.outbox.append([int(self.rng.integers(LOOKS)), np.concatenate([head, part]), dest, tag, message])
+            self.outbox.append(
+                [
+                    int(self.rng.integers(LOOKS)),
+                    np.concatenate([head, part]),
+                    dest,
+                    tag,
+                    message,
+                ]
+            )
         self.cut += count > 1
         self.look()
         return message
@@ -63,7 +78,9 @@ class Disordered(Link):
             _, piece, dest, tag, message = due[place]
             self.overtaken += self.outbox[0] is not due[place]
             self.outbox = [entry for entry in self.outbox if entry is not due[place]]
-            message.requests.append((self.comm.Isend([piece, MPI.BYTE], dest, tag), piece))
+            message.requests.append(
+                (self.comm.Isend([piece, MPI.BYTE], dest, tag), piece)
+            )
         for entry in self.outbox:
             entry[0] -= 1
 
@@ -76,7 +93,9 @@ class Message:
 
     def test(self):
         self.link.look()
-        return len(self.requests) == self.count and all([request.Test() for request, _ in self.requests])
+        return len(self.requests) == self.count and all(
+            [request.Test() for request, _ in self.requests]
+        )
 
     def wait(self):
         wait(self)
@@ -96,7 +115,9 @@ class Pieces(Arrival):
             self.take()
             pieces = self.link.heard.get(self.key, {})
             if pieces and len(pieces) == next(iter(pieces.values()))[0]:
-                self.buffer = np.concatenate([pieces[place][1] for place in sorted(pieces)])
+                self.buffer = np.concatenate(
+                    [pieces[place][1] for place in sorted(pieces)]
+                )
                 self.done = True
                 del self.link.heard[self.key]
         return self.done
@@ -109,7 +130,10 @@ class Pieces(Arrival):
             piece = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             message.Recv([piece, MPI.BYTE])
             number, place, count = piece[:24].view(np.int64).tolist()
-            self.link.heard.setdefault((source, tag, number), {})[place] = count, piece[LINE:]
+            self.link.heard.setdefault((source, tag, number), {})[place] = (
+                count,
+                piece[LINE:],
+            )
 
     def wait(self):
         wait(self)

@@ -1,10 +1,11 @@
 """Run every collective over links with faults:  sudo python tests/faulty_links.py [--ranks 4] [--runs 1]
 
-On hosts of benchmarks/testbed: first over clean links, then over links that lose, double, hold back or delay frames,
-and that do all of it at once. The results of each rank, float32 from seeds, are to have the same bits as over the clean
-links, and the faults are to have happened, as counted while the ranks ran. A row has what was counted on all links, the
-seconds of the ranks, and the operations with other bits. The exit status is 1 when one had, or when a fault that was
-asked for did not happen.
+On hosts of benchmarks/testbed: first over clean links, then over links that lose,
+double, hold back or delay frames, and that do all of it at once. The results of each
+rank, float32 from seeds, are to have the same bits as over the clean links, and the
+faults are to have happened, as counted while the ranks ran. A row has what was counted
+on all links, the seconds of the ranks, and the operations with other bits. The exit
+status is 1 when one had, or when a fault that was asked for did not happen.
 """
 
 import hashlib
@@ -43,17 +44,41 @@ def script(name, *arguments, timeout=60):
 def run(faults, ranks, rate, *, seed=1, length=LENGTH, name="links"):
     """Run all operations over links with these faults.
 
-    Returns the digests of each rank's results, by operation; the counts of each link; and the seconds of the ranks.
+    Returns the digests of each rank's results, by operation; the counts of each link;
+    and the seconds of the ranks.
     """
-    script(name, "up", str(ranks), rate, *([*faults.split(), "--seed", str(seed), "--relay"] if faults else []))
+    script(
+        name,
+        "up",
+        str(ranks),
+        rate,
+        *([*faults.split(), "--seed", str(seed), "--relay"] if faults else []),
+    )
     try:
         with tempfile.TemporaryDirectory() as folder:
-            worker = [sys.executable, "-m", "mpi4py", __file__, "--worker", folder, str(length)]
+            worker = [
+                sys.executable,
+                "-m",
+                "mpi4py",
+                __file__,
+                "--worker",
+                folder,
+                str(length),
+            ]
             began = time.monotonic()
-            script(name, "run", "timeout", str(PATIENCE), *worker, timeout=PATIENCE + 30)
+            script(
+                name, "run", "timeout", str(PATIENCE), *worker, timeout=PATIENCE + 30
+            )
             took = time.monotonic() - began
-            digests = [json.loads(pathlib.Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
-        return digests, json.loads(script(name, "faults", "--json")) if faults else [], took
+            digests = [
+                json.loads(pathlib.Path(folder, f"{rank}.json").read_text())
+                for rank in range(ranks)
+            ]
+        return (
+            digests,
+            json.loads(script(name, "faults", "--json")) if faults else [],
+            took,
+        )
     finally:
         script(name, "down")
 
@@ -62,7 +87,11 @@ def differences(clean, faulty):
     """Return the operations whose results have other bits, or are missing, on any rank."""
     pairs = list(zip(clean, faulty, strict=True))
     names = dict.fromkeys(name for rank in (*clean, *faulty) for name in rank)
-    return [name for name in names if any(one.get(name) != other.get(name) for one, other in pairs)]
+    return [
+        name
+        for name in names
+        if any(one.get(name) != other.get(name) for one, other in pairs)
+    ]
 
 
 def absent(counts, expected):
@@ -81,17 +110,28 @@ def operations(comm, length):
     from mpicomp import TopK
 
     ways = {
-        "sparse_allreduce": [{"algorithm": name} for name in ("auto", *allreduce.ALGORITHMS)],
+        "sparse_allreduce": [
+            {"algorithm": name} for name in ("auto", *allreduce.ALGORITHMS)
+        ],
         "sparse_reduce_scatter": [{}],
         "sparse_allgather": [{}],
-        "gtopk_allreduce": [{"k": length // 200, "algorithm": name} for name in gtopk_allreduce.algorithms],
+        "gtopk_allreduce": [
+            {"k": length // 200, "algorithm": name}
+            for name in gtopk_allreduce.algorithms
+        ],
         "compressed_allreduce": [{"compressor": TopK(density=0.005)}],
         "sparse_reduce": [{"root": comm.size - 1}],
         "sparse_bcast": [{"root": comm.size - 1}],
         "dense_allreduce": [{}],
     }
-    ways["sparse_allreduce"] += [{"codec": name} for name in ("plain", "quick", "smallest")] + [{"votes": True}]
-    return {f"{name} {terms}": (name, terms) for name, each in ways.items() for terms in each}
+    ways["sparse_allreduce"] += [
+        {"codec": name} for name in ("plain", "quick", "smallest")
+    ] + [{"votes": True}]
+    return {
+        f"{name} {terms}": (name, terms)
+        for name, each in ways.items()
+        for terms in each
+    }
 
 
 def results(comm, length):
@@ -104,12 +144,18 @@ def results(comm, length):
     contribution = {"dense_allreduce": mine}
     every = operations(comm, length)
     for label, (name, terms) in every.items():
-        yield label, getattr(collectives, name)(contribution.get(name, vector), comm, **terms)
+        yield (
+            label,
+            getattr(collectives, name)(contribution.get(name, vector), comm, **terms),
+        )
     in_flight = {
-        label: getattr(collectives, name.replace("_", "_i", 1))(contribution.get(name, vector), comm, **terms)
+        label: getattr(collectives, name.replace("_", "_i", 1))(
+            contribution.get(name, vector), comm, **terms
+        )
         for label, (name, terms) in every.items()
     }
-    for place in np.random.default_rng(comm.rank).permutation(len(every)):  # another order on each rank
+    # another order on each rank
+    for place in np.random.default_rng(comm.rank).permutation(len(every)):
         in_flight[list(every)[place]].wait()
     for label, request in in_flight.items():
         yield f"{label}, in flight", request.wait()
@@ -126,17 +172,27 @@ def exchanged(comm, length):
     for label, compressor, collective in (
         ("gtopk, plain", TopK(0.01), partial(gtopk_allreduce, codec="plain")),
         ("gtopk, smallest", TopK(0.01), partial(gtopk_allreduce, codec="smallest")),
-        ("sum, float16, smallest", Quantised(TopK(0.01), "float16"), partial(sparse_iallreduce, codec="smallest")),
+        (
+            "sum, float16, smallest",
+            Quantised(TopK(0.01), "float16"),
+            partial(sparse_iallreduce, codec="smallest"),
+        ),
     ):
         exchange = GradientExchange(comm, compressor, ErrorFeedback(), collective)
         for step in range(STEPS):
-            yield f"exchange {label}, step {step}", exchange(gradient(comm.rank, step, length))
+            yield (
+                f"exchange {label}, step {step}",
+                exchange(gradient(comm.rank, step, length)),
+            )
         yield f"exchange {label}, residual", exchange.feedback.residual
     exchange = GradientExchange(comm, TopK(0.01), ErrorFeedback(), sparse_iallreduce)
     for step in range(STEPS):
         whole = gradient(comm.rank, step, length)
         means = exchange({"weight": whole[100:], "bias": whole[:100]})
-        yield f"exchange of named tensors, step {step}", [means["weight"], means["bias"]]
+        yield (
+            f"exchange of named tensors, step {step}",
+            [means["weight"], means["bias"]],
+        )
 
 
 def digest(result):
@@ -144,9 +200,13 @@ def digest(result):
     if hasattr(result, "indices"):
         result = [result.indices, result.values, np.array(result.length)]
     if isinstance(result, (list, tuple)):
-        return hashlib.sha256("".join(digest(each) for each in result).encode()).hexdigest()
+        return hashlib.sha256(
+            "".join(digest(each) for each in result).encode()
+        ).hexdigest()
     bits = b"" if result is None else result.tobytes()
-    return hashlib.sha256(str((getattr(result, "dtype", None), np.shape(result))).encode() + bits).hexdigest()
+    return hashlib.sha256(
+        str((getattr(result, "dtype", None), np.shape(result))).encode() + bits
+    ).hexdigest()
 
 
 def work(folder, length):
@@ -159,7 +219,9 @@ def work(folder, length):
 
 
 def main():
-    asked = parser(__doc__, ranks=4, rate="100mbit", length=LENGTH, seed=1, runs=1, name="links").parse_args()
+    asked = parser(
+        __doc__, ranks=4, rate="100mbit", length=LENGTH, seed=1, runs=1, name="links"
+    ).parse_args()
     if asked.worker:
         work(*asked.worker)
         return 0
@@ -167,8 +229,17 @@ def main():
         sys.exit(reason)
     over = {name: getattr(asked, name) for name in ("ranks", "rate", "length", "name")}
     clean, _, took = run("", **over)
-    print(f"{'links':<12}" + "".join(f"{name:>12}" for name in COUNTS) + "     seconds  other bits")
-    print(f"{'clean':<12}" + f"{'-':>12}" * len(COUNTS) + f"{took:>12.1f}  {len(clean[0])} operations", flush=True)
+    print(
+        f"{'links':<12}"
+        + "".join(f"{name:>12}" for name in COUNTS)
+        + "     seconds  other bits"
+    )
+    print(
+        f"{'clean':<12}"
+        + f"{'-':>12}" * len(COUNTS)
+        + f"{took:>12.1f}  {len(clean[0])} operations",
+        flush=True,
+    )
     failed = False
     for seed in range(asked.seed, asked.seed + asked.runs):
         for case, (faults, expected) in CASES.items():

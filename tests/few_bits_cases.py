@@ -29,11 +29,18 @@ def quantised(values, bits, block, dtype):
             continue
         if bits > 2:
             top = 2 ** (bits - 1) - 1
-            scale = to_digits(np.abs(part).max() / top, digits_of(dtype, bits), dtype, np.ceil)
+            scale = to_digits(
+                np.abs(part).max() / top, digits_of(dtype, bits), dtype, np.ceil
+            )
             result[start : start + block] = np.rint(part / scale) * scale
         else:
-            low, high = two_magnitudes(np.abs(part)) if bits == 2 else [np.abs(part).mean()] * 2
-            low, high = (to_digits(each, digits_of(dtype, bits), dtype, np.rint) for each in (low, high))
+            low, high = (
+                two_magnitudes(np.abs(part)) if bits == 2 else [np.abs(part).mean()] * 2
+            )
+            low, high = (
+                to_digits(each, digits_of(dtype, bits), dtype, np.rint)
+                for each in (low, high)
+            )
             magnitudes = np.where(np.abs(part) > (low + high) / 2, high, low)
             result[start : start + block] = np.where(part < 0, -magnitudes, magnitudes)
     return result
@@ -52,13 +59,19 @@ def two_magnitudes(magnitudes):
 
 def bounds_of(length, block, shares):
     blocks = -(-length // block)
-    return [min(length, blocks * share // shares * block) for share in range(shares + 1)]
+    return [
+        min(length, blocks * share // shares * block) for share in range(shares + 1)
+    ]
 
 
 def by_owners(arrays, code, block):
     """Return total and every rank's rejected values: owners of shares add their own values as they are."""
     size, length = len(arrays), arrays[0].size
-    total, rejected, bounds = np.zeros(length), [np.zeros(length) for _ in arrays], bounds_of(length, block, size)
+    total, rejected, bounds = (
+        np.zeros(length),
+        [np.zeros(length) for _ in arrays],
+        bounds_of(length, block, size),
+    )
     for owner in range(size):
         share = slice(bounds[owner], bounds[owner + 1])
         summed = arrays[owner][share].copy()

@@ -1,8 +1,9 @@
 """Feed the decoder with broken messages:  python tests/fuzz_codec.py [how many] [seed]
 
-Sound messages in every format, with bits turned, bytes and fields of the header replaced, ends cut off or put on; and
-noise. Whatever comes, `decode` returns a vector no larger than its message can hold, or raises CodecError; and the
-process may not allocate 2 GiB.
+Sound messages in every format, with bits turned, bytes and fields of the header
+replaced, ends cut off or put on; and noise. Whatever comes, `decode` returns a vector
+no larger than its message can hold, or raises CodecError; and the process may not
+allocate 2 GiB.
 """
 
 import pathlib
@@ -29,34 +30,71 @@ from mpicomp.codec.indices import INDEX_FORMATS
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
 from mpicomp.few_bits import BITS, as_they_are, quantise
 
-FIELDS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 4), (8, 8), (16, 8), (24, 8), (64, 8), (72, 8), (-16, 8), (-8, 8))
-NASTY = np.array([0, 1, 2, 63, 64, 2**16, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -1, -(2**63)], np.int64)
+FIELDS = (
+    (0, 1),
+    (1, 1),
+    (2, 1),
+    (3, 1),
+    (4, 4),
+    (8, 8),
+    (16, 8),
+    (24, 8),
+    (64, 8),
+    (72, 8),
+    (-16, 8),
+    (-8, 8),
+)
+NASTY = np.array(
+    [0, 1, 2, 63, 64, 2**16, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -1, -(2**63)], np.int64
+)
 
 
 def sound_message(rng):
     """Return a message in a random format that fits a random vector."""
     length = int(rng.choice([1, 70, 1000, 70_000, 2**31 + 5, 2**62]))
     count = int(rng.integers(0, min(length, 60) + 1))
-    indices = np.unique(rng.integers(0, length, count)) if rng.random() < 0.5 else np.arange(count)
+    indices = (
+        np.unique(rng.integers(0, length, count))
+        if rng.random() < 0.5
+        else np.arange(count)
+    )
     width = rng.choice([None, 0, 3])
-    magnitudes = np.array([1.5, rng.choice([1.5, 3.25])], rng.choice(["f2", "f4", "f8"]))
-    values = rng.choice(magnitudes, indices.size if width is None else (indices.size, width))
+    magnitudes = np.array(
+        [1.5, rng.choice([1.5, 3.25])], rng.choice(["f2", "f4", "f8"])
+    )
+    values = rng.choice(
+        magnitudes, indices.size if width is None else (indices.size, width)
+    )
     vector = SparseVector(indices, values, length)
-    own = [form for form in VALUE_FORMATS if form.dtype == vector.dtype and form.fits(values.ravel())]
+    own = [
+        form
+        for form in VALUE_FORMATS
+        if form.dtype == vector.dtype and form.fits(values.ravel())
+    ]
     flat = values.ravel()
-    own += [each for each in (Runs.of(flat, 1), Runs.of(flat, 2)) if each] + ([Offsets.of(flat)] if flat.size else [])
+    own += [each for each in (Runs.of(flat, 1), Runs.of(flat, 2)) if each] + (
+        [Offsets.of(flat)] if flat.size else []
+    )
     sizes = [form.nbytes(vector) for form in INDEX_FORMATS]
-    small = [number for number, size in enumerate(sizes) if size is not None and size < 4096]
-    coding = Coding(int(rng.choice(small or [plain(vector).indices])), own[rng.integers(len(own))])
+    small = [
+        number for number, size in enumerate(sizes) if size is not None and size < 4096
+    ]
+    coding = Coding(
+        int(rng.choice(small or [plain(vector).indices])), own[rng.integers(len(own))]
+    )
     return encode(vector, coding=coding).copy()
 
 
 def sound_few_bits(rng):
     """Return a message with a random dense vector in few bits, or as it is."""
-    values = rng.standard_normal(int(rng.integers(0, 200))).astype(rng.choice(["f4", "f8"]))
+    values = rng.standard_normal(int(rng.integers(0, 200))).astype(
+        rng.choice(["f4", "f8"])
+    )
     bits, block = int(rng.choice([0, *BITS])), 1 << int(rng.integers(5, 8))
     room = few_bits_message(values.size, bits or 8, block, values)
-    return encode_few_bits(quantise(values, values.copy(), room) if bits else as_they_are(values, block))
+    return encode_few_bits(
+        quantise(values, values.copy(), room) if bits else as_they_are(values, block)
+    )
 
 
 def mutate(message, rng):
@@ -67,13 +105,21 @@ def mutate(message, rng):
             message[rng.integers(message.size)] ^= np.uint8(1 << rng.integers(8))
         elif kind == 1 and message.size >= HEADER_NBYTES + 16:
             at, nbytes = FIELDS[rng.integers(len(FIELDS))]
-            nasty = NASTY[rng.integers(NASTY.size)] if rng.random() < 0.5 else rng.integers(-(2**63), 2**63 - 1)
+            nasty = (
+                NASTY[rng.integers(NASTY.size)]
+                if rng.random() < 0.5
+                else rng.integers(-(2**63), 2**63 - 1)
+            )
             at %= message.size  # runs, and offsets, say at the end what they are
-            message[at : at + nbytes] = np.array([nasty], np.int64).view(np.uint8)[:nbytes]
+            message[at : at + nbytes] = np.array([nasty], np.int64).view(np.uint8)[
+                :nbytes
+            ]
         elif kind == 2:
             message = message[: rng.integers(message.size + 1)].copy()
         elif kind == 3:
-            message = np.concatenate([message, rng.integers(0, 256, rng.integers(1, 40), np.uint8)])
+            message = np.concatenate(
+                [message, rng.integers(0, 256, rng.integers(1, 40), np.uint8)]
+            )
         elif message.size > HEADER_NBYTES:
             start = int(rng.integers(HEADER_NBYTES, message.size))
             message[start:] = rng.integers(0, 256, message.size - start, np.uint8)
@@ -89,7 +135,9 @@ def decodes_or_raises(message):
     except CodecError:
         return "refused"
     assert vector.nnz <= 8 * message.size, "more entries than the message can hold"
-    assert vector.values.nbytes <= 64 * message.size, "more values than the message can hold"
+    assert vector.values.nbytes <= 64 * message.size, (
+        "more values than the message can hold"
+    )
     return "decoded"
 
 
@@ -112,7 +160,9 @@ def run(count, seed):
         try:
             counts[decodes_or_raises(message)] += 1
         except BaseException:
-            print(f"input {number} of seed {seed}: {message.tobytes().hex()}", flush=True)
+            print(
+                f"input {number} of seed {seed}: {message.tobytes().hex()}", flush=True
+            )
             raise
     return counts
 

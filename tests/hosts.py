@@ -22,7 +22,9 @@ def refusal(*options):
     if os.geteuid() or not shutil.which("tc"):
         return "network namespaces and shaped links need root, and tc (iproute2)"
     status, said = on_hosts("up", "1", "100mbit", *options, name=f"{NAME}-try")
-    if status and any(words in said for words in ("the kernel", "not permitted", "not supported")):
+    if status and any(
+        words in said for words in ("the kernel", "not permitted", "not supported")
+    ):
         return f"this machine makes no testbed: {said}"
     assert on_hosts("down", name=f"{NAME}-try") == (0, ""), said
     return None

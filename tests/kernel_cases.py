@@ -12,8 +12,14 @@ def expected_top_k(values, k):
 
 
 def expected_in_chunks(values, k, chunk, last):
-    parts = [np.arange(start, min(start + chunk, values.size)) for start in range(0, values.size, chunk)]
-    chosen = [part[expected_top_k(values[part], k if part.size == chunk else last)] for part in parts]
+    parts = [
+        np.arange(start, min(start + chunk, values.size))
+        for start in range(0, values.size, chunk)
+    ]
+    chosen = [
+        part[expected_top_k(values[part], k if part.size == chunk else last)]
+        for part in parts
+    ]
     return np.concatenate([np.arange(0), *chosen])
 
 

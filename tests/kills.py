@@ -1,15 +1,17 @@
 """Kill a random rank at a random moment, again and again:  python tests/kills.py [--runs 200] [--seed 0]
 
-Each run starts a job of 2 to 5 ranks that exchange gradients without a pause, and after a random time sends one of them
-SIGKILL, or SIGSTOP: a rank that is there and does not answer. A seed fixes ranks, collective, victim and moment. A job
-has to end within the deadline and 5 s, in one of three ways:
+Each run starts a job of 2 to 5 ranks that exchange gradients without a pause, and after
+a random time sends one of them SIGKILL, or SIGSTOP: a rank that is there and does not
+answer. A seed fixes ranks, collective, victim and moment. A job has to end within the
+deadline and 5 s, in one of three ways:
 
     kill, ulfm    the others shrink and go on: sums are those of the ranks that are left, and no mass is missing
     kill, plain   without ULFM the launcher ends the job, and says which rank died of which signal
     stop, plain   the others raise CollectiveTimeoutError, which names the rank, save, and the job ends
 
-What a run did is printed as a line, and at the end how often each outcome came. The exit status is 1 when one did
-something else; a rank that waits for longer then has said where, in what is printed of the job.
+What a run did is printed as a line, and at the end how often each outcome came. The
+exit status is 1 when one did something else; a rank that waits for longer then has said
+where, in what is printed of the job.
 """
 
 import faulthandler
@@ -25,7 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from jobs import ROOT, START, parser, tally, watched
 
-DEADLINE, MORE = 2.0, 5.0  # seconds: what the ranks are configured to, and what a job may take beyond it
+# seconds: what the ranks are configured to, and what a job may take beyond it
+DEADLINE, MORE = 2.0, 5.0
 PATIENCE = 60.0  # seconds until a job that does not end is ended
 LENGTH, STEPS_AFTER = 400, 20
 DOCUMENTED = {
@@ -63,24 +66,50 @@ class Case:
     @classmethod
     def drawn(cls, seed, number):
         rng = np.random.default_rng([seed, number])
-        how, mpi = (("kill", "ulfm"), ("kill", "ulfm"), ("kill", "plain"), ("stop", "plain"))[number % 4]
+        how, mpi = (
+            ("kill", "ulfm"),
+            ("kill", "ulfm"),
+            ("kill", "plain"),
+            ("stop", "plain"),
+        )[number % 4]
         ranks = int(rng.integers(2, 6))
         return cls(
-            number, how, mpi, ranks, int(rng.integers(ranks)), str(rng.choice(COLLECTIVES)), float(rng.uniform(0, 0.3))
+            number,
+            how,
+            mpi,
+            ranks,
+            int(rng.integers(ranks)),
+            str(rng.choice(COLLECTIVES)),
+            float(rng.uniform(0, 0.3)),
         )
 
 
 def run(case):
     """Run a case; return how long the job took to end, its exit status, how many ranks saved, and what it said."""
     with tempfile.TemporaryDirectory() as folder:
-        command = ["mpirun", *(["--with-ft", "ulfm"] * (case.mpi == "ulfm")), "-n", str(case.ranks)]
-        command += [sys.executable, "-m", "mpi4py", __file__, "--worker", folder, case.collective]
+        command = [
+            "mpirun",
+            *(["--with-ft", "ulfm"] * (case.mpi == "ulfm")),
+            "-n",
+            str(case.ranks),
+        ]
+        command += [
+            sys.executable,
+            "-m",
+            "mpi4py",
+            __file__,
+            "--worker",
+            folder,
+            case.collective,
+        ]
 
         def strike():
             pid = int(pathlib.Path(folder, f"{case.victim}.pid").read_text())
             os.kill(pid, signal.SIGKILL if case.how == "kill" else signal.SIGSTOP)
 
-        took, status, said = watched(command, folder, case.ranks, case.moment, strike, PATIENCE)
+        took, status, said = watched(
+            command, folder, case.ranks, case.moment, strike, PATIENCE
+        )
         return took, status, len(list(pathlib.Path(folder).glob("*.saved"))), said
 
 
@@ -97,8 +126,14 @@ def fault(case, took, status, saved, said, limit=DEADLINE + MORE):
     if case.how == "kill":
         told = f"rank {case.victim}" in said and "signal 9" in said
         return None if told else "the launcher did not say who died of what"
-    named = len(re.findall(rf"CollectiveTimeoutError: .*; rank {case.victim} did not respond within", said))
-    if not named or saved < others:  # the one that was stopped may save too, when the launcher ends it
+    named = len(
+        re.findall(
+            rf"CollectiveTimeoutError: .*; rank {case.victim} did not respond within",
+            said,
+        )
+    )
+    # the one that was stopped may save too, when the launcher ends it
+    if not named or saved < others:
         return f"{named} ranks named the silent one, {saved} of {others} saved"
     return None
 
@@ -119,10 +154,14 @@ def work(folder, name):
     collectives.configure(timeout=DEADLINE)
     pathlib.Path(folder, f"{comm.rank}.new").write_text(str(os.getpid()))
     os.rename(f"{folder}/{comm.rank}.new", f"{folder}/{comm.rank}.pid")
-    with saving(lambda error: pathlib.Path(folder, f"{comm.rank}.saved").touch(), grace=1.0):
+    with saving(
+        lambda error: pathlib.Path(folder, f"{comm.rank}.saved").touch(), grace=1.0
+    ):
         worker.until_a_rank_dies()
     worker.go_on()
-    print(f"went on with {worker.comm.size} ranks: sums right, mass conserved", flush=True)
+    print(
+        f"went on with {worker.comm.size} ranks: sums right, mass conserved", flush=True
+    )
     worker.comm.Barrier()
     os._exit(0)  # MPI_Finalize may wait for the dead
 
@@ -136,12 +175,23 @@ class Worker:
         from collectives import GradientExchange
         from mpicomp import ErrorFeedback, TopK
 
-        self.comm, self.collectives, self.me, self.ranks = comm, collectives, comm.rank, list(range(comm.size))
-        self.exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), named(collectives, name), average=False)
+        self.comm, self.collectives, self.me, self.ranks = (
+            comm,
+            collectives,
+            comm.rank,
+            list(range(comm.size)),
+        )
+        self.exchange = GradientExchange(
+            comm, TopK(k=9), ErrorFeedback(), named(collectives, name), average=False
+        )
         self.number = 0
 
     def gradient(self, rank, number):
-        return np.random.default_rng([rank, number]).integers(-9, 10, LENGTH).astype(np.float64)
+        return (
+            np.random.default_rng([rank, number])
+            .integers(-9, 10, LENGTH)
+            .astype(np.float64)
+        )
 
     def step(self):
         """Exchange once, and return what came."""
@@ -159,7 +209,9 @@ class Worker:
                 self.step()
                 self.check_sum()
             except Exception as error:
-                died = isinstance(error, RankFailedError) or "the step is undone" in str(error)
+                died = isinstance(
+                    error, RankFailedError
+                ) or "the step is undone" in str(error)
                 if not (died and ulfm.survives()):
                     raise
                 return
@@ -186,7 +238,9 @@ class Worker:
         """Check a plain sum over the ranks that are left."""
         from mpicomp import SparseVector
 
-        total = self.collectives.sparse_allreduce(SparseVector([self.me], [self.number + 1.0], 9), self.comm)
+        total = self.collectives.sparse_allreduce(
+            SparseVector([self.me], [self.number + 1.0], 9), self.comm
+        )
         np.testing.assert_array_equal(total.indices, self.ranks)
         np.testing.assert_array_equal(total.values, self.number + 1.0)
 
@@ -212,7 +266,9 @@ def main():
     if asked.worker:
         work(*asked.worker)
     numbers = range(asked.first, asked.first + asked.runs)
-    return tally((Case.drawn(asked.seed, number) for number in numbers), tried, DOCUMENTED)
+    return tally(
+        (Case.drawn(asked.seed, number) for number in numbers), tried, DOCUMENTED
+    )
 
 
 if __name__ == "__main__":

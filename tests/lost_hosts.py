@@ -1,7 +1,8 @@
 """Lose ranks, hosts and links of a job over several hosts:  sudo python tests/lost_hosts.py [--runs 1] [--only kill]
 
-On hosts of benchmarks/testbed, a rank each, which exchange gradients without a pause under the options that
-`mpicomp info --recovery` prints. A seed fixes victim, collective, deadline and moment. Documented outcomes:
+On hosts of benchmarks/testbed, a rank each, which exchange gradients without a pause
+under the options that `mpicomp info --recovery` prints. A seed fixes victim,
+collective, deadline and moment. Documented outcomes:
 
     kill              a rank dies: the others shrink and go on; sums are right, no mass is missing
     two hosts         the ranks of two hosts die: the others go on if they are more than half, else all of them refuse
@@ -12,8 +13,9 @@ On hosts of benchmarks/testbed, a rank each, which exchange gradients without a 
                       go on, or none
     busy              a rank is outside MPI for 25 s: all ranks go on together
 
-In no run may two groups go on. What a run did is printed as a line, and at the end how often each outcome came and how
-long it took at most. The exit status is 1 when one did something else.
+In no run may two groups go on. What a run did is printed as a line, and at the end how
+often each outcome came and how long it took at most. The exit status is 1 when one did
+something else.
 """
 
 import json
@@ -32,8 +34,10 @@ from jobs import parser, tally, watched
 from kills import COLLECTIVES, Worker
 
 DEADLINE, BUSY = 5.0, 25.0  # seconds
-PATIENCE = {"cut 60": 240.0, "cut 30": 150.0, "cut, split": 150.0}  # seconds from the fault to the end; else 60
-DOWN = {"cut 3": 3, "cut 30": 30, "cut 60": 60, "cut, deadline": 15, "cut, split": 40}  # seconds
+# seconds from the fault to the end; else 60
+PATIENCE = {"cut 60": 240.0, "cut 30": 150.0, "cut, split": 150.0}
+# seconds
+DOWN = {"cut 3": 3, "cut 30": 30, "cut 60": 60, "cut, deadline": 15, "cut, split": 40}
 TOGETHER, WENT_ON, REFUSED, TIMED_OUT = "together", "went on", "refused", "timed out"
 DOCUMENTED = {
     "kill": "the others went on",
@@ -62,10 +66,23 @@ class Case:
     @classmethod
     def drawn(cls, kind, hosts, seed, number):
         rng = np.random.default_rng([seed, number])
-        victims = tuple(int(rank) for rank in rng.permutation(hosts)[: 1 + (kind == "two hosts")])
-        either = DEADLINE * bool(rng.integers(2)) if kind in ("kill", "two hosts", "host") else 0.0
+        victims = tuple(
+            int(rank) for rank in rng.permutation(hosts)[: 1 + (kind == "two hosts")]
+        )
+        either = (
+            DEADLINE * bool(rng.integers(2))
+            if kind in ("kill", "two hosts", "host")
+            else 0.0
+        )
         deadline = DEADLINE if kind == "cut, deadline" else either
-        return cls(kind, hosts, victims, str(rng.choice(COLLECTIVES)), deadline, float(rng.uniform(0, 0.3)))
+        return cls(
+            kind,
+            hosts,
+            victims,
+            str(rng.choice(COLLECTIVES)),
+            deadline,
+            float(rng.uniform(0, 0.3)),
+        )
 
     @property
     def patience(self):
@@ -84,23 +101,40 @@ def run(case, name):
                 lambda: strike(case, name, folder),
                 case.patience,
             )
-            time.sleep(3.0 * (case.kind == "host"))  # no rank may go on without the launcher
+            # no rank may go on without the launcher
+            time.sleep(3.0 * (case.kind == "host"))
         finally:
             for rank in range(case.hosts):
                 kill_all(f"{name}-{rank + 1}")
-        ends = {int(path.stem): json.loads(path.read_text()) for path in pathlib.Path(folder).glob("*.end")}
+        ends = {
+            int(path.stem): json.loads(path.read_text())
+            for path in pathlib.Path(folder).glob("*.end")
+        }
         return took, status, ends, said
 
 
 def command(case, name, folder):
     from collectives.faults import ulfm
 
-    flags = "--with-ft ulfm --mca mpi_ft_detector true" if case.kind == "cut, split" else ulfm.FLAGS
+    flags = (
+        "--with-ft ulfm --mca mpi_ft_detector true"
+        if case.kind == "cut, split"
+        else ulfm.FLAGS
+    )
     worker = [__file__, "--worker", folder, case.collective, str(case.deadline)]
     if case.kind == "busy":
         worker.append(str(case.victims[0]))
     program = [sys.executable, "-m", "mpi4py", *worker]
-    return [sys.executable, str(TESTBED), "--name", name, "run", "--", *flags.split(), *program]
+    return [
+        sys.executable,
+        str(TESTBED),
+        "--name",
+        name,
+        "run",
+        "--",
+        *flags.split(),
+        *program,
+    ]
 
 
 def strike(case, name, folder):
@@ -115,16 +149,23 @@ def strike(case, name, folder):
         kill_all(f"{name}-{case.victims[0] + 1}")
     else:
         for rank in case.victims:
-            os.kill(int(pathlib.Path(folder, f"{rank}.pid").read_text()), signal.SIGKILL)
+            os.kill(
+                int(pathlib.Path(folder, f"{rank}.pid").read_text()), signal.SIGKILL
+            )
 
 
 def switch_link(name, rank, way):
-    subprocess.run(["ip", "-netns", f"{name}-hub", "link", "set", f"port{rank + 1}", way], check=True)
+    subprocess.run(
+        ["ip", "-netns", f"{name}-hub", "link", "set", f"port{rank + 1}", way],
+        check=True,
+    )
 
 
 def kill_all(space):
     """Kill every process of a host."""
-    listed = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ip", "netns", "pids", space], capture_output=True, text=True, check=True
+    )
     for pid in map(int, listed.stdout.split()):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -134,19 +175,34 @@ def kill_all(space):
 
 def fault(case, took, ends, said):
     """Return what is wrong with how a job ended; None where it is as documented."""
-    groups = {tuple(each["ranks"]) for each in ends.values() if each["outcome"] in (TOGETHER, WENT_ON)}
+    groups = {
+        tuple(each["ranks"])
+        for each in ends.values()
+        if each["outcome"] in (TOGETHER, WENT_ON)
+    }
     if len(groups) > 1:
         return f"SPLIT: {sorted(groups)} went on"
     if took > case.patience:
         return f"did not end within {case.patience:.0f} s"
     if case.kind == "host":
-        return "ranks went on without the launcher" if groups or "daemon" not in said else None
+        return (
+            "ranks went on without the launcher"
+            if groups or "daemon" not in said
+            else None
+        )
     if case.kind == "cut, split":
         minorities = [group for group in groups if len(group) <= case.hosts // 2]
         return f"a minority, {minorities}, went on" if minorities else None
-    outcomes, expected = {rank: each["outcome"] for rank, each in ends.items()}, expected_outcomes(case)
+    outcomes, expected = (
+        {rank: each["outcome"] for rank, each in ends.items()},
+        expected_outcomes(case),
+    )
     wrong_groups = groups - {tuple(expected)}
-    return None if outcomes == expected and not wrong_groups else f"groups {groups}: expected {expected}"
+    return (
+        None
+        if outcomes == expected and not wrong_groups
+        else f"groups {groups}: expected {expected}"
+    )
 
 
 def expected_outcomes(case):
@@ -154,7 +210,9 @@ def expected_outcomes(case):
     if case.kind in ("kill", "two hosts"):
         left = [rank for rank in range(case.hosts) if rank not in case.victims]
         return dict.fromkeys(left, WENT_ON if len(left) > case.hosts // 2 else REFUSED)
-    return dict.fromkeys(range(case.hosts), TIMED_OUT if case.kind == "cut, deadline" else TOGETHER)
+    return dict.fromkeys(
+        range(case.hosts), TIMED_OUT if case.kind == "cut, deadline" else TOGETHER
+    )
 
 
 class HostWorker(Worker):
@@ -174,7 +232,9 @@ class HostWorker(Worker):
         except CollectiveTimeoutError:
             return TIMED_OUT
         except Exception as error:
-            if not isinstance(error, RankFailedError) and "the step is undone" not in str(error):
+            if not isinstance(
+                error, RankFailedError
+            ) and "the step is undone" not in str(error):
                 raise
             return self.recover()
 
@@ -183,7 +243,12 @@ class HostWorker(Worker):
         from mpicomp import SparseVector
 
         told = float(pathlib.Path(folder, "stop").exists())
-        return self.collectives.sparse_allreduce(SparseVector([0], [told], 1), self.comm).values[0] > 0
+        return (
+            self.collectives.sparse_allreduce(
+                SparseVector([0], [told], 1), self.comm
+            ).values[0]
+            > 0
+        )
 
     def recover(self):
         """Go on with the ranks that are left, again where one died meanwhile."""
@@ -217,22 +282,31 @@ def work(folder, name, deadline, busy=None):
     written.rename(written.with_suffix(".end"))
     if outcome in (TOGETHER, WENT_ON):
         worker.comm.Barrier()
-    time.sleep(3 * DEADLINE if outcome == TIMED_OUT else 0.5)  # the first rank that leaves may end the job
+    # the first rank that leaves may end the job
+    time.sleep(3 * DEADLINE if outcome == TIMED_OUT else 0.5)
     os._exit(0)  # MPI_Finalize may wait for the dead
 
 
 def main():
     options = parser(__doc__, hosts=4, runs=1, seed=0, name="lost-hosts")
-    options.add_argument("--only", choices=DOCUMENTED, action="append", help="kinds; may be given again")
+    options.add_argument(
+        "--only", choices=DOCUMENTED, action="append", help="kinds; may be given again"
+    )
     asked = options.parse_args()
     if asked.worker:
         work(*asked.worker)
     if reason := refusal():
         sys.exit(reason)
     assert on_hosts("up", str(asked.hosts), "1gbit", name=asked.name) == (0, "")
-    kinds = [(number, kind) for number in range(asked.runs) for kind in asked.only or DOCUMENTED]
+    kinds = [
+        (number, kind)
+        for number in range(asked.runs)
+        for kind in asked.only or DOCUMENTED
+    ]
     try:
-        cases = (Case.drawn(kind, asked.hosts, asked.seed, number) for number, kind in kinds)
+        cases = (
+            Case.drawn(kind, asked.hosts, asked.seed, number) for number, kind in kinds
+        )
         return tally(cases, lambda case: tried(case, asked.name), DOCUMENTED)
     finally:
         on_hosts("down", name=asked.name)
@@ -242,7 +316,11 @@ def tried(case, name):
     """Run a case; return the seconds, what is wrong, and how the ranks ended with what the job said."""
     took, status, ends, said = run(case, name)
     outcomes = {rank: each["outcome"] for rank, each in sorted(ends.items())}
-    return took, fault(case, took, ends, said), f"exit status {status}, {outcomes}\n{said}"
+    return (
+        took,
+        fault(case, took, ends, said),
+        f"exit status {status}, {outcomes}\n{said}",
+    )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python tests/mutants.py                 # all of them: minutes, as some run on several ranks of MPI
     python tests/mutants.py sign schedule   # some of them
 
-Prints a table. A mutant is caught if its tests fail with it, or do not end in time, and pass without it. Exit status 1
-if one is not caught, its tests fail without it, or the line that it changes is gone: then change the mutant, too.
+Prints a table. A mutant is caught if its tests fail with it, or do not end in time, and
+pass without it. Exit status 1 if one is not caught, its tests fail without it, or the
+line that it changes is gone: then change the mutant, too.
 """
 
 import argparse
@@ -146,19 +147,30 @@ MUTANTS = [
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="first words of mutants (all)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="first words of mutants (all)"
+    )
     names = parser.parse_args().names
-    chosen = [mutant for mutant in MUTANTS if not names or mutant.name.partition(":")[0] in names]
+    chosen = [
+        mutant
+        for mutant in MUTANTS
+        if not names or mutant.name.partition(":")[0] in names
+    ]
     passes, sound = {}, bool(chosen)
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder, "tree")
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "dist"))
+        shutil.copytree(
+            ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "dist")
+        )
         for mutant in chosen:
             if mutant.command not in passes:
                 passes[mutant.command] = tested(tree, mutant.command)[0]
             verdict, seconds = judged(tree, mutant, passes[mutant.command])
             sound &= verdict == "caught"
-            print(f"{mutant.name:58} {verdict:26} {seconds:6.1f} s  {mutant.command}", flush=True)
+            print(
+                f"{mutant.name:58} {verdict:26} {seconds:6.1f} s  {mutant.command}",
+                flush=True,
+            )
     return 0 if sound else 1
 
 
@@ -176,7 +188,8 @@ def judged(tree, mutant, passes):
         lives, seconds = tested(tree, mutant.command)
     finally:
         file.write_text(text)
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # by which Numba knows its cache
+        # by which Numba knows its cache
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     return "NOT CAUGHT" if lives else "caught", seconds
 
 
@@ -185,11 +198,22 @@ def tested(tree, command):
     words = [*command.split(), "-m", "not slow"]  # as in make test
     if not words[0].endswith(".sh"):
         words = [sys.executable, "-m", "pytest", "-q", "-x", *words]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "MPI_TEST_HANG": "30", "MPI_TEST_TIMEOUT": str(LIMIT)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "MPI_TEST_HANG": "30",
+        "MPI_TEST_TIMEOUT": str(LIMIT),
+    }
     began = time.monotonic()
     with open(tree / "mutant.log", "w") as log:
         run = subprocess.Popen(
-            words, cwd=tree, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            words,
+            cwd=tree,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             status = run.wait(LIMIT)

@@ -14,7 +14,10 @@ def lowest(*extras):
     """Return the lowest versions that setup.cfg accepts, by name, of the requirements and of some extras."""
     settings = configparser.ConfigParser()
     settings.read(SETUP)
-    lines = [settings["options"]["install_requires"], *(settings["options.extras_require"][each] for each in extras)]
+    lines = [
+        settings["options"]["install_requires"],
+        *(settings["options.extras_require"][each] for each in extras),
+    ]
     return dict(re.findall(r"^([\w-]+) >= ([\d.]+)$", "\n".join(lines), re.MULTILINE))
 
 

@@ -2,9 +2,11 @@
 
     MPICOMP_WAIT=backoff mpirun -n 64 python -m mpi4py tests/scale.py      # more ranks than there are cores
 
-Prints for each algorithm the time of a call, the peak of the memory that NumPy and Python allocate in it on the rank
-that needs most, and that over the formula of docs/collectives.md. `make test-scale` runs it; tests/test_simulated.py
-has 1,024 ranks in a simulated network. Exit status 1 if a sum is wrong, or memory is over twice that of the formula.
+Prints for each algorithm the time of a call, the peak of the memory that NumPy and
+Python allocate in it on the rank that needs most, and that over the formula of
+docs/collectives.md. `make test-scale` runs it; tests/test_simulated.py has 1,024 ranks
+in a simulated network. Exit status 1 if a sum is wrong, or memory is over twice that of
+the formula.
 """
 
 import argparse
@@ -32,7 +34,9 @@ def algorithms(names):
     """Yield collectives and the names of their algorithms."""
     for name in names:
         collective = getattr(collectives, name)
-        for algorithm in ["auto"] * (collective.automatic is not None) + list(collective.algorithms):
+        for algorithm in ["auto"] * (collective.automatic is not None) + list(
+            collective.algorithms
+        ):
             yield collective, algorithm
 
 
@@ -65,13 +69,20 @@ def contribution(rank, n, k):
 
 def vector_of(collective, rank, n, k):
     """Return what a rank contributes: to a broadcast only the root does."""
-    return contribution(rank, n, k) if rank == 0 or collective.name != "sparse_bcast" else None
+    return (
+        contribution(rank, n, k)
+        if rank == 0 or collective.name != "sparse_bcast"
+        else None
+    )
 
 
 def is_sum(collective, results, total):
     """Return whether what all ranks returned adds up to the sum, and what they have alike has the same bits."""
     promised = [collective.promise(result) for result in results]
-    bits = {tuple(part.values.tobytes() + part.indices.tobytes() for part in alike) for alike, _ in promised}
+    bits = {
+        tuple(part.values.tobytes() + part.indices.tobytes() for part in alike)
+        for alike, _ in promised
+    }
     parts = [*promised[0][0], *(part for _, own in promised for part in own)]
     returned = np.zeros(total.size, total.dtype)
     for part in parts:
@@ -91,7 +102,11 @@ def real(options):
     from mpi4py import MPI
 
     comm, sound, n, k = MPI.COMM_WORLD, True, options.length, options.entries
-    every = [contribution(rank, n, k) for rank in range(comm.size)] if comm.rank == 0 else []
+    every = (
+        [contribution(rank, n, k) for rank in range(comm.size)]
+        if comm.rank == 0
+        else []
+    )
     total, roots = dense_sum(every, n), dense_sum(every[:1], n)
     union = comm.bcast(np.count_nonzero(total))
     if comm.rank == 0:
@@ -102,11 +117,18 @@ def real(options):
         seconds, peak = comm.allreduce(seconds, MPI.MAX), comm.allreduce(peak, MPI.MAX)
         results = comm.gather(result)
         if comm.rank == 0:
-            promised = formulas(comm.size, n, k, union).get((collective.name, algorithm), math.inf)
-            right = is_sum(collective, results, roots if collective.name == "sparse_bcast" else total)
+            promised = formulas(comm.size, n, k, union).get(
+                (collective.name, algorithm), math.inf
+            )
+            right = is_sum(
+                collective,
+                results,
+                roots if collective.name == "sparse_bcast" else total,
+            )
             sound &= right and peak <= 2 * promised + SLACK
             row = f"{collective.name + ', ' + algorithm:45}{seconds:9.2f}{peak / 2**20:9.2f}"
-            over = f"{peak / promised:11.2f}" if promised < math.inf else f"{'-':>11}"  # of "auto": as it takes
+            # of "auto": as it takes
+            over = f"{peak / promised:11.2f}" if promised < math.inf else f"{'-':>11}"
             print(row + over + " WRONG" * (not right), flush=True)
     return comm.bcast(sound)
 
@@ -114,7 +136,8 @@ def real(options):
 def measured(collective, algorithm, comm, n, k):
     """Return what a call returns, its seconds, and the peak of memory in it."""
     arguments = {"algorithm": algorithm, **ARGUMENTS.get(collective.name, {})}
-    collective(vector_of(collective, comm.rank, n, 9), comm, **arguments)  # what is compiled here is not counted
+    # what is compiled here is not counted
+    collective(vector_of(collective, comm.rank, n, 9), comm, **arguments)
     vector = vector_of(collective, comm.rank, n, k)
     comm.Barrier()
     tracemalloc.start()
@@ -128,9 +151,23 @@ def measured(collective, algorithm, comm, n, k):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=500_000, help="of the vectors (default %(default)s)")
-    parser.add_argument("--entries", type=int, default=5_000, help="of a rank (default %(default)s)")
-    parser.add_argument("--collectives", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="instead of all")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=500_000,
+        help="of the vectors (default %(default)s)",
+    )
+    parser.add_argument(
+        "--entries", type=int, default=5_000, help="of a rank (default %(default)s)"
+    )
+    parser.add_argument(
+        "--collectives",
+        nargs="+",
+        choices=NAMES,
+        default=NAMES,
+        metavar="NAME",
+        help="instead of all",
+    )
     options = parser.parse_args()
     return 0 if real(options) else 1
 

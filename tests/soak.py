@@ -2,11 +2,13 @@
 
     mpirun -n 4 python -m mpi4py tests/soak.py [--exchanges 100000]
 
-Small vectors, by each kind of collective in turn, blocking and nonblocking, one array and named tensors, with errors
-on one rank among them; and now and then a communicator that is made, used and freed. Looked at every hundredth of the
-way: resident memory, open descriptors, the operations that the library holds, and the handles that MPI has given out
-(the number of a new communicator and a new attribute: they are reused when those before were freed). Exit status 1 when
-memory grows by over 1 % after the first tenth, or one of the others at all.
+Small vectors, by each kind of collective in turn, blocking and nonblocking, one array
+and named tensors, with errors on one rank among them; and now and then a communicator
+that is made, used and freed. Looked at every hundredth of the way: resident memory,
+open descriptors, the operations that the library holds, and the handles that MPI has
+given out (the number of a new communicator and a new attribute: they are reused when
+those before were freed). Exit status 1 when memory grows by over 1 % after the first
+tenth, or one of the others at all.
 """
 
 import gc
@@ -36,7 +38,10 @@ COLLECTIVES = gtopk_allreduce, sparse_allreduce, sparse_iallreduce, sparse_allga
 
 def resident():
     """Return the bytes of this process that are in memory."""
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return (
+        int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        * resource.getpagesize()
+    )
 
 
 def state(comm):
@@ -55,16 +60,27 @@ def exchanges(comm):
     """Return ways to exchange a vector: of each collective as one array, and as two named ones."""
 
     def named(collective):
-        exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), collective, small=50)
-        return lambda gradient: exchange({"weight": gradient, "bias": gradient[:7]})["weight"]
+        exchange = GradientExchange(
+            comm, TopK(k=9), ErrorFeedback(), collective, small=50
+        )
+        return lambda gradient: exchange({"weight": gradient, "bias": gradient[:7]})[
+            "weight"
+        ]
 
-    ones = [GradientExchange(comm, TopK(k=9), ErrorFeedback(), collective) for collective in COLLECTIVES]
+    ones = [
+        GradientExchange(comm, TopK(k=9), ErrorFeedback(), collective)
+        for collective in COLLECTIVES
+    ]
     return ones + [named(collective) for collective in COLLECTIVES]
 
 
 def step(ways, comm, number):
     """Exchange once; every 50th time one rank contributes an invalid vector, and all ranks raise."""
-    gradient = np.random.default_rng([number, comm.rank]).standard_normal(LENGTH).astype(np.float32)
+    gradient = (
+        np.random.default_rng([number, comm.rank])
+        .standard_normal(LENGTH)
+        .astype(np.float32)
+    )
     spoilt = number % 50 == 49
     if spoilt and comm.rank == number % comm.size:
         gradient[3] = np.nan
@@ -98,8 +114,14 @@ def grown(seen):
     """Return what has grown since the first tenth; memory by the medians of a tenth at the start and at the end."""
     tenth = max(1, len(seen) // 10)
     first, last = seen[tenth : 2 * tenth], seen[-tenth:]
-    faults = [name for name in ("descriptors", "in flight", "handle") if last[-1][name] > first[0][name]]
-    before, after = (float(np.median([each["memory"] for each in part])) for part in (first, last))
+    faults = [
+        name
+        for name in ("descriptors", "in flight", "handle")
+        if last[-1][name] > first[0][name]
+    ]
+    before, after = (
+        float(np.median([each["memory"] for each in part])) for part in (first, last)
+    )
     return faults + ["memory"] * (after > 1.01 * before), before, after
 
 
@@ -110,10 +132,14 @@ def main():
     for rank, (mine, first, last) in enumerate(comm.allgather((faults, before, after))):
         if comm.rank == 0:
             said = f"rank {rank}: resident memory {first / 2**20:.2f} MiB, then {last / 2**20:.2f} MiB"
-            print(f"{said} ({100 * (last / first - 1):+.2f} %), grown: {', '.join(mine) or 'nothing'}")
+            print(
+                f"{said} ({100 * (last / first - 1):+.2f} %), grown: {', '.join(mine) or 'nothing'}"
+            )
     if comm.rank == 0:
         sent = traffic(comm)
-        print(f"{asked.exchanges} exchanges in {MPI.Wtime() - began:.0f} s, {sent.messages} messages of rank 0")
+        print(
+            f"{asked.exchanges} exchanges in {MPI.Wtime() - began:.0f} s, {sent.messages} messages of rank 0"
+        )
     sys.exit(bool(comm.allreduce(len(faults))))
 
 

@@ -2,7 +2,8 @@
 
     mpirun --with-ft ulfm -n 4 python -m mpi4py tests/stragglers.py
 
-Without the rounds of `collectives.faults.recovery` the first of these waits for ever in MPI's Shrink, every time.
+Without the rounds of `collectives.faults.recovery` the first of these waits for ever in
+MPI's Shrink, every time.
 """
 
 import os
@@ -78,15 +79,26 @@ def gives_up(comm, call):
 
 
 def main():
-    for scene in (apart, twice, late, late_from_a_step, given_up_in_a_step, different_quorums):
+    for scene in (
+        apart,
+        twice,
+        late,
+        late_from_a_step,
+        given_up_in_a_step,
+        different_quorums,
+    ):
         comm = WORLD.Dup()
-        exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), collectives.gtopk_allreduce, average=False)
+        exchange = GradientExchange(
+            comm, TopK(k=9), ErrorFeedback(), collectives.gtopk_allreduce, average=False
+        )
         exchange(np.ones(20))
         WORLD.Barrier()  # shrink revokes: all have to be out of the step
         survivors = scene(comm)
         assert survivors.size == WORLD.size
         exchange.continue_on(survivors)
-        np.testing.assert_array_equal(np.unique(exchange(np.ones(20))), [0, 2 * WORLD.size])
+        np.testing.assert_array_equal(
+            np.unique(exchange(np.ones(20))), [0, 2 * WORLD.size]
+        )
         assert exchange.comm is survivors
         WORLD.Barrier()
     print("all shrank together", flush=True)

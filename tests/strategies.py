@@ -12,7 +12,11 @@ DTYPES = [np.dtype(t) for t in (np.float16, np.float32, np.float64)]
 def finite_values(dtype, size):
     """Return a strategy of arrays of a size, or of a shape, of finite values whose sums in pairs are finite too."""
     bound = float(np.finfo(dtype).max) / 4
-    return hnp.arrays(dtype, size, elements=hnp.from_dtype(np.dtype(dtype), min_value=-bound, max_value=bound))
+    return hnp.arrays(
+        dtype,
+        size,
+        elements=hnp.from_dtype(np.dtype(dtype), min_value=-bound, max_value=bound),
+    )
 
 
 @st.composite

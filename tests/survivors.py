@@ -2,8 +2,9 @@
 
     mpirun --with-ft ulfm -n 5 python -m mpi4py tests/survivors.py FOLDER COLLECTIVE
 
-Of 5 ranks 2 are left. Everything is an integer, and each rank that dies writes down what it owes: in the end what was
-given in the steps that were kept is what came, and what everybody owes, to the last bit.
+Of 5 ranks 2 are left. Everything is an integer, and each rank that dies writes down
+what it owes: in the end what was given in the steps that were kept is what came, and
+what everybody owes, to the last bit.
 """
 
 import os
@@ -21,11 +22,14 @@ from collectives.runtime.link import link_if_any
 from mpicomp import ErrorFeedback, RankFailedError, TopK
 
 LENGTH, STEPS = 600, 12
-DEATHS = {4: (3, "before"), 3: (6, "during"), 0: (9, "after")}  # rank: in which step, and when
+# rank: in which step, and when
+DEATHS = {4: (3, "before"), 3: (6, "during"), 0: (9, "after")}
 
 
 def gradient(rank, step):
-    return np.random.default_rng([rank, step]).integers(-9, 10, LENGTH).astype(np.float64)
+    return (
+        np.random.default_rng([rank, step]).integers(-9, 10, LENGTH).astype(np.float64)
+    )
 
 
 def die(exchange, me, step):
@@ -39,7 +43,10 @@ def dies_at_its_second_message(comm, exchange, me, step):
     send = link.send
 
     def last(*message):
-        link.send = lambda *message: (np.save(pathlib.Path(sys.argv[1], f"{me}-{step}"), owed), os.kill(os.getpid(), 9))
+        link.send = lambda *message: (
+            np.save(pathlib.Path(sys.argv[1], f"{me}-{step}"), owed),
+            os.kill(os.getpid(), 9),
+        )
         return send(*message)
 
     link.send = last
@@ -49,7 +56,9 @@ def main():
     comm = MPI.COMM_WORLD.Dup()
     me, came, slowest = comm.rank, np.zeros(LENGTH), 0.0
     collective = getattr(collectives, sys.argv[2])
-    exchange = GradientExchange(comm, TopK(k=20), ErrorFeedback(), collective, average=False)
+    exchange = GradientExchange(
+        comm, TopK(k=20), ErrorFeedback(), collective, average=False
+    )
     named = 0
     while exchange.steps < STEPS:
         step, (when, how) = exchange.steps, DEATHS.get(me, (-1, ""))
@@ -74,7 +83,10 @@ def main():
         exchange.continue_on(comm)
         slowest = max(slowest, time.monotonic() - began)
     check(comm, exchange, came)
-    print(f"{me}: {comm.size} of 5 ranks are left, nothing is missing; {named} deaths, {slowest:.3f} s", flush=True)
+    print(
+        f"{me}: {comm.size} of 5 ranks are left, nothing is missing; {named} deaths, {slowest:.3f} s",
+        flush=True,
+    )
     comm.Barrier()
     os._exit(0)  # MPI_Finalize may wait for the dead
 
@@ -86,7 +98,9 @@ def check(comm, exchange, came):
         (last,) = pathlib.Path(sys.argv[1]).glob(f"{rank}-*.npy")
         lived[rank] = int(last.stem.partition("-")[2])
         owed = owed + np.load(last)
-    given = sum(gradient(rank, step) for rank, steps in lived.items() for step in range(steps))
+    given = sum(
+        gradient(rank, step) for rank, steps in lived.items() for step in range(steps)
+    )
     np.testing.assert_array_equal(came + owed, given)
 
 

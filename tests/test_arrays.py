@@ -55,20 +55,27 @@ def test_the_array_interface_is_enough():
 
 
 def test_an_array_on_a_device_of_another_kind_is_refused_with_the_remedy(library):
-    with pytest.raises(TypeError, match=r"Foreign is on a device that is not supported \(DLPack type 4\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"Foreign is on a device that is not supported \(DLPack type 4\)",
+    ):
         to_array(Foreign(np.arange(4.0), device=4))
 
 
 def test_an_array_on_a_cuda_device_needs_cupy(library, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(TypeError, match=r"foreignlib.core.Foreign is on a device, which needs CuPy: install cupy-cuda"):
+    with pytest.raises(
+        TypeError,
+        match=r"foreignlib.core.Foreign is on a device, which needs CuPy: install cupy-cuda",
+    ):
         to_array(Foreign(np.arange(4.0), device=2))
 
 
 @pytest.mark.parametrize("kind", [3, 11])
 def test_pinned_memory_is_main_memory(library, kind, monkeypatch):
     array = Foreign(np.arange(4.0), device=kind)
-    monkeypatch.setattr(np, "from_dlpack", lambda it: it.array)  # NumPy itself wants the capsule to say so, too
+    # NumPy itself wants the capsule to say so, too
+    monkeypatch.setattr(np, "from_dlpack", lambda it: it.array)
     assert to_array(array).tolist() == [0, 1, 2, 3]
 
 
@@ -79,7 +86,10 @@ def test_a_dtype_that_numpy_cannot_take_is_a_type_error(library):
         def __dlpack__(self, **options):
             raise BufferError("no such dtype")
 
-    with pytest.raises(TypeError, match=r"NumPy cannot read .* of bfloat16: convert it to float32 \(no such dtype\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"NumPy cannot read .* of bfloat16: convert it to float32 \(no such dtype\)",
+    ):
         to_array(Odd(np.arange(4.0)))
 
 
@@ -97,13 +107,19 @@ def test_masked_arrays_are_refused_and_matrices_become_arrays():
 
 
 def test_a_sparse_vector_where_an_array_is_wanted():
-    with pytest.raises(TypeError, match=r"got mpicomp.vector.SparseVector: expected an array \(use its to_dense\(\)\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"got mpicomp.vector.SparseVector: expected an array \(use its to_dense\(\)\)",
+    ):
         to_array(SparseVector.empty(3))
 
 
 @pytest.mark.parametrize("what", [[1.0], 3.0, None, "text"])
 def test_what_is_no_array_is_refused(what):
-    with pytest.raises(TypeError, match=r"expected an array \(NumPy, CuPy, or one that supports DLPack\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"expected an array \(NumPy, CuPy, or one that supports DLPack\)",
+    ):
         to_array(what)
 
 
@@ -111,7 +127,12 @@ def test_what_is_no_array_is_refused(what):
 def test_a_new_vector_begins_at_a_cache_line(dtype):
     for size in (1, 15, 1000, 100_003):
         vector = new_vector(np, size, dtype)
-        assert (vector.shape, vector.dtype, vector.any(), address(vector) % 64) == ((size,), dtype, False, 0)
+        assert (vector.shape, vector.dtype, vector.any(), address(vector) % 64) == (
+            (size,),
+            dtype,
+            False,
+            0,
+        )
 
 
 def test_residuals_begin_at_a_cache_line_also_when_they_were_loaded():
@@ -130,14 +151,23 @@ def test_sparse_tensors_are_refused_with_the_remedy(library):
     """As PyTorch's: an array of DLPack's whose layout is a sparse one."""
     tensor = Foreign(np.arange(3.0))
     tensor.layout = "torch.sparse_coo"
-    with pytest.raises(TypeError, match=r"expected a dense array; .*SparseVector\(t.indices\(\)\[0\], t.values\(\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"expected a dense array; .*SparseVector\(t.indices\(\)\[0\], t.values\(\)",
+    ):
         to_array(tensor)
     tensor.layout = "torch.strided"
     assert to_array(tensor).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    "call", [to_array, writable_vector, TopK(k=2).compress, lambda it: SparseVector([0, 1], it, 9)]
+    "call",
+    [
+        to_array,
+        writable_vector,
+        TopK(k=2).compress,
+        lambda it: SparseVector([0, 1], it, 9),
+    ],
 )
 def test_torch_tensors_without_memory_of_their_own_are_refused(call):
     """Each as a DTensor or a parameter of FSDP may be: NumPy would read a null pointer, or make new memory."""
@@ -147,8 +177,18 @@ def test_torch_tensors_without_memory_of_their_own_are_refused(call):
     freed, wrapper, found = torch.ones(2), TwoTensor(torch.ones(2), torch.ones(2)), []
     freed.untyped_storage().resize_(0)
     torch.func.grad(lambda it: found.append(it) or it.sum())(torch.ones(2))
-    for tensor in (wrapper, torch.nn.Parameter(wrapper), wrapper[:], freed, torch.ones(2, device="meta"), *found):
-        with pytest.raises(TypeError, match=r"no memory of its own: expected a plain tensor; .* tensor.to_local\(\)"):
+    for tensor in (
+        wrapper,
+        torch.nn.Parameter(wrapper),
+        wrapper[:],
+        freed,
+        torch.ones(2, device="meta"),
+        *found,
+    ):
+        with pytest.raises(
+            TypeError,
+            match=r"no memory of its own: expected a plain tensor; .* tensor.to_local\(\)",
+        ):
             call(tensor)
     with pytest.raises(TypeError, match=r"pass tensor.resolve_neg\(\)"):
         call(torch.tensor([1 + 2j, 3 + 4j]).conj().imag)
@@ -160,6 +200,7 @@ def test_an_array_on_several_devices_is_refused_with_the_remedy():
             raise BufferError("array is on 2 devices")
 
     with pytest.raises(
-        TypeError, match=r"Sharded: array is on 2 devices; pass a copy in one memory, as of jax.device_get"
+        TypeError,
+        match=r"Sharded: array is on 2 devices; pass a copy in one memory, as of jax.device_get",
     ):
         to_array(Sharded())

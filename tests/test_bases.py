@@ -21,14 +21,24 @@ def matrix_of(size):
 def lengths_of_parts(basis, length):
     """Return the lengths of the parts of a vector that are transformed each by itself."""
     whole, rest = divmod(length, basis.chunk)
-    return [basis.chunk] * whole + [1 << bit for bit in range(rest.bit_length() - 1, -1, -1) if rest >> bit & 1]
+    return [basis.chunk] * whole + [
+        1 << bit for bit in range(rest.bit_length() - 1, -1, -1) if rest >> bit & 1
+    ]
 
 
 def expected(basis, vector):
     """Return the coefficients of a vector, in float64."""
     lengths = lengths_of_parts(basis, vector.size)
     parts = np.split(vector.astype(float), np.cumsum(lengths)) if lengths else []
-    return np.concatenate([vector[:0], *(matrix_of(size) @ part for size, part in zip(lengths, parts, strict=False))])
+    return np.concatenate(
+        [
+            vector[:0],
+            *(
+                matrix_of(size) @ part
+                for size, part in zip(lengths, parts, strict=False)
+            ),
+        ]
+    )
 
 
 BASES = [Hadamard(chunk) for chunk in (1, 2, 8, 64, 128, 256)]
@@ -40,13 +50,17 @@ def draw(length, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("basis", BASES, ids=repr)
-def test_a_transform_is_the_product_with_its_matrix_and_the_inverse_undoes_it(basis, dtype):
+def test_a_transform_is_the_product_with_its_matrix_and_the_inverse_undoes_it(
+    basis, dtype
+):
     tolerance = 20 * np.finfo(dtype).eps
     for length in LENGTHS:
         vector = draw(length, dtype)
         coefficients, back = np.empty_like(vector), np.empty_like(vector)
         basis.forward(vector, coefficients)
-        np.testing.assert_allclose(coefficients, expected(basis, vector), atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(
+            coefficients, expected(basis, vector), atol=tolerance, rtol=tolerance
+        )
         basis.inverse(coefficients, back)
         np.testing.assert_allclose(back, vector, atol=tolerance, rtol=tolerance)
 
@@ -66,7 +80,8 @@ def test_in_place_has_the_same_bits(basis):
 @pytest.mark.parametrize("chunk", [1, 4, 16, 64, 256, 1024, 4096])
 def test_integers_are_exact_in_chunks_of_powers_of_four(chunk, dtype):
     basis, rng = Hadamard(chunk), np.random.default_rng(chunk)
-    vector = rng.integers(-500, 500, 3 * chunk + 21 % chunk).astype(dtype)  # 21 = 16 + 4 + 1
+    # 21 = 16 + 4 + 1
+    vector = rng.integers(-500, 500, 3 * chunk + 21 % chunk).astype(dtype)
     coefficients, back = np.empty_like(vector), np.empty_like(vector)
     basis.forward(vector, coefficients)
     np.testing.assert_array_equal(coefficients, expected(basis, vector))
@@ -98,7 +113,9 @@ def test_arrays_of_any_shape_are_taken_in_c_order():
 
 @pytest.mark.parametrize("chunk", [0, -4, 8192, 2.5, True])
 def test_a_chunk_that_cannot_be_is_an_error(chunk):
-    with pytest.raises((TypeError, ValueError), match=r"chunk is .*: expected an integer"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"chunk is .*: expected an integer"
+    ):
         Hadamard(chunk)
 
 
@@ -110,9 +127,13 @@ def test_a_hadamard_basis_has_powers_of_two():
 @pytest.mark.parametrize("transform", [Hadamard(8).forward, Hadamard(8).inverse])
 def test_arrays_that_do_not_fit_are_errors(transform):
     vector = np.zeros(20, np.float32)
-    with pytest.raises(ValueError, match="out has 19 values of float32: expected 20 of float32"):
+    with pytest.raises(
+        ValueError, match="out has 19 values of float32: expected 20 of float32"
+    ):
         transform(vector, np.zeros(19, np.float32))
-    with pytest.raises(ValueError, match="out has 20 values of float64: expected 20 of float32"):
+    with pytest.raises(
+        ValueError, match="out has 20 values of float64: expected 20 of float32"
+    ):
         transform(vector, np.zeros(20))
     with pytest.raises(ValueError, match="out overlaps the vector"):
         transform(vector[:-1], vector[1:])

@@ -32,18 +32,31 @@ def support(pattern, rank, size, length, entries=ENTRIES):
     """Return the indices of a rank; where supports overlap a quarter are those of all ranks."""
     own = np.random.default_rng([1, rank])
     if pattern == "disjoint":
-        return np.sort(rank + size * own.choice(length // size, entries, replace=False, shuffle=False))
-    common = np.random.default_rng(0).choice(length, entries, replace=False)[: round(PATTERNS[pattern] * entries)]
-    others = np.setdiff1d(own.choice(length, entries, replace=False, shuffle=False), common)
-    return np.sort(np.concatenate([common, own.permutation(others)[: entries - common.size]]))
+        return np.sort(
+            rank
+            + size * own.choice(length // size, entries, replace=False, shuffle=False)
+        )
+    common = np.random.default_rng(0).choice(length, entries, replace=False)[
+        : round(PATTERNS[pattern] * entries)
+    ]
+    others = np.setdiff1d(
+        own.choice(length, entries, replace=False, shuffle=False), common
+    )
+    return np.sort(
+        np.concatenate([common, own.permutation(others)[: entries - common.size]])
+    )
 
 
 def values(kind, rank, entries=ENTRIES):
     """Return values of which each rank has magnitudes of its own."""
     rng = np.random.default_rng([2, rank])
     signs, scale = np.sign(rng.standard_normal(entries)), 1 + 0.07 * rng.random()
-    magnitudes = {"signs": 1.0, "two_bit": rng.choice([1, 3], entries)}.get(kind, 2 + abs(rng.standard_normal(entries)))
-    vector = SparseVector(np.arange(entries), (signs * scale * magnitudes).astype(np.float32), entries)
+    magnitudes = {"signs": 1.0, "two_bit": rng.choice([1, 3], entries)}.get(
+        kind, 2 + abs(rng.standard_normal(entries))
+    )
+    vector = SparseVector(
+        np.arange(entries), (signs * scale * magnitudes).astype(np.float32), entries
+    )
     return (quantise(vector, "bfloat16")[0] if kind == "bfloat16" else vector).values
 
 
@@ -52,22 +65,36 @@ def counted(vectors, steps_of, nodes=None):
 
     "auto" takes the links for so slow that bytes are all that counts.
     """
-    network = Network(len(vectors), nodes or range(len(vectors)), choice=Links(1e-6, 1e6))
+    network = Network(
+        len(vectors), nodes or range(len(vectors)), choice=Links(1e-6, 1e6)
+    )
     signature = {"length": vectors[0].length, "dtype": "float32", "width": None}
-    _, rounds = network.run(lambda rank, group: steps_of(vectors[rank], group), **signature)
+    _, rounds = network.run(
+        lambda rank, group: steps_of(vectors[rank], group), **signature
+    )
     return max(link.traffic.nbytes for link in network.links), rounds
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [2, 3, 4, 6, 8, pytest.param(16, marks=pytest.mark.slow)]
+)
 def test_auto_sends_little_more_than_the_best_algorithm(size):
     """Supports and values in all combinations, densities in turn; what is far from the least is not counted."""
     for place, pattern in enumerate(("independent", "overlapping", "disjoint")):
         for turn, kind in enumerate(("signs", "two_bit", "bfloat16", "float32")):
-            density = (0.001, 0.01, 0.05 if pattern == "disjoint" else 0.1)[(place + turn) % 3]
+            density = (0.001, 0.01, 0.05 if pattern == "disjoint" else 0.1)[
+                (place + turn) % 3
+            ]
             length = round(ENTRIES / density)
-            vectors = [SparseVector(support(pattern, r, size, length), values(kind, r), length) for r in range(size)]
+            vectors = [
+                SparseVector(support(pattern, r, size, length), values(kind, r), length)
+                for r in range(size)
+            ]
             names = [name for name in SUMS if name != "dense_mpi"]
-            named = {name: counted(vectors, sparse_allreduce.algorithms[name])[0] for name in names}
+            named = {
+                name: counted(vectors, sparse_allreduce.algorithms[name])[0]
+                for name in names
+            }
             best = min(named, key=named.get)
             auto, _ = counted(vectors, AUTO)
             assert auto <= 1.15 * named[best], (pattern, kind, density, best, named)
@@ -75,15 +102,29 @@ def test_auto_sends_little_more_than_the_best_algorithm(size):
 
 @pytest.mark.parametrize(
     ("size", "coded"),
-    [*product((1, 2, 3, 5, 8, 13), [True]), (4, False), (13, False), pytest.param(64, True, marks=pytest.mark.slow)],
+    [
+        *product((1, 2, 3, 5, 8, 13), [True]),
+        (4, False),
+        (13, False),
+        pytest.param(64, True, marks=pytest.mark.slow),
+    ],
 )
 def test_formulas_against_counted_bytes_and_rounds(size, coded):
     for length, entries in (400_000, 3000), (60_000, 4000):
         vectors = [
-            SparseVector(support("independent", rank, size, length, entries), values("float32", rank, entries), length)
+            SparseVector(
+                support("independent", rank, size, length, entries),
+                values("float32", rank, entries),
+                length,
+            )
             for rank in range(size)
         ]
-        metadata = Metadata([entries] * size, length, [SparseVector.empty(length)] * size, [False] * size)
+        metadata = Metadata(
+            [entries] * size,
+            length,
+            [SparseVector.empty(length)] * size,
+            [False] * size,
+        )
         case = Case(size, length, entries, 1 if coded else size)
         nodes = None if coded else [0] * size
         for name in SUMS:
@@ -94,9 +135,14 @@ def test_formulas_against_counted_bytes_and_rounds(size, coded):
             assert name == "dense_mpi" or cost[0] == rounds, name
         steps = partial(reduce_scatter.split, partition="equal")
         nbytes, rounds = counted(vectors, steps, nodes)
-        assert (split(case)[0], split(case)[2]) == (rounds, pytest.approx(nbytes, rel=0.12))
+        assert (split(case)[0], split(case)[2]) == (
+            rounds,
+            pytest.approx(nbytes, rel=0.12),
+        )
         for name, formula in FORMULAS["gtopk_allreduce"].items():
-            nbytes, rounds = counted(vectors, partial(gtopk_allreduce.algorithms[name], k=entries), nodes)
+            nbytes, rounds = counted(
+                vectors, partial(gtopk_allreduce.algorithms[name], k=entries), nodes
+            )
             cost = formula(case)
             assert (cost[0], cost[2]) == (rounds, pytest.approx(nbytes, rel=0.15)), name
 
@@ -105,18 +151,35 @@ def test_formulas_against_counted_bytes_and_rounds(size, coded):
 @pytest.mark.parametrize("kind", ["signs", "float32"])
 def test_votes_cost_few_bytes(kind, size):
     """Nothing where every rank can count; elsewhere the values keep their formats, and counts take a byte at most."""
-    for pattern, density in ("independent", 0.01), ("overlapping", 0.001), ("disjoint", 0.05), ("equal", 0.1):
-        length, most = round(ENTRIES / density), {"allgather": 1.0, "split_allgather": 1.1, "recursive_doubling": 1.2}
-        vectors = [SparseVector(support(pattern, r, size, length), values(kind, r), length) for r in range(size)]
+    for pattern, density in (
+        ("independent", 0.01),
+        ("overlapping", 0.001),
+        ("disjoint", 0.05),
+        ("equal", 0.1),
+    ):
+        length, most = (
+            round(ENTRIES / density),
+            {"allgather": 1.0, "split_allgather": 1.1, "recursive_doubling": 1.2},
+        )
+        vectors = [
+            SparseVector(support(pattern, r, size, length), values(kind, r), length)
+            for r in range(size)
+        ]
         for name, least in most.items():
             steps = sparse_allreduce.algorithms[name]
-            without, with_votes = (counted(vectors, partial(steps, votes=votes))[0] for votes in (False, True))
+            without, with_votes = (
+                counted(vectors, partial(steps, votes=votes))[0]
+                for votes in (False, True)
+            )
             assert with_votes <= least * without, (name, pattern)
 
 
 def test_small_vectors_are_summed_in_the_metadata_exchange():
     for size in 3, 4, 8, 13:
-        vectors = [SparseVector(np.arange(rank, 40 + rank), np.ones(40, np.float32), 1000) for rank in range(size)]
+        vectors = [
+            SparseVector(np.arange(rank, 40 + rank), np.ones(40, np.float32), 1000)
+            for rank in range(size)
+        ]
         assert counted(vectors, AUTO)[1] == (size - 1).bit_length()
 
 
@@ -134,7 +197,10 @@ def test_several_ranks_on_several_nodes_take_an_algorithm_for_nodes():
 
 
 def test_over_fast_links_several_ranks_on_a_node_take_the_algorithms_that_ignore_nodes():
-    assert choose("sparse_allreduce", Case(64, 25_000_000, 25_000, 8), NETWORKS["hdr"]) == "split_allgather"
+    assert (
+        choose("sparse_allreduce", Case(64, 25_000_000, 25_000, 8), NETWORKS["hdr"])
+        == "split_allgather"
+    )
     assert gtopk(25_000_000, 25_000, NETWORKS["hdr"], 64, 8) == "exact"
 
 
@@ -142,12 +208,25 @@ def test_over_fast_links_several_ranks_on_a_node_take_the_algorithms_that_ignore
 @pytest.mark.parametrize("network", [*NETWORKS, "20mbit:20us", "1gbit:10ms"])
 def test_auto_is_predicted_within_a_tenth_of_the_fastest(network, crowding):
     """Among the rows of `mpicomp explain`, from 20 Mbit/s to 200 Gbit/s, and in one node."""
-    grid = product((2, 5, 8, 64), (1, 4, 64), (1000, 10**6, 25_000_000, 10**9), (1e-4, 1e-3, 0.01, 0.1, 0.5))
+    grid = product(
+        (2, 5, 8, 64),
+        (1, 4, 64),
+        (1000, 10**6, 25_000_000, 10**9),
+        (1e-4, 1e-3, 0.01, 0.1, 0.5),
+    )
     for ranks, per_node, length, density in grid:
         case = Case(ranks, length, max(1, density * length), per_node)
-        rows = list(explained(case, replace(links_of(network), crowding=crowding), most_counted=0))
+        rows = list(
+            explained(
+                case, replace(links_of(network), crowding=crowding), most_counted=0
+            )
+        )
         for collective in "sparse_allreduce", "gtopk_allreduce":
-            taken = {row["algorithm"]: row["seconds"] for row in rows if row["operation"] == collective}
+            taken = {
+                row["algorithm"]: row["seconds"]
+                for row in rows
+                if row["operation"] == collective
+            }
             auto, _ = taken.pop("auto"), taken.pop("least bytes")
             assert auto <= 1.1 * min(taken.values()), (collective, case, taken)
 
@@ -156,15 +235,26 @@ def test_measured_links_are_rounded_so_that_two_runs_agree():
     near = NETWORKS["1gbit"]
     for latency, rate in (0.6, 1.6), (1.0, 1.0), (1.7, 0.6):
         assert rounded(latency * near.latency, rate * near.rate) == near
-    assert rounded(NETWORKS["hdr"].latency, NETWORKS["hdr"].rate) == Links(near.latency / 10, 100 * near.rate)
+    assert rounded(NETWORKS["hdr"].latency, NETWORKS["hdr"].rate) == Links(
+        near.latency / 10, 100 * near.rate
+    )
 
 
 def test_the_extremes_have_an_answer():
     bare = Case(7, 100, 100, 7, value_nbytes=0)
-    for case in (Case(1, 0, 0), Case(8, 0, 0.0), Case(5, 1, 1), Case(3, 2**63 - 1, 1e6), bare):
+    for case in (
+        Case(1, 0, 0),
+        Case(8, 0, 0.0),
+        Case(5, 1, 1),
+        Case(3, 2**63 - 1, 1e6),
+        bare,
+    ):
         for collective, costs in FORMULAS.items():
             assert choose(collective, case, NEAR) in costs
-            assert all(seconds(cost(case), Links(1e-6, 1e9, 2).inside()) >= 0 for cost in costs.values())
+            assert all(
+                seconds(cost(case), Links(1e-6, 1e9, 2).inside()) >= 0
+                for cost in costs.values()
+            )
     assert choose("sparse_allreduce", bare, NEAR) != "dense_mpi"
     few = choose("sparse_allreduce", Case(2, 100, 100, 2), NEAR, whole=False)
     assert few in FORMULAS["sparse_allreduce"].keys() - {"dense_mpi"}
@@ -175,7 +265,9 @@ def test_values_of_few_bits_are_gathered_from_many_ranks(bits, most):
     """Sums need the bits of a float: up to some 100 ranks the vectors take fewer bytes than the shares of their sum."""
     for ranks in 4, 8, 16, 64, 128, 256:
         case = Case(ranks, 4096 * 256, 64 * 256, bits=bits)
-        assert choose("sparse_allreduce", case, NEAR) == ("allgather" if ranks <= most else "split_allgather")
+        assert choose("sparse_allreduce", case, NEAR) == (
+            "allgather" if ranks <= most else "split_allgather"
+        )
 
 
 def test_gtopk_takes_the_exact_one_where_bytes_count_and_fewer_rounds_for_few_entries():
@@ -188,16 +280,25 @@ def test_messages_are_coded_between_nodes_alone(nodes, codec):
     vector = SparseVector.from_dense(np.array([0, 1.0, 2.0] * 100))
     group = Group(Network(2, nodes).links[0], {})
     found, expected = group.coding(vector), CODECS[codec](vector)
-    assert (found.indices, found.values.number) == (expected.indices, expected.values.number)
+    assert (found.indices, found.values.number) == (
+        expected.indices,
+        expected.values.number,
+    )
 
 
 def quantised(length, bits, links=NEAR, ranks=8, per_node=1):
-    return choose("quantised_allreduce", Case(ranks, length, length, per_node, bits=bits), links)
+    return choose(
+        "quantised_allreduce", Case(ranks, length, length, per_node, bits=bits), links
+    )
 
 
 def test_sums_in_few_bits_take_lanes_on_several_nodes_where_bytes_between_nodes_count():
-    for bits, (ranks, per_node) in product((8, 4, 2, 1), [(4, 2), (12, 4), (16, 8), (32, 4)]):
-        assert quantised(10**6, bits, NEAR, ranks, per_node) == quantised(10**7, bits, NEAR, ranks, per_node)
+    for bits, (ranks, per_node) in product(
+        (8, 4, 2, 1), [(4, 2), (12, 4), (16, 8), (32, 4)]
+    ):
+        assert quantised(10**6, bits, NEAR, ranks, per_node) == quantised(
+            10**7, bits, NEAR, ranks, per_node
+        )
         assert quantised(10**6, bits, NEAR, ranks, per_node) == "node_lanes"
         assert quantised(10**7, bits, NETWORKS["hdr"], ranks, per_node) == "direct"
     assert quantised(100, 4, NEAR, 4, 2) == "direct"

@@ -30,25 +30,39 @@ def energy(values):
     return float(np.square(values, dtype=np.float64).sum())
 
 
-@pytest.mark.parametrize(("k", "chunk"), [(1, 1), (1, 7), (3, 50), (50, 50), (64, 4096), (2, 70_000)])
+@pytest.mark.parametrize(
+    ("k", "chunk"), [(1, 1), (1, 7), (3, 50), (50, 50), (64, 4096), (2, 70_000)]
+)
 @pytest.mark.parametrize("length", [0, 1, 2, 49, 50, 4099, 8191, 140_009])
 def test_each_chunk_keeps_its_largest_and_the_last_one_the_same_share(k, chunk, length):
     """Prime lengths among them: chunks do not depend on divisors."""
-    gradient = np.round(9 * np.random.default_rng(length).standard_normal(length)) + 0.5  # ties, and no zeros
+    # ties, and no zeros
+    gradient = np.round(9 * np.random.default_rng(length).standard_normal(length)) + 0.5
     last = max(1, round(Fraction(k * (length % chunk), chunk)))
     compressor = ChunkedTopK(k, chunk)
     vector = compressor.compress(gradient)
-    assert vector.indices.tolist() == expected_in_chunks(gradient, k, chunk, last).tolist()
+    assert (
+        vector.indices.tolist() == expected_in_chunks(gradient, k, chunk, last).tolist()
+    )
     assert vector.values.tobytes() == gradient[vector.indices].tobytes()
-    assert vector.nnz == compressor.count(length) == length // chunk * k + (last if length % chunk else 0)
+    assert (
+        vector.nnz
+        == compressor.count(length)
+        == length // chunk * k + (last if length % chunk else 0)
+    )
     if length <= chunk:
-        assert vector.indices.tolist() == TopK(k=compressor.count(length) or 1).compress(gradient).indices.tolist()
+        assert (
+            vector.indices.tolist()
+            == TopK(k=compressor.count(length) or 1).compress(gradient).indices.tolist()
+        )
 
 
 def test_a_layer_of_small_gradients_is_not_left_out():
     gradient = np.ones(8192, np.float32)
     gradient[4096:] = 1e-6
-    assert [part.size for part in np.split(ChunkedTopK().compress(gradient).indices, [64])] == [64, 64]
+    assert [
+        part.size for part in np.split(ChunkedTopK().compress(gradient).indices, [64])
+    ] == [64, 64]
     assert TopK(k=128).compress(gradient).indices.max() < 4096
 
 
@@ -58,7 +72,10 @@ def test_a_layer_of_small_gradients_is_not_left_out():
         ((0, 9), "k is 0: expected an integer of at least 1"),
         ((3.5, 9), "k is 3.5: expected an integer"),
         ((3, 0), "chunk is 0: expected an integer of at least 1"),
-        ((10, 9), "k is 10 and chunk is 9: expected k <= chunk; k=chunk sends every entry"),
+        (
+            (10, 9),
+            "k is 10 and chunk is 9: expected k <= chunk; k=chunk sends every entry",
+        ),
     ],
 )
 def test_bad_settings_are_refused(arguments, message):
@@ -70,7 +87,12 @@ def published(values):
     """Return values in the four bins of the published rule, each as the mean of its bin, and the codes."""
     scale = 6 * values.std(ddof=1) / 4
     codes = np.clip(np.round((values - values.mean()) / scale + 2), 0, 3).astype(int)
-    means = np.array([values[codes == code].mean() if (codes == code).any() else 0 for code in range(4)])
+    means = np.array(
+        [
+            values[codes == code].mean() if (codes == code).any() else 0
+            for code in range(4)
+        ]
+    )
     return means[codes], codes
 
 
@@ -83,7 +105,10 @@ def two_magnitudes(values):
     magnitudes = np.abs(values.astype(np.float64))
     threshold = magnitudes.mean()
     for _ in range(20):
-        low, high = magnitudes[magnitudes <= threshold].mean(), magnitudes[magnitudes > threshold].mean()
+        low, high = (
+            magnitudes[magnitudes <= threshold].mean(),
+            magnitudes[magnitudes > threshold].mean(),
+        )
         before, threshold = threshold, (low + high) / 2
         if threshold == before:
             break
@@ -111,13 +136,20 @@ def test_the_golden_vector_of_both_rules():
         ("t3", 0.394, 0.282, 0.148, 0.2),
     ],
 )
-def test_two_magnitudes_lose_at_most_half_of_what_one_loses(family, four_bins, sign, two_bit, within):
+def test_two_magnitudes_lose_at_most_half_of_what_one_loses(
+    family, four_bins, sign, two_bit, within
+):
     _, vector = selected(family)
-    errors = {form: error(vector.values, quantise(vector, form)[0].values) for form in ("sign", "two_bit")}
+    errors = {
+        form: error(vector.values, quantise(vector, form)[0].values)
+        for form in ("sign", "two_bit")
+    }
     assert errors["sign"] == pytest.approx(sign, rel=within)
     assert errors["two_bit"] == pytest.approx(two_bit, rel=within)
     assert errors["two_bit"] < errors["sign"] / 2
-    assert error(vector.values, published(vector.values.astype(np.float64))[0]) == pytest.approx(four_bins, rel=within)
+    assert error(
+        vector.values, published(vector.values.astype(np.float64))[0]
+    ) == pytest.approx(four_bins, rel=within)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -126,7 +158,9 @@ def test_two_magnitudes_are_lloyds(dtype):
     vector = SparseVector(np.arange(values.size), values, values.size)
     quantised, _ = quantise(vector, "two_bit")
     expected, low, high = two_magnitudes(values)
-    np.testing.assert_allclose(np.unique(np.abs(quantised.values)), [low, high], rtol=np.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        np.unique(np.abs(quantised.values)), [low, high], rtol=np.finfo(dtype).eps
+    )
     np.testing.assert_allclose(quantised.values, expected, rtol=np.finfo(dtype).eps)
 
 
@@ -134,7 +168,9 @@ def test_two_magnitudes_are_lloyds(dtype):
 def test_each_segment_has_magnitudes_of_its_own(form):
     """Bitwise those of each segment alone; also where the sums of one leave the range."""
     rng, bounds = np.random.default_rng(0), [0, 500, 500, 800, 1000]
-    values = rng.standard_normal(1000).astype(np.float32) * np.repeat(np.float32([1, 1, 1e-3, 1e30]), np.diff(bounds))
+    values = rng.standard_normal(1000).astype(np.float32) * np.repeat(
+        np.float32([1, 1, 1e-3, 1e30]), np.diff(bounds)
+    )
     for given in (values, values.astype(np.float64) * 1e270):
         vector = SparseVector(np.arange(1000), given, 1000)
         quantised, error = quantise(vector, form, bounds)
@@ -144,11 +180,16 @@ def test_each_segment_has_magnitudes_of_its_own(form):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("values", [[], [3, -3, 3], [1, 2], [0, 0], [0, -5], ["least", 1], ["most", 1], ["most"] * 3])
+@pytest.mark.parametrize(
+    "values",
+    [[], [3, -3, 3], [1, 2], [0, 0], [0, -5], ["least", 1], ["most", 1], ["most"] * 3],
+)
 def test_two_magnitudes_of_few_values_are_exact(dtype, values):
     named = {"least": np.finfo(dtype).smallest_subnormal, "most": np.finfo(dtype).max}
     values = np.array([named.get(each, each) for each in values], dtype)
-    quantised, lost = quantise(SparseVector(range(values.size), values, values.size), "two_bit")
+    quantised, lost = quantise(
+        SparseVector(range(values.size), values, values.size), "two_bit"
+    )
     assert quantised.values.tobytes() == values.tobytes()
     assert not lost.values.any()
 

@@ -19,20 +19,45 @@ from mpicomp import TopK
 from mpicomp_bench import files, info, main
 from mpicomp_bench.options import WIDTH, above_zero, not_negative, positive, share
 
-NEEDED = {"mpicomp explain": ["--ranks=4", "--length=100", "--density=0.1"]}  # what must be given
+# what must be given
+NEEDED = {"mpicomp explain": ["--ranks=4", "--length=100", "--density=0.1"]}
 OPTIONS = [
-    pytest.param(prog, action, id=f"{prog.removeprefix('mpicomp ')} {action.option_strings[0]}")
+    pytest.param(
+        prog, action, id=f"{prog.removeprefix('mpicomp ')} {action.option_strings[0]}"
+    )
     for prog, each in SUBCOMMANDS.items()
     for action in each._actions
     if action.option_strings and action.nargs != 0
 ]
-QUICK = ["bench", "allgather", "--lengths", "500", "--densities", "0.1", "--repeats", "1", "--baselines", "dense"]
+QUICK = [
+    "bench",
+    "allgather",
+    "--lengths",
+    "500",
+    "--densities",
+    "0.1",
+    "--repeats",
+    "1",
+    "--baselines",
+    "dense",
+]
 
 
 def test_info_prints_the_versions_and_mpi(capsys):
     assert main(["info"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines.keys() >= {"python", "mpicomp", "numpy", "numba", "mpi4py", "MPI", "ranks", "arrays"}
+    lines = dict(
+        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()
+    )
+    assert lines.keys() >= {
+        "python",
+        "mpicomp",
+        "numpy",
+        "numba",
+        "mpi4py",
+        "MPI",
+        "ranks",
+        "arrays",
+    }
     assert lines["ranks"] == "1 on 1 host"
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -70,7 +95,12 @@ def test_a_launcher_of_another_mpi_is_noticed(name, monkeypatch):
 
 def test_the_innermost_launcher_is_believed():
     """Inside a batch job mpirun starts one daemon a node through srun: 2 tasks for Slurm, 4 ranks for MPI."""
-    assert launcher.singleton_warning(4, {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}) is None
+    assert (
+        launcher.singleton_warning(
+            4, {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}
+        )
+        is None
+    )
 
 
 def test_torchrun_is_noticed(monkeypatch):
@@ -80,7 +110,9 @@ def test_torchrun_is_noticed(monkeypatch):
     out = io.StringIO()
     assert info.run(argparse.Namespace(json=False, recovery=False), out) == 1
     assert "warning: torchrun says WORLD_SIZE=2, and MPI sees 1" in out.getvalue()
-    assert "start with: mpirun -n 2 python -m collectives.torch train.py" in out.getvalue()
+    assert (
+        "start with: mpirun -n 2 python -m collectives.torch train.py" in out.getvalue()
+    )
     with pytest.raises(RuntimeError, match="each process would train alone"):
         GradientExchange(MPI.COMM_SELF.Dup(), TopK(0.1))(np.ones(9))
 
@@ -101,7 +133,10 @@ def test_help_shows_examples_that_are_understood(prog, examples, capsys, monkeyp
         main([*prog.split()[1:], "--help"])
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    lines = [line.strip() for line in said.partition("examples:\n")[2].partition("\n\n")[0].splitlines()]
+    lines = [
+        line.strip()
+        for line in said.partition("examples:\n")[2].partition("\n\n")[0].splitlines()
+    ]
     assert len(lines) == 2
     assert max(map(len, said.splitlines())) <= WIDTH
     _, about, *_ = said.split("\n\n")
@@ -110,23 +145,33 @@ def test_help_shows_examples_that_are_understood(prog, examples, capsys, monkeyp
     for line in lines:
         command = line[line.index("mpicomp ") :]
         assert command.startswith(prog)
-        files.check_files(SUBCOMMANDS[prog].parse_args(shlex.split(command)[len(prog.split()) :]))
+        files.check_files(
+            SUBCOMMANDS[prog].parse_args(shlex.split(command)[len(prog.split()) :])
+        )
 
 
 @pytest.mark.parametrize(("prog", "action"), OPTIONS)
 def test_a_wrong_value_is_refused_with_what_is_expected(prog, action, capsys):
     value = "/missing/folder/file.png" if action.dest in ("json", "captured") else "???"
     option = action.option_strings[0]
-    status, error = left([*prog.split()[1:], *NEEDED.get(prog, []), f"{option}={value}"], capsys)
+    status, error = left(
+        [*prog.split()[1:], *NEEDED.get(prog, []), f"{option}={value}"], capsys
+    )
     assert status == 2
     assert error.startswith(f"{prog}: error: argument {option}: ")
-    assert any(word in error for word in ("expected", "choose from", "cannot be read")), error
+    assert any(
+        word in error for word in ("expected", "choose from", "cannot be read")
+    ), error
 
 
 @pytest.mark.parametrize(
     ("kind", "wrong", "expected"),
     [
-        (positive, ["0", "-3", "x", "2.5", "nan", "inf", "", "2e18"], "a whole number of at least 1"),
+        (
+            positive,
+            ["0", "-3", "x", "2.5", "nan", "inf", "", "2e18"],
+            "a whole number of at least 1",
+        ),
         (share, ["0", "2", "-0.1", "nan", "few"], "0 < density <= 1"),
         (above_zero, ["0", "-1", "inf", "nan", "fast"], "a number above 0"),
         (not_negative, ["-1", "inf", "nan"], "a number of at least 0"),
@@ -141,15 +186,23 @@ def test_the_types_of_options(kind, wrong, expected):
 
 
 def test_a_length_may_be_written_as_one_reads_it():
-    assert positive("25_000_000") == positive("25e6") == positive("25000000") == 25_000_000
+    assert (
+        positive("25_000_000") == positive("25e6") == positive("25000000") == 25_000_000
+    )
     assert positive("9007199254740993") == 9007199254740993
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["explain", *NEEDED["mpicomp explain"], "--nodes=2"], "--nodes=2 is not expected (is --per-node meant?); see"),
-        (["explain", *NEEDED["mpicomp explain"], "--zzz"], "--zzz is not expected; see"),
+        (
+            ["explain", *NEEDED["mpicomp explain"], "--nodes=2"],
+            "--nodes=2 is not expected (is --per-node meant?); see",
+        ),
+        (
+            ["explain", *NEEDED["mpicomp explain"], "--zzz"],
+            "--zzz is not expected; see",
+        ),
         (["benhc"], "'explain'"),
         (["bench", "allredcue"], "'allreduce'"),
         ([], "COMMAND"),
@@ -204,7 +257,13 @@ def test_a_link_stays_one_and_permissions_are_the_usual(target, tmp_path):
     before = os.umask(0o027)
     try:
         for file in link, fresh:
-            assert files.write(asked(f"bench compressors --json {file}"), json=lambda file: file.write_text("new")) == 0
+            assert (
+                files.write(
+                    asked(f"bench compressors --json {file}"),
+                    json=lambda file: file.write_text("new"),
+                )
+                == 0
+            )
     finally:
         os.umask(before)
     assert link.is_symlink()
@@ -212,7 +271,9 @@ def test_a_link_stays_one_and_permissions_are_the_usual(target, tmp_path):
     assert [file.stat().st_mode & 0o777 for file in (target, fresh)] == [0o640, 0o640]
 
 
-def test_a_file_that_cannot_be_written_is_an_error_and_no_traceback(target, capsys, monkeypatch):
+def test_a_file_that_cannot_be_written_is_an_error_and_no_traceback(
+    target, capsys, monkeypatch
+):
     monkeypatch.setattr(files, "_replace", lambda path, make: failing(path))
     assert main([*QUICK, "--json", str(target)]) == 1
     assert "name another file with --json" in capsys.readouterr().err
@@ -220,7 +281,8 @@ def test_a_file_that_cannot_be_written_is_an_error_and_no_traceback(target, caps
 
 @pytest.mark.parametrize("command", [["info"], ["info", "--json"], QUICK])
 def test_without_an_mpi_it_says_how_to_get_one(command, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)  # importing it raises ImportError
+    # importing it raises ImportError
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.delattr("mpi4py.MPI")
     assert main(command) == 1
     said = "".join(capsys.readouterr())

@@ -8,7 +8,18 @@ from jobs import mpirun
 
 from mpicomp_bench.bounds import index_bits
 
-SUM = ["bench", "allreduce", "--lengths", "50000", "--densities", "0.01", "--repeats", "2", "--patterns", "shared"]
+SUM = [
+    "bench",
+    "allreduce",
+    "--lengths",
+    "50000",
+    "--densities",
+    "0.01",
+    "--repeats",
+    "2",
+    "--patterns",
+    "shared",
+]
 COMMANDS = [
     [*SUM, "--codecs", "plain", "--json", "../there/sum.json"],
     [*SUM, "--json", "../none/sum.json"],
@@ -42,16 +53,28 @@ def test_files_are_looked_at_on_rank_0_alone(ran):
     """The other rank sees neither the folder nor the file, and ends as rank 0 does."""
     folder, done = ran
     assert sorted(os.listdir(folder)) == ["sum.json"]
-    assert done.stderr.count("error: argument --json: got '../none/sum.json': there is no folder") == 1
+    assert (
+        done.stderr.count(
+            "error: argument --json: got '../none/sum.json': there is no folder"
+        )
+        == 1
+    )
     for rank in 0, 1:
-        ended = [line.split()[3] for line in done.stderr.splitlines() if line.endswith(f"on rank {rank}")]
+        ended = [
+            line.split()[3]
+            for line in done.stderr.splitlines()
+            if line.endswith(f"on rank {rank}")
+        ]
         assert ended == ["0", "2", "0"]
 
 
 def test_rank_0_alone_prints(ran):
     folder, done = ran
     lines = done.stdout.splitlines()
-    algorithms = [row["algorithm"] for row in json.loads((folder / "sum.json").read_text())["rows"]]
+    algorithms = [
+        row["algorithm"]
+        for row in json.loads((folder / "sum.json").read_text())["rows"]
+    ]
     assert lines[0].split()[:2] == ["length", "dtype"]
     assert all(name in line for name, line in zip(algorithms, lines[1:], strict=False))
     assert done.stdout.count("length") == done.stdout.count("2 on 1 host") == 1
@@ -68,4 +91,6 @@ def test_the_bytes_are_those_of_the_cost_table(ran):
     for name in "recursive_doubling", "allgather", "gTop-k tree, as published":
         assert 4000 <= sent[name] < 4400
     over = {row["algorithm"]: row["over_bound"] for row in about["rows"]}
-    assert over["recursive_doubling"] == pytest.approx(sent["recursive_doubling"] / (500 * (3 + index_bits(0.01) / 8)))
+    assert over["recursive_doubling"] == pytest.approx(
+        sent["recursive_doubling"] / (500 * (3 + index_bits(0.01) / 8))
+    )

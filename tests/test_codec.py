@@ -32,7 +32,11 @@ HEADER = "<2sBBIqqq32x"  # the fields that a decoder reads, and zeros
 
 
 def same(back, vector):
-    assert (back.length, back.dtype, back.width) == (vector.length, vector.dtype, vector.width)
+    assert (back.length, back.dtype, back.width) == (
+        vector.length,
+        vector.dtype,
+        vector.width,
+    )
     assert back.indices.dtype == vector.indices.dtype
     assert back.indices.tobytes() == vector.indices.tobytes()
     assert back.values.tobytes() == vector.values.tobytes()
@@ -52,14 +56,50 @@ def test_what_is_decoded_is_what_was_encoded_to_the_bit(vector):
 @st.composite
 def positions(draw):
     """Draw a length and increasing positions: of any density, up to the last index, around the bounds of blocks."""
-    length = draw(st.sampled_from([1, 2, 63, 64, 65, 65_535, 65_536, 65_537, 2**31 - 1, 2**31, 2**40, 2**63 - 1]))
-    near = st.sampled_from([0, 1, 63, 64, 65_535, 65_536, 2 * 65_536, 2**31 - 2, 2**31 - 1, length - 2, length - 1])
+    length = draw(
+        st.sampled_from(
+            [
+                1,
+                2,
+                63,
+                64,
+                65,
+                65_535,
+                65_536,
+                65_537,
+                2**31 - 1,
+                2**31,
+                2**40,
+                2**63 - 1,
+            ]
+        )
+    )
+    near = st.sampled_from(
+        [
+            0,
+            1,
+            63,
+            64,
+            65_535,
+            65_536,
+            2 * 65_536,
+            2**31 - 2,
+            2**31 - 1,
+            length - 2,
+            length - 1,
+        ]
+    )
     some = draw(st.lists(st.one_of(near, st.integers(0, length - 1)), max_size=40))
-    run = range(start := draw(st.integers(0, length - 1)), min(length, start + draw(st.integers(0, 200))))
+    run = range(
+        start := draw(st.integers(0, length - 1)),
+        min(length, start + draw(st.integers(0, 200))),
+    )
     step = draw(st.integers(1, 70_000))
     spread = range(0, min(length, 50 * step), step)
     chosen = draw(st.sampled_from([[], some, run, spread, [*some, *run, *spread]]))
-    return length, np.unique(np.array([index for index in chosen if 0 <= index < length], np.int64))
+    return length, np.unique(
+        np.array([index for index in chosen if 0 <= index < length], np.int64)
+    )
 
 
 @given(positions(), st.sampled_from(range(len(INDEX_FORMATS))), st.sampled_from(DTYPES))
@@ -73,14 +113,22 @@ def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
     room = np.full(nbytes + 9000, 255, np.uint8)
     message = encode(vector, room, coding)
     same(decode(message), vector)
-    assert (room[message.size :] == 255).all(), "something behind the message was written"
+    assert (room[message.size :] == 255).all(), (
+        "something behind the message was written"
+    )
 
 
 @given(st.data(), st.sampled_from(range(len(VALUE_FORMATS))))
 def test_every_value_format_comes_back_to_the_bit(data, form):
     own = VALUE_FORMATS[form].dtype
     short = data.draw(st.sampled_from([np.float16, np.float32]))
-    values = data.draw(hnp.arrays(short, st.integers(0, 99), elements=hnp.from_dtype(np.dtype(short), allow_nan=False)))
+    values = data.draw(
+        hnp.arrays(
+            short,
+            st.integers(0, 99),
+            elements=hnp.from_dtype(np.dtype(short), allow_nan=False),
+        )
+    )
     if data.draw(st.booleans()):
         magnitudes = values[: data.draw(st.integers(1, 2))]
         values = np.copysign(np.resize(magnitudes, values.shape), values)
@@ -92,7 +140,11 @@ def test_every_value_format_comes_back_to_the_bit(data, form):
         vector = SparseVector(np.arange(values.size), values, values.size)
     if VALUE_FORMATS[form].fits(values):
         same(decode(encode(vector, coding=Coding(0, VALUE_FORMATS[form]))), vector)
-    for coded in [Offsets.of(values), Runs.of(values, 1), Runs.of(values, 2)] if values.size else []:
+    for coded in (
+        [Offsets.of(values), Runs.of(values, 1), Runs.of(values, 2)]
+        if values.size
+        else []
+    ):
         if coded is None:
             continue
         same(decode(encode(vector, coding=Coding(0, coded))), vector)
@@ -107,7 +159,10 @@ def random_support(density, length=1_000_000):
 def test_indices_are_near_their_entropy(density, bits):
     support = random_support(density)
     vector = SparseVector(support, np.empty((support.size, 0), np.float32), 1_000_000)
-    assert 8 * (encoded_nbytes(vector, smallest(vector)) - HEADER_NBYTES) <= bits * support.size
+    assert (
+        8 * (encoded_nbytes(vector, smallest(vector)) - HEADER_NBYTES)
+        <= bits * support.size
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +170,8 @@ def test_indices_are_near_their_entropy(density, bits):
     [
         (np.array([1.5, -2, 3], np.float32), 6),
         (np.array([1.5, -2, 1e30], np.float64).astype(np.float32), 12),
-        (np.array([1.5, -2.0, 2.0**100], np.float32), 6),  # bfloat16 numbers, beyond the range of float16
+        # bfloat16 numbers, beyond the range of float16
+        (np.array([1.5, -2.0, 2.0**100], np.float32), 6),
         (np.array([0.1, 0.2], np.float32), 8),
         (np.array([0.1, 0.2], np.float64), 16),
         (np.array([0.1, 0.2], np.float32).astype(np.float64), 8),
@@ -123,8 +179,12 @@ def test_indices_are_near_their_entropy(density, bits):
         (np.resize(np.array([0.1, -0.3, -0.1], np.float32), 1000), 2 * 128 + 24 + 8),
         (np.resize(np.array([0.1, 0, 5e-324]), 100), 800),  # three magnitudes
         (np.resize(np.array([0.1, -5e-324, -0.1]), 100), 2 * 16 + 24 + 8),
-        (np.full(1000, 0.1, np.float16) * (-1) ** np.arange(1000).astype(np.float16), 128 + 16 + 8),
-        (np.repeat(np.array([0.1, 0.7, -0.3], np.float32), 1000), 376 + 3 * 16 + 8),  # three tensors' signs
+        (
+            np.full(1000, 0.1, np.float16) * (-1) ** np.arange(1000).astype(np.float16),
+            128 + 16 + 8,
+        ),
+        # three tensors' signs
+        (np.repeat(np.array([0.1, 0.7, -0.3], np.float32), 1000), 376 + 3 * 16 + 8),
         (np.repeat(np.array([0.1, 0.7, 0.2, 0.4], np.float32), 1000), 504 + 4 * 16 + 8),
     ],
 )
@@ -134,20 +194,31 @@ def test_values_take_the_shortest_format_that_loses_nothing(values, nbytes):
     same(decode(encode(vector, coding=smallest(vector))), vector)
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(np.float16, 12), (np.float32, 25), (np.float64, 54)])
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(np.float16, 12), (np.float32, 25), (np.float64, 54)]
+)
 def test_values_that_were_selected_take_the_bits_by_which_they_differ(dtype, bits):
     """A sign, what they differ by in the fraction, and a bit for the second octave."""
     rng = np.random.default_rng(0)
-    values = (np.sign(rng.standard_normal(1000)) * (1.6 + 2.3 * rng.random(1000))).astype(dtype)
+    values = (
+        np.sign(rng.standard_normal(1000)) * (1.6 + 2.3 * rng.random(1000))
+    ).astype(dtype)
     vector = SparseVector(np.arange(1000), values, 1000)
-    assert encoded_nbytes(vector, smallest(vector)) == HEADER_NBYTES + 8 + 1000 * (bits // 8) + 128 * (bits % 8) + 16
+    assert (
+        encoded_nbytes(vector, smallest(vector))
+        == HEADER_NBYTES + 8 + 1000 * (bits // 8) + 128 * (bits % 8) + 16
+    )
     same(decode(encode(vector, coding=smallest(vector))), vector)
 
 
 def test_the_layout_of_offsets_is_the_documented_one():
-    values = np.array([1, -1.25, 1.75, -1], np.float16)  # 0x3c00, 0xbd00, 0x3f00, 0xbc00
-    message = encode(SparseVector(range(4), values, 4), coding=Coding(RANGE, Offsets.of(values))).tobytes()
-    bytes_and_bits = bytes(8), 0b0110, 0b0100, 0b1010  # of 0x000, 0x500, 0x300, 0x400: bits 8, 9 and 10
+    # 0x3c00, 0xbd00, 0x3f00, 0xbc00
+    values = np.array([1, -1.25, 1.75, -1], np.float16)
+    message = encode(
+        SparseVector(range(4), values, 4), coding=Coding(RANGE, Offsets.of(values))
+    ).tobytes()
+    # of 0x000, 0x500, 0x300, 0x400: bits 8, 9 and 10
+    bytes_and_bits = bytes(8), 0b0110, 0b0100, 0b1010
     assert message == (
         b"MV"
         + bytes([4, RANGE | 15 << 3, 0, 0, 0, 0])
@@ -163,23 +234,38 @@ def in_runs(values, most=2):
 
 
 @pytest.mark.parametrize("codec", ["two_bit", "sign", "float16", "bfloat16", None])
-@pytest.mark.parametrize("sizes", [[1, 3, 10, 4000, 9000], [2] * 40 + [20000], [700] * 30, [5, 30, 50, 64, 200]])
+@pytest.mark.parametrize(
+    "sizes",
+    [[1, 3, 10, 4000, 9000], [2] * 40 + [20000], [700] * 30, [5, 30, 50, 64, 200]],
+)
 def test_the_bytes_do_not_depend_on_the_order_of_the_segments(codec, sizes):
     rng, found = np.random.default_rng(0), set()
-    parts = [rng.standard_normal(size).astype(np.float32) * 10.0 ** rng.integers(-3, 3) for size in sizes]
-    for order in (range(len(sizes)), reversed(range(len(sizes))), *(rng.permutation(len(sizes)) for _ in range(8))):
+    parts = [
+        rng.standard_normal(size).astype(np.float32) * 10.0 ** rng.integers(-3, 3)
+        for size in sizes
+    ]
+    for order in (
+        range(len(sizes)),
+        reversed(range(len(sizes))),
+        *(rng.permutation(len(sizes)) for _ in range(8)),
+    ):
         given = [parts[place] for place in order]
         compressor = TopK(0.9) if codec is None else Quantised(TopK(0.9), codec)
         bounds = np.cumsum([0, *map(len, given)]).tolist()
-        vector = Segments([None] * len(given), bounds, [deepcopy(compressor) for _ in given])
+        vector = Segments(
+            [None] * len(given), bounds, [deepcopy(compressor) for _ in given]
+        )
         sent = vector.compress(np.concatenate(given))
         found.add(encoded_nbytes(sent, smallest(sent)))
     assert max(found) <= 1.02 * min(found)
 
 
 def test_the_layout_of_runs_is_the_documented_one():
-    values = np.array([1, -1.25, 1.25, -1, 2, 3, 3], np.float16)  # 0x3c00, 0xbd00, 0x3d00, 0xbc00, 0x4000, 0x4200
-    message = encode(SparseVector(range(7), values, 7), coding=in_runs(values)).tobytes()
+    # 0x3c00, 0xbd00, 0x3d00, 0xbc00, 0x4000, 0x4200
+    values = np.array([1, -1.25, 1.25, -1, 2, 3, 3], np.float16)
+    message = encode(
+        SparseVector(range(7), values, 7), coding=in_runs(values)
+    ).tobytes()
     assert message == (
         b"MV"
         + bytes([4, RANGE | 12 << 3, 0, 0, 0, 0])
@@ -197,8 +283,13 @@ def test_runs_are_as_long_as_they_can_be(most):
     """Against a loop over the values."""
     rng = np.random.default_rng(5)
     for _ in range(300):
-        parts = [rng.choice(rng.integers(1, 5, most), rng.integers(1, 9)) for _ in range(rng.integers(1, 6))]
-        values = np.concatenate(parts).astype(np.float32) * rng.choice(np.array([-1, 1], np.float32))
+        parts = [
+            rng.choice(rng.integers(1, 5, most), rng.integers(1, 9))
+            for _ in range(rng.integers(1, 6))
+        ]
+        values = np.concatenate(parts).astype(np.float32) * rng.choice(
+            np.array([-1, 1], np.float32)
+        )
         starts, seen = [0], set()
         for place, magnitude in enumerate(np.abs(values).tolist()):
             if magnitude not in seen and len(seen) == most:
@@ -211,7 +302,20 @@ def test_runs_are_as_long_as_they_can_be(most):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("place", "number"),
-    [(0, 1), (0, -1), (1, -5), (2, -(2**63)), (2, 0), (2, None), (3, 0), (3, 40), (3, -1), (4, 0), (6, 0), (6, -1)],
+    [
+        (0, 1),
+        (0, -1),
+        (1, -5),
+        (2, -(2**63)),
+        (2, 0),
+        (2, None),
+        (3, 0),
+        (3, 40),
+        (3, -1),
+        (4, 0),
+        (6, 0),
+        (6, -1),
+    ],
 )
 def test_runs_that_lie_are_refused(dtype, place, number):
     values = np.repeat(np.array([1, -2, 1, 3, 4], dtype), 8)
@@ -235,10 +339,13 @@ def test_values_of_many_magnitudes_are_no_runs_nor_those_of_a_dense_vector():
     assert len(Runs.of(values[:2048], 2).table) == 1024
 
 
-@pytest.mark.parametrize(("least", "width"), [(-1, 3), (0, -1), (0, 16), (2**62, 64), (0, 2**62)])
+@pytest.mark.parametrize(
+    ("least", "width"), [(-1, 3), (0, -1), (0, 16), (2**62, 64), (0, 2**62)]
+)
 def test_offsets_that_lie_are_refused(least, width):
     message = encode(
-        SparseVector(range(40), np.ones(40, np.float16), 40), coding=Coding(RANGE, Offsets.of(np.ones(1, np.float16)))
+        SparseVector(range(40), np.ones(40, np.float16), 40),
+        coding=Coding(RANGE, Offsets.of(np.ones(1, np.float16))),
     )
     message[-16:] = np.array([least, width]).view(np.uint8)
     with pytest.raises(CodecError):
@@ -264,17 +371,31 @@ def test_a_buffer_that_is_too_short_is_refused():
 
 def test_a_range_without_values_is_refused():
     """Eight bytes could claim any number of entries."""
-    message = struct.pack(HEADER + "q", b"MV", 4, RANGE | 1 << 3, 1, 2**62, 2**61, 72, 0)
+    message = struct.pack(
+        HEADER + "q", b"MV", 4, RANGE | 1 << 3, 1, 2**62, 2**61, 72, 0
+    )
     with pytest.raises(CodecError, match="8 bytes of indices in format 2 do not hold"):
         decode(np.frombuffer(message, np.uint8))
 
 
 def broken(last_two=(5, 8), **changes):
     """Return a sound message of 3 entries with fields of its header, or the last two indices, replaced."""
-    fields = {"magic": b"MV", "version": 4, "index": 0, "value": 1, "row": 0, "length": 9, "nnz": 3, "nbytes": 92}
+    fields = {
+        "magic": b"MV",
+        "version": 4,
+        "index": 0,
+        "value": 1,
+        "row": 0,
+        "length": 9,
+        "nnz": 3,
+        "nbytes": 92,
+    }
     magic, version, index, value, *others = (fields | changes).values()
     body = struct.pack("<3i4x3f", 1, last_two[0], last_two[1], 1, 2, 3)
-    return np.frombuffer(struct.pack(HEADER, magic, version, index | value << 3, *others) + body, np.uint8)
+    return np.frombuffer(
+        struct.pack(HEADER, magic, version, index | value << 3, *others) + body,
+        np.uint8,
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +404,10 @@ def broken(last_two=(5, 8), **changes):
         ({"magic": b"MX"}, "got magic b'MX', version 4: expected b'MV', 4"),
         ({"version": 1}, "version 1: expected b'MV', 4"),
         ({"index": 5}, "got index format 5"),
-        ({"index": 1}, "16 bytes of indices in format 1 do not hold 3 entries for int32"),
+        (
+            {"index": 1},
+            "16 bytes of indices in format 1 do not hold 3 entries for int32",
+        ),
         ({"index": 2}, "16 bytes of indices in format 2 do not hold 3 entries"),
         ({"index": 3}, "16 bytes of indices in format 3 do not hold 3 entries"),
         ({"index": 4}, "16 bytes of indices in format 4 do not hold 3 entries"),
@@ -297,11 +421,17 @@ def broken(last_two=(5, 8), **changes):
         ({"nnz": -1}, "got -1 entries"),
         ({"nnz": 4}, "the header says 92 bytes for 4 entries"),
         ({"nnz": 1}, "24 bytes of indices in format 0 do not hold 1 entries"),
-        ({"nnz": 2**62, "length": 2**63 - 1, "index": 1}, "the header says 92 bytes for 4611686018427387904 entries"),
+        (
+            {"nnz": 2**62, "length": 2**63 - 1, "index": 1},
+            "the header says 92 bytes for 4611686018427387904 entries",
+        ),
         ({"last_two": (5, 9)}, "index 9 is out of range"),
         ({"nbytes": 93}, "the header says 93 bytes, the buffer has 92"),
         ({"row": 3}, "the header says 92 bytes for 3 entries"),
-        ({"row": 2**32 - 1, "nnz": 2**62, "length": 2**63 - 1}, "the header says 92 bytes for 46"),
+        (
+            {"row": 2**32 - 1, "nnz": 2**62, "length": 2**63 - 1},
+            "the header says 92 bytes for 46",
+        ),
         ({"nnz": 5, "nbytes": 108}, "the header says 108 bytes, the buffer has 92"),
     ],
 )
@@ -320,10 +450,16 @@ def test_the_quick_coding_goes_by_the_true_count():
     assert quick(dense).indices == BITMAP
     assert encoded_nbytes(dense, quick(dense)) == HEADER_NBYTES + 16 + 8 * 63 + 4000
     spread = SparseVector(np.arange(0, 10**6, 1000), values, 10**6)
-    assert encoded_nbytes(spread, quick(spread)) == encoded_nbytes(spread) == HEADER_NBYTES + 4000 + 4000
+    assert (
+        encoded_nbytes(spread, quick(spread))
+        == encoded_nbytes(spread)
+        == HEADER_NBYTES + 4000 + 4000
+    )
 
 
-@pytest.mark.parametrize(("span", "form"), [(7872, BITMAP), (7873, INT32), (12_000, INT32)])
+@pytest.mark.parametrize(
+    ("span", "form"), [(7872, BITMAP), (7873, INT32), (12_000, INT32)]
+)
 def test_the_quick_coding_is_a_bitmap_up_to_a_quarter_of_the_plain_indices(span, form):
     vector = SparseVector([*range(999), span - 1], np.ones(1000), 10**6)
     assert quick(vector).indices == form
@@ -331,28 +467,37 @@ def test_the_quick_coding_is_a_bitmap_up_to_a_quarter_of_the_plain_indices(span,
 
 def test_the_smallest_coding_goes_by_the_true_count():
     def form_of(indices, length):
-        return smallest(SparseVector(indices, np.ones(len(indices), np.float32), length)).indices
+        return smallest(
+            SparseVector(indices, np.ones(len(indices), np.float32), length)
+        ).indices
 
     assert form_of(range(5000, 6000), 10**6) == RANGE
     assert form_of(range(5000, 13000, 2), 10**6) == BITMAP
     assert form_of(random_support(0.01), 10**6) == ELIAS_FANO
-    assert form_of([0, 5, 2**40, 2**62], 2**63 - 1) == 1  # plain: what EF spares is less than its head
-    close = np.sort(np.random.default_rng(1).choice(70_000, 200, replace=False)) + (1 << 30)
+    # plain: what EF spares is less than its head
+    assert form_of([0, 5, 2**40, 2**62], 2**63 - 1) == 1
+    close = np.sort(np.random.default_rng(1).choice(70_000, 200, replace=False)) + (
+        1 << 30
+    )
     assert form_of(close, 2**31 - 1) == ELIAS_FANO
-    assert smallest(SparseVector(range(50), np.empty((50, 0)), 50)).indices == BITMAP  # no values, so no range
+    # no values, so no range
+    assert smallest(SparseVector(range(50), np.empty((50, 0)), 50)).indices == BITMAP
 
 
 def of_section(form, section, nnz, length):
     """Return a message of float64 whose section of indices has these 64-bit words."""
     body = struct.pack(f"<{len(section)}q{nnz}d", *section, *range(nnz))
-    header = struct.pack(HEADER, b"MV", 4, form | 2 << 3, 0, length, nnz, 64 + len(body))
+    header = struct.pack(
+        HEADER, b"MV", 4, form | 2 << 3, 0, length, nnz, 64 + len(body)
+    )
     return np.frombuffer(header + body, np.uint8)
 
 
 @pytest.mark.parametrize(
     ("form", "section", "nnz", "length"),
     [
-        (ELIAS_FANO, (0, 2**31 - 1, 2**30 - 2, 0, 0b100000), 1, 2**31 - 1),  # 2^32 beyond the end of its span
+        # 2^32 beyond the end of its span
+        (ELIAS_FANO, (0, 2**31 - 1, 2**30 - 2, 0, 0b100000), 1, 2**31 - 1),
         (RANGE, (2**31 - 1,), 1, 2**31 - 1),
         (RANGE, (2**32,), 1, 9),
         (RANGE, (2**63 - 1,), 1, 2**63 - 1),
@@ -388,7 +533,9 @@ def test_offsets_are_narrower_than_their_dtype(dtype):
         octets, rest = divmod(width + 1, 8)
         body = struct.pack(f"<q{40 * octets + 8 * rest}xqq", 0, 0, width)
         formats = RANGE | (15 + DTYPES.index(dtype)) << 3
-        message = struct.pack(HEADER, b"MV", 4, formats, 0, 40, 40, 64 + len(body)) + body
+        message = (
+            struct.pack(HEADER, b"MV", 4, formats, 0, 40, 40, 64 + len(body)) + body
+        )
         if width < bits:
             assert decode(np.frombuffer(message, np.uint8)).values.tolist() == [0] * 40
         else:
@@ -411,18 +558,39 @@ def test_mutated_messages_decode_or_raise_codec_error():
 
 def few_bits_message(values, bits=4, block=32):
     room = in_a_message(values.size, bits or 8, block, values, line=64)
-    coded = quantise(values, np.empty_like(values), room) if bits else as_they_are(values, block)
-    message = encode_few_bits(coded, np.full(values.nbytes + 9000, 255, np.uint8), line=64)
+    coded = (
+        quantise(values, np.empty_like(values), room)
+        if bits
+        else as_they_are(values, block)
+    )
+    message = encode_few_bits(
+        coded, np.full(values.nbytes + 9000, 255, np.uint8), line=64
+    )
     assert encode_few_bits(coded, line=64).tobytes() == message.tobytes()
     return encode_few_bits(coded, message), coded
 
 
-@given(st.integers(0, 200), st.sampled_from(DTYPES[1:]), st.sampled_from([0, *BITS]), st.sampled_from([32, 64]))
+@given(
+    st.integers(0, 200),
+    st.sampled_from(DTYPES[1:]),
+    st.sampled_from([0, *BITS]),
+    st.sampled_from([32, 64]),
+)
 def test_values_in_few_bits_come_back(size, dtype, bits, block):
-    message, coded = few_bits_message(np.random.default_rng(size).standard_normal(size).astype(dtype), bits, block)
+    message, coded = few_bits_message(
+        np.random.default_rng(size).standard_normal(size).astype(dtype), bits, block
+    )
     back = decode_few_bits(message)
-    assert (back.size, back.bits, back.block, back.dtype) == (size, bits or 8 * coded.dtype.itemsize, block, dtype)
-    assert (back.codes.tobytes(), back.scales.tobytes()) == (coded.codes.tobytes(), coded.scales.tobytes())
+    assert (back.size, back.bits, back.block, back.dtype) == (
+        size,
+        bits or 8 * coded.dtype.itemsize,
+        block,
+        dtype,
+    )
+    assert (back.codes.tobytes(), back.scales.tobytes()) == (
+        coded.codes.tobytes(),
+        coded.scales.tobytes(),
+    )
 
 
 def test_the_layout_of_few_bits_is_the_documented_one():
@@ -447,7 +615,20 @@ def test_the_layout_of_few_bits_is_the_documented_one():
 
 @pytest.mark.parametrize(
     ("at", "number"),
-    [(3, 5), (3, 13), (3, 255), (4, 0), (4, 31), (4, 48), (4, 1 << 17), (8, -1), (8, 34), (16, 34), (24, 70), (48, 0)],
+    [
+        (3, 5),
+        (3, 13),
+        (3, 255),
+        (4, 0),
+        (4, 31),
+        (4, 48),
+        (4, 1 << 17),
+        (8, -1),
+        (8, 34),
+        (16, 34),
+        (24, 70),
+        (48, 0),
+    ],
 )
 def test_few_bits_that_lie_are_refused(at, number):
     message, _ = few_bits_message(np.ones(33, np.float32))

@@ -30,7 +30,9 @@ EVERY = {
     "SIDCo as published": lambda: SIDCo(0.01, "pareto", 3, "published"),
     "SIDCo without adaptation": lambda: SIDCo(0.01, adaptation=None),
     **{
-        f"AggregationAware {metric}": (lambda metric=metric: AggregationAware(0.1, metric=metric))
+        f"AggregationAware {metric}": (
+            lambda metric=metric: AggregationAware(0.1, metric=metric)
+        )
         for metric in ("recency", "votes", "magnitude")
     },
     "Quantised WarmUp": lambda: Quantised(WarmUp(SIDCo(0.01), [0.5, 0.01]), "bfloat16"),
@@ -65,24 +67,68 @@ def used(name, steps=3):
 
 def same(one, other):
     """Say whether two states, or the attributes of two chains, hold the same values."""
-    return one.keys() == other.keys() and all(np.array_equal(np.asarray(one[k]), np.asarray(other[k])) for k in one)
+    return one.keys() == other.keys() and all(
+        np.array_equal(np.asarray(one[k]), np.asarray(other[k])) for k in one
+    )
 
 
 def altered(value):
     """Yield values that are not what a saved state has there, or hardly so."""
     size = np.size(value)
-    yield from (np.array("text"), np.array(None), np.array({}), np.array(True), np.array(1j), b"bytes", [[1], [2, 3]])
-    yield from (np.array(bad) for bad in (-1, -1.5, 0.5, np.nan, np.inf, -np.inf, 1e300, 10**12, 2**63, 2**64 - 1))
-    yield from (np.empty(0), np.empty((0, 3)), np.zeros(size + 1), np.ones(size + 7), np.ones((size, 1)), np.ones(5))
+    yield from (
+        np.array("text"),
+        np.array(None),
+        np.array({}),
+        np.array(True),
+        np.array(1j),
+        b"bytes",
+        [[1], [2, 3]],
+    )
+    yield from (
+        np.array(bad)
+        for bad in (
+            -1,
+            -1.5,
+            0.5,
+            np.nan,
+            np.inf,
+            -np.inf,
+            1e300,
+            10**12,
+            2**63,
+            2**64 - 1,
+        )
+    )
+    yield from (
+        np.empty(0),
+        np.empty((0, 3)),
+        np.zeros(size + 1),
+        np.ones(size + 7),
+        np.ones((size, 1)),
+        np.ones(5),
+    )
     yield from (np.full(size, bad) for bad in (np.nan, -1.0, 1e300, 3))
-    for dtype in (np.float16, np.float32, np.float64, np.int8, np.int64, np.uint64, np.complex64, str, object):
+    for dtype in (
+        np.float16,
+        np.float32,
+        np.float64,
+        np.int8,
+        np.int64,
+        np.uint64,
+        np.complex64,
+        str,
+        object,
+    ):
         yield np.asarray(value).astype(dtype)
         yield np.asarray(value).astype(dtype).reshape(1, -1)
 
 
 def check_load(compressor, state):
     """Check that a state is refused and nothing changes, or that the next step works with it."""
-    before, attributes = compressor.state_dict(), copy.deepcopy([vars(part) for part in compressor.chain()])
+    before, attributes = (
+        compressor.state_dict(),
+        copy.deepcopy([vars(part) for part in compressor.chain()]),
+    )
     try:
         compressor.load_state_dict(state)
     except ValueError:
@@ -121,18 +167,30 @@ def test_an_altered_state_is_refused_or_works(name, steps):
         for bad in altered(value):
             accepted += check_load(used(name, steps), {**sound, key: bad})
         assert accepted <= 12, f"{accepted} altered values of {key} were accepted"
-        check_load(used(name, steps), {other: sound[other] for other in sound if other != key})
+        check_load(
+            used(name, steps), {other: sound[other] for other in sound if other != key}
+        )
     for more in ("0.other", "9.step", "step", ""):
         assert not check_load(used(name, steps), {**sound, more: np.array(1)})
 
 
 def test_the_error_names_the_value_and_what_was_expected():
-    with pytest.raises(ValueError, match=re.escape("the state has array(-1) as 0.step: expected an integer from 0 to")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "the state has array(-1) as 0.step: expected an integer from 0 to"
+        ),
+    ):
         WarmUp(TopK(0.1)).load_state_dict({"0.step": np.array(-1)})
-    with pytest.raises(ValueError, match=r"the state has nothing as 0.step: expected an integer"):
+    with pytest.raises(
+        ValueError, match=r"the state has nothing as 0.step: expected an integer"
+    ):
         WarmUp(TopK(0.1)).load_state_dict({})
     published = SIDCo(0.1, adaptation="published")
-    with pytest.raises(ValueError, match=r"float64 of shape \(5,\) as 0._ratios: expected a list of at most 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"float64 of shape \(5,\) as 0._ratios: expected a list of at most 4",
+    ):
         published.load_state_dict({**published.state_dict(), "0._ratios": np.ones(5)})
 
 
@@ -140,7 +198,10 @@ def test_the_error_names_the_value_and_what_was_expected():
 def test_a_failed_step_is_undone_by_a_snapshot(name):
     compressor = used(name)
     before = compressor.state_dict()
-    attributes, snapshot = [dict(vars(part)) for part in compressor.chain()], compressor.snapshot()
+    attributes, snapshot = (
+        [dict(vars(part)) for part in compressor.chain()],
+        compressor.snapshot(),
+    )
     take_step(compressor, 3)
     restore(snapshot)
     assert same(compressor.state_dict(), before)
@@ -148,7 +209,9 @@ def test_a_failed_step_is_undone_by_a_snapshot(name):
 
 
 def compressed_sum(compressor, residual, gradient, out, scale=1.0):
-    return compressor.compress_segments(out, [0, out.size], summands=(residual, scale, [gradient]))
+    return compressor.compress_segments(
+        out, [0, out.size], summands=(residual, scale, [gradient])
+    )
 
 
 @compressors
@@ -177,14 +240,24 @@ def test_one_pass_over_a_long_vector_selects_the_same(dtype, scale):
     """As long as the fused kernels want it; zeros, and what is not finite too."""
     residual, new = (each.astype(dtype) for each in long_vectors())
     for gradient in (new, -residual):
-        one, other, out, total = TopK(0.001), TopK(0.001), np.empty_like(new), dtype(scale) * residual + gradient
-        found, expected = compressed_sum(one, residual, gradient, out, scale), other.compress(total)
+        one, other, out, total = (
+            TopK(0.001),
+            TopK(0.001),
+            np.empty_like(new),
+            dtype(scale) * residual + gradient,
+        )
+        found, expected = (
+            compressed_sum(one, residual, gradient, out, scale),
+            other.compress(total),
+        )
         assert out.tobytes() == total.tobytes()
         assert found.indices.tobytes() == expected.indices.tobytes()
         assert found.values.tobytes() == expected.values.tobytes()
         assert one.report == other.report
     new[[1_234_567, 2_000_000]] = np.nan
-    with pytest.raises(ValueError, match=r"values\[1234567\] is nan: expected finite values"):
+    with pytest.raises(
+        ValueError, match=r"values\[1234567\] is nan: expected finite values"
+    ):
         compressed_sum(TopK(0.001), residual, new, np.empty_like(new))
 
 
@@ -194,15 +267,26 @@ def test_what_is_not_finite_in_a_sum_is_named_and_nothing_changes(name, bad):
     compressor = used(name)
     before, residual, new = compressor.state_dict(), gradient(5), gradient(6)
     new[[123, 777]] = bad
-    with pytest.raises(ValueError, match=re.escape(f"values[123] is {bad}: expected finite values")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"values[123] is {bad}: expected finite values")
+    ):
         compressed_sum(compressor, residual, new, np.empty(LENGTH, np.float32))
     assert same(compressor.state_dict(), before)
 
 
 def compiled():
     """Return the number of signatures that each kernel was compiled for."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("mpicomp.kernels.host.")]
-    kernels = {kernel for module in modules for kernel in vars(module).values() if hasattr(kernel, "signatures")}
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("mpicomp.kernels.host.")
+    ]
+    kernels = {
+        kernel
+        for module in modules
+        for kernel in vars(module).values()
+        if hasattr(kernel, "signatures")
+    }
     return {kernel: len(kernel.signatures) for kernel in kernels}
 
 
@@ -211,7 +295,10 @@ def test_what_is_compressed_may_be_read_only_and_nothing_is_compiled_for_it(name
     dense = gradient(0)
     expected, before = EVERY[name]().compress(dense, gradient=dense), compiled()
     dense.flags.writeable = False
-    assert EVERY[name]().compress(dense, gradient=dense).indices.tolist() == expected.indices.tolist()
+    assert (
+        EVERY[name]().compress(dense, gradient=dense).indices.tolist()
+        == expected.indices.tolist()
+    )
     assert compiled() == before
 
 
@@ -251,31 +338,50 @@ class Decaying(Compressor):
         self.threshold = threshold
 
     def compress(self, corrected, *, gradient=None):
-        vector = SparseVector.from_dense(np.where(np.abs(corrected) >= self.threshold, corrected, 0))
+        vector = SparseVector.from_dense(
+            np.where(np.abs(corrected) >= self.threshold, corrected, 0)
+        )
         self.threshold *= 0.5
         return vector
 
 
 def test_a_compressor_of_ones_own():
     own = Quantised(Decaying(1.0), "float16")
-    assert compressed_sum(own, np.ones(3), np.array([0.0, -2, -0.4]), np.empty(3)).indices.tolist() == [0, 1]
-    assert {name: array.tolist() for name, array in own.state_dict().items()} == {"1.threshold": 0.5}
+    assert compressed_sum(
+        own, np.ones(3), np.array([0.0, -2, -0.4]), np.empty(3)
+    ).indices.tolist() == [0, 1]
+    assert {name: array.tolist() for name, array in own.state_dict().items()} == {
+        "1.threshold": 0.5
+    }
     for bad in (2, -1, np.nan, "x", [0.5]):
-        with pytest.raises(ValueError, match=r"as 1\.threshold: expected a finite number from 0 to 1"):
+        with pytest.raises(
+            ValueError, match=r"as 1\.threshold: expected a finite number from 0 to 1"
+        ):
             own.load_state_dict({"1.threshold": np.array(bad)})
     own.load_state_dict({"1.threshold": np.array(0.25)})
     assert own.compressor.threshold == 0.25
     assert repr(own) == "Quantised(compressor=Decaying(threshold=0.25), form='float16')"
-    with pytest.raises(NotImplementedError, match=r"Compressor has no compress\(corrected"):
+    with pytest.raises(
+        NotImplementedError, match=r"Compressor has no compress\(corrected"
+    ):
         Compressor().compress(np.ones(3))
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (TopK, r"compressor is the class TopK: expected an object of it, such as TopK\(...\)"),
-        (lambda dense: dense, "compressor is the function .*: expected .* a class that derives from mpicomp"),
-        (None, r"compressor is None: expected a compressor such as TopK\(density=0.01\)"),
+        (
+            TopK,
+            r"compressor is the class TopK: expected an object of it, such as TopK\(...\)",
+        ),
+        (
+            lambda dense: dense,
+            "compressor is the function .*: expected .* a class that derives from mpicomp",
+        ),
+        (
+            None,
+            r"compressor is None: expected a compressor such as TopK\(density=0.01\)",
+        ),
         (0.1, "compressor is 0.1: expected a compressor such as"),
     ],
 )

@@ -12,7 +12,10 @@ from mpicomp.codec import HEADER_NBYTES, encoded_nbytes, smallest
     ("arguments", "message"),
     [
         ({}, "got density=None and k=None: expected exactly one of them"),
-        ({"density": 0.1, "k": 3}, "got density=0.1 and k=3: expected exactly one of them"),
+        (
+            {"density": 0.1, "k": 3},
+            "got density=0.1 and k=3: expected exactly one of them",
+        ),
         ({"density": 0}, "density is 0: expected 0 < density <= 1"),
         ({"density": 1.5}, "density is 1.5: expected 0 < density <= 1"),
         ({"density": "0.1"}, "density is '0.1': expected a number"),
@@ -20,7 +23,10 @@ from mpicomp.codec import HEADER_NBYTES, encoded_nbytes, smallest
             {"density": 1},
             "density is 1 of type int: expected a float, 0 < density <= 1; write density=1.0 to",
         ),
-        ({"density": True}, "density is True of type bool: expected a float, .* or k=1 to send one"),
+        (
+            {"density": True},
+            "density is True of type bool: expected a float, .* or k=1 to send one",
+        ),
         ({"density": np.bool_(True)}, "of type bool_?: expected a float"),
         ({"density": np.int64(1)}, "of type int64: expected a float"),
         ({"density": 100}, "density is 100: expected 0 < density <= 1 .*; or give k="),
@@ -34,7 +40,10 @@ def test_bad_settings_raise(arguments, message):
         TopK(**arguments)
 
 
-@pytest.mark.parametrize(("density", "length", "count"), [(0.01, 1000, 10), (0.001, 10, 1), (1.0, 7, 7), (0.5, 5, 2)])
+@pytest.mark.parametrize(
+    ("density", "length", "count"),
+    [(0.01, 1000, 10), (0.001, 10, 1), (1.0, 7, 7), (0.5, 5, 2)],
+)
 def test_density_gives_k(density, length, count):
     assert TopK(density).count(length) == count
     assert TopK(density).compress(np.ones(length)).nnz == count
@@ -42,7 +51,11 @@ def test_density_gives_k(density, length, count):
 
 def test_the_largest_magnitudes_travel_and_ties_go_to_the_lowest_index():
     vector = TopK(k=3).compress(np.array([[1, -5, 2], [2, 0, -2]], np.float32))
-    assert (vector.indices.tolist(), vector.values.tolist(), vector.length) == ([1, 2, 3], [-5, 2, 2], 6)
+    assert (vector.indices.tolist(), vector.values.tolist(), vector.length) == (
+        [1, 2, 3],
+        [-5, 2, 2],
+        6,
+    )
     assert vector.indices.dtype == np.int32
 
 
@@ -71,57 +84,97 @@ def test_what_is_selected_is_a_copy():
 def test_the_first_value_that_is_not_finite_is_named(bad):
     values = np.arange(100, dtype=np.float32)
     values[[42, 77]] = bad
-    with pytest.raises(ValueError, match=rf"values\[42\] is {bad}: expected finite values"):
+    with pytest.raises(
+        ValueError, match=rf"values\[42\] is {bad}: expected finite values"
+    ):
         TopK(k=1).compress(values)
 
 
-@pytest.mark.parametrize(("bad", "error"), [([1.0, np.nan], ValueError), ([1, 2], TypeError), ([1j, 2], TypeError)])
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [([1.0, np.nan], ValueError), ([1, 2], TypeError), ([1j, 2], TypeError)],
+)
 def test_bad_gradients_raise(bad, error):
     with pytest.raises(error):
         TopK(k=1).compress(np.array(bad))
 
 
 @given(
-    st.one_of(sparse_vectors(), sparse_vectors(width=2)), st.sampled_from(["float16", "bfloat16", "sign", "two_bit"])
+    st.one_of(sparse_vectors(), sparse_vectors(width=2)),
+    st.sampled_from(["float16", "bfloat16", "sign", "two_bit"]),
 )
 def test_quantised_values_and_error_are_the_vector(vector, form):
     quantised, error = quantise(vector, form)
     assert quantised.dtype == error.dtype == vector.dtype
-    assert quantised.indices.tobytes() == error.indices.tobytes() == vector.indices.tobytes()
+    assert (
+        quantised.indices.tobytes()
+        == error.indices.tobytes()
+        == vector.indices.tobytes()
+    )
     back = quantised.values.astype(np.float64) + error.values
-    scale = np.maximum(np.abs(vector.values), np.abs(quantised.values)).astype(np.float64)
+    scale = np.maximum(np.abs(vector.values), np.abs(quantised.values)).astype(
+        np.float64
+    )
     assert (np.abs(back - vector.values) <= np.finfo(vector.dtype).eps * scale).all()
     again, nothing = quantise(quantised, form)
-    if form not in ("sign", "two_bit"):  # the mean of equal magnitudes need not be one of them, to the bit
+    # the mean of equal magnitudes need not be one of them, to the bit
+    if form not in ("sign", "two_bit"):
         assert again.values.tobytes() == quantised.values.tobytes()
         assert not nothing.values.any()
     assert (np.signbit(quantised.values) == np.signbit(vector.values)).all()
 
 
-@pytest.mark.parametrize(("form", "magnitudes"), [("sign", [4, 4]), ("two_bit", [2, 6])])
+@pytest.mark.parametrize(
+    ("form", "magnitudes"), [("sign", [4, 4]), ("two_bit", [2, 6])]
+)
 def test_the_magnitudes_of_rows_are_those_of_all_their_values(form, magnitudes):
-    vector = SparseVector(np.array([1, 4, 6]), np.array([[1.0, 5.0], [2.0, -6.0], [3.0, 7.0]]), 9)
+    vector = SparseVector(
+        np.array([1, 4, 6]), np.array([[1.0, 5.0], [2.0, -6.0], [3.0, 7.0]]), 9
+    )
     assert np.abs(quantise(vector, form)[0].values).tolist() == [magnitudes] * 3
 
 
 @pytest.mark.parametrize(
-    ("form", "nbytes"), [("float16", 2000), ("bfloat16", 2000), ("sign", 128 + 24), ("two_bit", 256 + 32)]
+    ("form", "nbytes"),
+    [("float16", 2000), ("bfloat16", 2000), ("sign", 128 + 24), ("two_bit", 256 + 32)],
 )
 def test_quantised_values_travel_in_a_shorter_format(form, nbytes):
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     quantised, error = quantise(SparseVector(np.arange(1000), values, 1000), form)
     assert encoded_nbytes(quantised, smallest(quantised)) == HEADER_NBYTES + 8 + nbytes
-    if form not in ("sign", "two_bit"):  # value and quantised value are close: the error is exact
+    # value and quantised value are close: the error is exact
+    if form not in ("sign", "two_bit"):
         assert ((quantised.values + error.values) == values).all()
-        assert np.abs(error.values / values).max() <= (2**-11 if form == "float16" else 2**-8)
+        assert np.abs(error.values / values).max() <= (
+            2**-11 if form == "float16" else 2**-8
+        )
 
 
 def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():
-    values = np.array([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8 + 2**-20), 3.4e38, -3.4e38, 0.0, -0.0], np.float32)
+    values = np.array(
+        [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8 + 2**-20), 3.4e38, -3.4e38, 0.0, -0.0],
+        np.float32,
+    )
     quantised, _ = quantise(SparseVector(np.arange(7), values, 7), "bfloat16")
     largest = 2.0**127 * (2 - 2**-7)
-    assert quantised.values.tolist() == [1, 1 + 2**-6, -(1 + 2**-7), largest, -largest, 0, 0]
-    assert np.signbit(quantised.values).tolist() == [False, False, True, False, True, False, True]
+    assert quantised.values.tolist() == [
+        1,
+        1 + 2**-6,
+        -(1 + 2**-7),
+        largest,
+        -largest,
+        0,
+        0,
+    ]
+    assert np.signbit(quantised.values).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_feedback_keeps_what_quantisation_loses():

@@ -9,9 +9,24 @@ from test_every_compressor import EVERY, compress
 
 from collectives.runtime import staging
 from collectives.runtime.messages import Arrival
-from mpicomp import CodecError, ErrorFeedback, MomentumCorrection, NoFeedback, SparseVector, StepAhead, TopK
+from mpicomp import (
+    CodecError,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    SparseVector,
+    StepAhead,
+    TopK,
+)
 from mpicomp.arrays import like, to_array
-from mpicomp.codec import CODECS, HEADER_NBYTES, Coding, decode, encode, few_bits_message
+from mpicomp.codec import (
+    CODECS,
+    HEADER_NBYTES,
+    Coding,
+    decode,
+    encode,
+    few_bits_message,
+)
 from mpicomp.codec.indices import RANGE
 from mpicomp.codec.values import as_they_are
 from mpicomp.few_bits import quantise
@@ -52,7 +67,10 @@ def test_compressors(cupy, name, dtype):
 def test_feedback(cupy, name, dtype):
     here, on_it, pick = FEEDBACKS[name](), FEEDBACKS[name](), TopK(k=100)
     for gradient in gradients(dtype):
-        corrected, on_device = here.correct(gradient), on_it.correct(cupy.asarray(gradient))
+        corrected, on_device = (
+            here.correct(gradient),
+            on_it.correct(cupy.asarray(gradient)),
+        )
         assert on_device.get().tobytes() == corrected.tobytes()
         sent, sent_there = pick.compress(corrected), pick.compress(on_device)
         rejected = top_k(sent, 60)[1]
@@ -64,20 +82,31 @@ def test_feedback(cupy, name, dtype):
         for one, other in written:
             assert one.get().tobytes() == other.tobytes()
     for key, array in here.state_dict().items():
-        assert type(on_it.state_dict()[key]) is np.ndarray  # what is saved is the host's
+        # what is saved is the host's
+        assert type(on_it.state_dict()[key]) is np.ndarray
         assert on_it.state_dict()[key].tobytes() == array.tobytes()
     if name == "step-ahead":
-        assert on_it.ahead(cupy.asarray(gradient)).get().tobytes() == here.ahead(gradient).tobytes()
+        assert (
+            on_it.ahead(cupy.asarray(gradient)).get().tobytes()
+            == here.ahead(gradient).tobytes()
+        )
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)
 def test_what_the_host_saved_goes_on_on_a_device(cupy, name):
-    here, on_it, (first, second) = FEEDBACKS[name](), FEEDBACKS[name](), gradients(steps=2)
+    here, on_it, (first, second) = (
+        FEEDBACKS[name](),
+        FEEDBACKS[name](),
+        gradients(steps=2),
+    )
     sent = TopK(k=100).compress(first)
     here.settle(here.correct(first), sent)
     here.commit()
     on_it.load_state_dict(here.state_dict())
-    assert on_it.correct(cupy.asarray(second)).get().tobytes() == here.correct(second).tobytes()
+    assert (
+        on_it.correct(cupy.asarray(second)).get().tobytes()
+        == here.correct(second).tobytes()
+    )
 
 
 @pytest.mark.parametrize("name", FEEDBACKS)
@@ -95,7 +124,10 @@ def test_before_the_first_commit_a_gradient_may_be_in_another_memory(cupy, name)
 def test_messages(cupy, codec, density, dtype):
     rng = np.random.default_rng(3)
     positions = np.flatnonzero(rng.random(40_000) < density)
-    for values in (rng.laplace(size=positions.size).astype(dtype), np.ones(positions.size, dtype)):
+    for values in (
+        rng.laplace(size=positions.size).astype(dtype),
+        np.ones(positions.size, dtype),
+    ):
         vector = SparseVector(positions, values, 40_000)
         expected, message = encode(vector, None, CODECS[codec](vector)), None
         on_it = there(vector, cupy)
@@ -106,7 +138,11 @@ def test_messages(cupy, codec, density, dtype):
 
 def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy):
     """The pool of pinned memory passes it on at once, whatever the device still copies from it."""
-    values, total, expected = np.arange(64, dtype=np.float32), cupy.zeros(64, np.float32), np.zeros(64, np.float32)
+    values, total, expected = (
+        np.arange(64, dtype=np.float32),
+        cupy.zeros(64, np.float32),
+        np.zeros(64, np.float32),
+    )
     coded = quantise(values, np.empty_like(values), few_bits_message(64, 8, 32, values))
     coded.write(expected)
 
@@ -126,7 +162,10 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
 
 @pytest.mark.parametrize("first", [9, 2**31 - 1, 2**32, 2**63 - 2, 2**63 - 1])
 def test_a_range_that_lies_is_refused(cupy, first):
-    message = encode(SparseVector([4, 5], [1.0, 2.0], 9), coding=Coding(RANGE, as_they_are(np.ones(2))))
+    message = encode(
+        SparseVector([4, 5], [1.0, 2.0], 9),
+        coding=Coding(RANGE, as_they_are(np.ones(2))),
+    )
     assert decode(cupy.asarray(message)).nnz == 2
     message[HEADER_NBYTES : HEADER_NBYTES + 8] = np.array([first]).view(np.uint8)
     with pytest.raises(CodecError):
@@ -152,11 +191,17 @@ def test_what_is_wrong_with_a_vector_is_said_as_on_the_host(cupy):
     with pytest.raises(TypeError, match="indices and values are on different devices"):
         SparseVector(np.arange(3), cupy.ones(3, np.float32), 5)
     with pytest.raises(ValueError, match="index 7 is out of range"):
-        SparseVector(cupy.asarray(np.array([1, 7], np.int32)), cupy.ones(2, np.float32), 5)
-    repeated = SparseVector(cupy.asarray(np.array([1, 1, 3], np.int32)), cupy.ones(3, np.float32), 5)
+        SparseVector(
+            cupy.asarray(np.array([1, 7], np.int32)), cupy.ones(2, np.float32), 5
+        )
+    repeated = SparseVector(
+        cupy.asarray(np.array([1, 1, 3], np.int32)), cupy.ones(3, np.float32), 5
+    )
     with pytest.raises(ValueError, match=r"indices\[1\] is 1 and repeats 1"):
         repeated.validate()
-    with pytest.raises(TypeError, match="got entries on a device: add repeated ones there"):
+    with pytest.raises(
+        TypeError, match="got entries on a device: add repeated ones there"
+    ):
         SparseVector.from_entries(cupy.arange(3), cupy.ones(3, np.float32), 5)
 
 
@@ -186,7 +231,9 @@ def test_another_librarys_array_on_the_device(cupy, monkeypatch):
     assert to_array(tensor) is tensor._fake
     returned = like(cupy.ones(4, np.float32), tensor)
     assert isinstance(returned, Tensor)
-    assert_same(TopK(k=2).compress(tensor), TopK(k=2).compress(np.arange(4, dtype=np.float32)))
+    assert_same(
+        TopK(k=2).compress(tensor), TopK(k=2).compress(np.arange(4, dtype=np.float32))
+    )
     assert back(TopK(k=1).compress(tensor)).indices.tolist() == [3]
 
 
@@ -194,27 +241,42 @@ def test_another_librarys_array_on_the_device(cupy, monkeypatch):
 def test_subnormal_numbers_are_not_lost(cupy, dtype):
     """CuPy's own kernels take those of float32 for zero: so the bits are looked at, and sums are kernels of ours."""
     least = np.finfo(dtype).smallest_subnormal
-    for small in (np.array([1, -1, 3, 1, -1, 1, 1, 1] * 6, dtype) * least, np.full(48, -least)):
+    for small in (
+        np.array([1, -1, 3, 1, -1, 1, 1, 1] * 6, dtype) * least,
+        np.full(48, -least),
+    ):
         dense = np.where(np.arange(48) % 5 == 0, 0, small).astype(dtype)
-        here, on_it = SparseVector.from_dense(dense), SparseVector.from_dense(cupy.asarray(dense))
+        here, on_it = (
+            SparseVector.from_dense(dense),
+            SparseVector.from_dense(cupy.asarray(dense)),
+        )
         assert_same(on_it, here)
         assert_same(without_zeros(on_it), here)
         for codec in CODECS:
             message = encode(on_it, None, CODECS[codec](on_it))
-            assert message.get().tobytes() == encode(here, None, CODECS[codec](here)).tobytes()
+            assert (
+                message.get().tobytes()
+                == encode(here, None, CODECS[codec](here)).tobytes()
+            )
             assert_same(decode(message), here)
         assert_same(merge(on_it, on_it), merge(here, here))
         feedback = ErrorFeedback()
         nothing = SparseVector.empty(48, dtype, beside=on_it.values)
         feedback.settle(feedback.correct(cupy.asarray(dense)), nothing)
         feedback.commit()
-        assert feedback.correct(cupy.asarray(dense)).get().tobytes() == (dense + dense).tobytes()
+        assert (
+            feedback.correct(cupy.asarray(dense)).get().tobytes()
+            == (dense + dense).tobytes()
+        )
 
 
 def test_an_array_on_another_device_than_the_current_one_is_refused(cupy, monkeypatch):
     array = cupy.zeros(3, np.float32)
     monkeypatch.setattr(cupy.cuda, "Device", lambda: SimpleNamespace(id=1))
-    with pytest.raises(ValueError, match=r"on device 0, and the current one is 1: call cupy.cuda.Device\(0\).use\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"on device 0, and the current one is 1: call cupy.cuda.Device\(0\).use\(\)",
+    ):
         to_array(array)
 
 

@@ -14,8 +14,14 @@ import collectives
 import mpicomp
 
 API = pathlib.Path(__file__).parent.parent / "docs" / "api"
-PUBLIC = {name: getattr(package, name) for package in (mpicomp, collectives) for name in package.__all__}
-NO_EXAMPLE = {  # bases, records and settings of parts, and what one rank alone or a test of seconds cannot show
+PUBLIC = {
+    name: getattr(package, name)
+    for package in (mpicomp, collectives)
+    for name in package.__all__
+}
+# bases, records and settings of parts, and what one rank alone or a test of seconds
+# cannot show
+NO_EXAMPLE = {
     *("Basis", "Compressor", "Wrapper", "Report", "Feedback", "Statistics", "Traffic"),
     *("agree", "shrink"),
     *(name for name in PUBLIC if name.endswith("Error") or "_i" in name),
@@ -41,7 +47,10 @@ def docstrings(name):
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_examples_of_a_docstring_run(name):
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(verbose=False)
-    tests = [parser.get_doctest(text, names_of_examples(), where, where, 0) for where, text in docstrings(name)]
+    tests = [
+        parser.get_doctest(text, names_of_examples(), where, where, 0)
+        for where, text in docstrings(name)
+    ]
     assert (name in NO_EXAMPLE) != bool(tests[0].examples)
     said = []
     for test in tests:
@@ -51,14 +60,22 @@ def test_the_examples_of_a_docstring_run(name):
 
 
 @pytest.mark.parametrize("package", [mpicomp, collectives])
-def test_every_public_method_has_a_docstring_or_overrides_a_method_that_has_one(package):
+def test_every_public_method_has_a_docstring_or_overrides_a_method_that_has_one(
+    package,
+):
     missing = set()
     for _, module, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if "torch" in module or "jax" in module or ".kernels." in module:
             continue
-        for kind in filter(inspect.isclass, vars(importlib.import_module(module)).values()):
+        for kind in filter(
+            inspect.isclass, vars(importlib.import_module(module)).values()
+        ):
             if kind.__module__ == module and not kind.__name__.startswith("_"):
-                members = ((name, member) for name, member in vars(kind).items() if not name.startswith("_"))
+                members = (
+                    (name, member)
+                    for name, member in vars(kind).items()
+                    if not name.startswith("_")
+                )
                 missing |= {
                     f"{module}.{kind.__name__}.{name}"
                     for name, member in members
@@ -72,16 +89,29 @@ def test_the_example_for_jax_runs():
     jax = pytest.importorskip("jax")
     from collectives.jax import exchange_pytree
 
-    names = {**names_of_examples(), "jax": jax, "exchange_pytree": exchange_pytree, "batch": 2.0}
-    names["exchange"] = names["GradientExchange"](names["comm"], names["TopK"](k=2), small=0)
-    names |= {"parameters": jax.numpy.ones(4), "loss": lambda parameters, batch: (batch * parameters**2).sum()}
-    test = doctest.DocTestParser().get_doctest(inspect.getdoc(exchange_pytree), names, "exchange_pytree", None, 0)
+    names = {
+        **names_of_examples(),
+        "jax": jax,
+        "exchange_pytree": exchange_pytree,
+        "batch": 2.0,
+    }
+    names["exchange"] = names["GradientExchange"](
+        names["comm"], names["TopK"](k=2), small=0
+    )
+    names |= {
+        "parameters": jax.numpy.ones(4),
+        "loss": lambda parameters, batch: (batch * parameters**2).sum(),
+    }
+    test = doctest.DocTestParser().get_doctest(
+        inspect.getdoc(exchange_pytree), names, "exchange_pytree", None, 0
+    )
     assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
     assert test.globs["means"].tolist().count(4.0) == 2
 
 
 def test_the_reference_has_every_public_name():
     listed = re.findall(
-        r"(?m)^\.\. auto\w+:: (?:mpicomp|collectives)\.(\w+)$", "".join(map(pathlib.Path.read_text, API.glob("*.rst")))
+        r"(?m)^\.\. auto\w+:: (?:mpicomp|collectives)\.(\w+)$",
+        "".join(map(pathlib.Path.read_text, API.glob("*.rst"))),
     )
     assert sorted(listed) == sorted(PUBLIC), "add the name to docs/api/*.rst"

@@ -27,7 +27,10 @@ EVERY = {
     "Dense": lambda density: Dense(),
     "WarmUp": lambda density: WarmUp(TopK(density), [1.0, density]),
     "AdaComp": lambda density: AdaComp(50),
-    **{f"AggregationAware {m}": (lambda d, m=m: AggregationAware(d, metric=m)) for m in ("support", "quota")},
+    **{
+        f"AggregationAware {m}": (lambda d, m=m: AggregationAware(d, metric=m))
+        for m in ("support", "quota")
+    },
     "SIDCo": lambda density: SIDCo(density),
     "SIDCo pareto": lambda density: SIDCo(density, "pareto", 3),
     "Quantised": lambda density: Quantised(TopK(density), "bfloat16"),
@@ -66,7 +69,10 @@ def test_a_single_value_that_is_not_zero_is_sent(name, place):
     dense[place] = -3
     vector = compress(EVERY[name](0.01), dense)
     sent = -3 / 20 if name == "AdaComp" else -3  # the mean over the bins
-    assert (vector.indices.tolist(), vector.values.tolist()) == ([place], [pytest.approx(sent)])
+    assert (vector.indices.tolist(), vector.values.tolist()) == (
+        [place],
+        [pytest.approx(sent)],
+    )
 
 
 @compressors
@@ -86,11 +92,15 @@ def test_what_is_not_finite_is_refused_by_its_place(name, bad):
     dense = np.random.default_rng(1).standard_normal(300)
     dense[123] = bad
     compressor = EVERY[name](0.1)
-    with pytest.raises(ValueError, match=re.escape(f"values[123] is {bad}: expected finite values")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"values[123] is {bad}: expected finite values")
+    ):
         compress(compressor, dense)
     fresh, sound = EVERY[name](0.1), np.random.default_rng(2).standard_normal(300)
     after, expected = compress(compressor, sound), compress(fresh, sound)
-    assert after.indices.tolist() == expected.indices.tolist(), "the failed call left a trace"
+    assert after.indices.tolist() == expected.indices.tolist(), (
+        "the failed call left a trace"
+    )
 
 
 @compressors
@@ -128,7 +138,10 @@ def test_the_report_says_what_was_done(name, dtype):
     compressor = EVERY[name](0.1)
     inner = getattr(compressor, "compressor", compressor)
     assert inner.report is None
-    for dense in np.random.default_rng(1).standard_normal(500).astype(dtype), np.zeros(500, dtype):
+    for dense in (
+        np.random.default_rng(1).standard_normal(500).astype(dtype),
+        np.zeros(500, dtype),
+    ):
         vector = compress(compressor, dense)
         assert inner.report.achieved == vector.density
         assert 0 < inner.report.target <= 1 or not vector.nnz
@@ -136,9 +149,14 @@ def test_the_report_says_what_was_done(name, dtype):
     assert re.match(name.split()[0], repr(compressor))
 
 
-@pytest.mark.parametrize(("quota", "k"), [(0.75, 1), (0.75, 2), (0.0, 1), (0.75, 4), (0.99, 3)])
+@pytest.mark.parametrize(
+    ("quota", "k"), [(0.75, 1), (0.75, 2), (0.0, 1), (0.75, 4), (0.99, 3)]
+)
 def test_below_a_quota_of_one_nothing_starves(quota, k):
-    compressor, feedback = AggregationAware(k=k, metric="quota", quota=quota), ErrorFeedback()
+    compressor, feedback = (
+        AggregationAware(k=k, metric="quota", quota=quota),
+        ErrorFeedback(),
+    )
     rng, sent = np.random.default_rng(1), set()
     for _ in range(300):
         vector = take_step(feedback, compressor, 1 + rng.random(20))
@@ -154,7 +172,9 @@ def test_a_sum_that_was_filled_up_with_zeros_says_the_same_as_a_sparse_one(metri
     for filled in False, True:
         compressor = AggregationAware(k=3, metric=metric, weight=9.0)
         for each in sums:
-            compressor.observe(SparseVector(range(10), each.to_dense(), 10) if filled else each)
+            compressor.observe(
+                SparseVector(range(10), each.to_dense(), 10) if filled else each
+            )
         sent.append(compressor.compress(gradient).indices.tolist())
     assert sent[0] == sent[1]
     assert 7 in sent[0]
@@ -167,7 +187,9 @@ def test_an_aggregate_may_be_as_large_as_its_dtype():
 
 
 def test_adacomp_sends_an_entry_where_the_new_gradient_undoes_the_largest():
-    assert AdaComp(50).compress(np.array([1.0, 0, 0]), gradient=np.array([-1.0, 0, 0])).indices.tolist() == [0]
+    assert AdaComp(50).compress(
+        np.array([1.0, 0, 0]), gradient=np.array([-1.0, 0, 0])
+    ).indices.tolist() == [0]
     assert AdaComp(50).compress(np.zeros(3), gradient=np.ones(3)).nnz == 0
 
 
@@ -186,29 +208,46 @@ def test_adacomp_takes_the_largest_numbers():
 
 def test_what_float16_has_of_bfloat16_ends_at_65280():
     for value in (65280.0, 65408.0, 65504.0):
-        quantised, error = quantise(SparseVector([0], np.array([value], np.float16), 1), "bfloat16")
+        quantised, error = quantise(
+            SparseVector([0], np.array([value], np.float16), 1), "bfloat16"
+        )
         assert (quantised.values[0], error.values[0]) == (65280, value - 65280)
 
 
 def test_one_magnitude_is_not_above_the_largest():
     largest = np.full(3, np.finfo(float).max)
-    assert quantise(SparseVector(range(3), largest, 3), "sign")[0].values.tolist() == largest.tolist()
-    assert AdaComp(1).compress(largest, gradient=largest).values.tolist() == largest.tolist()
+    assert (
+        quantise(SparseVector(range(3), largest, 3), "sign")[0].values.tolist()
+        == largest.tolist()
+    )
+    assert (
+        AdaComp(1).compress(largest, gradient=largest).values.tolist()
+        == largest.tolist()
+    )
 
 
 def test_signs_of_the_largest_numbers_have_a_finite_magnitude():
-    quantised, _ = quantise(SparseVector(range(4), [1.5e308, -1.5e308, 1.5e308, 1.5e308], 4), "sign")
+    quantised, _ = quantise(
+        SparseVector(range(4), [1.5e308, -1.5e308, 1.5e308, 1.5e308], 4), "sign"
+    )
     np.testing.assert_allclose(quantised.values, [1.5e308, -1.5e308, 1.5e308, 1.5e308])
 
 
-@pytest.mark.parametrize(("bin_size", "entries", "rate"), [(50, 5.0, 40), (500, 6.4, 128)])
+@pytest.mark.parametrize(
+    ("bin_size", "entries", "rate"), [(50, 5.0, 40), (500, 6.4, 128)]
+)
 def test_adacomp_in_the_steady_state(bin_size, entries, rate):
     """Independent Gaussian steps 40 to 60: entries a bin, and at least the rate that the paper's wire format gets.
 
-    That format takes 8 bits for an entry in a bin of 50, 16 in one of 500: an offset and a sign. Ours counts headers.
-    Bins of 500 take longer to settle: 7.8 entries, the 128 times of the reference, are passed around step 25.
+    That format takes 8 bits for an entry in a bin of 50, 16 in one of 500: an offset
+    and a sign. Ours counts headers. Bins of 500 take longer to settle: 7.8 entries, the
+    128 times of the reference, are passed around step 25.
     """
-    compressor, feedback, rng = AdaComp(bin_size), ErrorFeedback(), np.random.default_rng(0)
+    compressor, feedback, rng = (
+        AdaComp(bin_size),
+        ErrorFeedback(),
+        np.random.default_rng(0),
+    )
     counts, rates, length = [], [], 100_000
     for step in range(60):
         gradient = rng.standard_normal(length).astype(np.float32)
@@ -237,7 +276,10 @@ def test_adacomp_sends_nothing_of_bins_of_zeros_which_count_in_the_mean():
 def union_of_16_ranks(make):
     """Return the union over k, the mean of rounds 31 to 40: 20,000 values, k = 200."""
     size, length, k, unions = 16, 20_000, 200, []
-    ranks = [(make(k), ErrorFeedback(), noisy_gradients(rank, length)) for rank in range(size)]
+    ranks = [
+        (make(k), ErrorFeedback(), noisy_gradients(rank, length))
+        for rank in range(size)
+    ]
     for _ in range(40):
         total, votes = np.zeros(length), np.zeros(length)
         for compressor, feedback, gradients in ranks:
@@ -256,17 +298,25 @@ def test_the_union_shrinks_when_ranks_look_at_the_last_aggregate():
     """About 12 k for top-k, under 6 k for these metrics."""
     assert 11 < union_of_16_ranks(lambda k: TopK(k=k)) < 13
     for metric, weight in (("support", 1.0), ("recency", 1.0), ("votes", 4.0)):
-        assert union_of_16_ranks(lambda k, m=metric, w=weight: AggregationAware(k=k, metric=m, weight=w)) < 6
+        assert (
+            union_of_16_ranks(
+                lambda k, m=metric, w=weight: AggregationAware(k=k, metric=m, weight=w)
+            )
+            < 6
+        )
 
 
 def test_a_magnitude_metric_prefers_what_was_large():
     compressor = AggregationAware(k=1, metric="magnitude", weight=1.0)
     assert compressor.compress(np.array([3.0, 2.0, 0.0])).indices.tolist() == [0]
     compressor.observe(SparseVector([1, 2], [-2.0, 9.0], 3))
-    assert compressor.compress(np.array([3.0, 2.0, 0.0])).indices.tolist() == [1]  # an exact zero never travels
+    # an exact zero never travels
+    assert compressor.compress(np.array([3.0, 2.0, 0.0])).indices.tolist() == [1]
     with pytest.raises(ValueError, match="corrected has 4 values: expected 3"):
         compressor.compress(np.ones(4))
-    with pytest.raises(ValueError, match="votes is None: expected a share for each of 1 entries"):
+    with pytest.raises(
+        ValueError, match="votes is None: expected a share for each of 1 entries"
+    ):
         AggregationAware(k=1, metric="votes").observe(SparseVector([1], [2.0], 3))
 
 
@@ -274,10 +324,22 @@ def test_a_magnitude_metric_prefers_what_was_large():
     ("make", "message"),
     [
         (lambda: AdaComp(0), "bin_size is 0: expected an integer from 1 to 16384"),
-        (lambda: AggregationAware(0.1, metric="age"), "metric is 'age': expected one of"),
-        (lambda: AggregationAware(0.1, decay=2), "decay is 2: expected 0 <= decay <= 1"),
-        (lambda: TopK(k=2**63), "k is 9223372036854775808: expected an integer of at least 1, below 2^63"),
-        (lambda: WarmUp(TopK(k=3)), "expected at least one density, and a compressor made with density="),
+        (
+            lambda: AggregationAware(0.1, metric="age"),
+            "metric is 'age': expected one of",
+        ),
+        (
+            lambda: AggregationAware(0.1, decay=2),
+            "decay is 2: expected 0 <= decay <= 1",
+        ),
+        (
+            lambda: TopK(k=2**63),
+            "k is 9223372036854775808: expected an integer of at least 1, below 2^63",
+        ),
+        (
+            lambda: WarmUp(TopK(k=3)),
+            "expected at least one density, and a compressor made with density=",
+        ),
         (lambda: WarmUp(TopK(0.1), []), "expected at least one density"),
         (lambda: WarmUp(TopK(0.1), [5.0]), "density is 5.0: expected 0 < density <= 1"),
         (lambda: WarmUp(TopK(0.1), calls=0), "calls is 0"),

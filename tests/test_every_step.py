@@ -28,7 +28,9 @@ SIZE = 40 * 70 + 70 + 33 * 16
 
 
 def gradients(ranks):
-    return list(np.random.default_rng(ranks).standard_normal((ranks, SIZE)).astype(np.float32))
+    return list(
+        np.random.default_rng(ranks).standard_normal((ranks, SIZE)).astype(np.float32)
+    )
 
 
 def stepped(rules, name, given, rate=0.5, optimizer="adamw"):
@@ -38,7 +40,15 @@ def stepped(rules, name, given, rate=0.5, optimizer="adamw"):
     return parameters, bits
 
 
-DENSE = [(name, "adamw") for name in ("dense", "in-basis-16:basis=none,chunk=16", "powersgd", "local-dense-1")]
+DENSE = [
+    (name, "adamw")
+    for name in (
+        "dense",
+        "in-basis-16:basis=none,chunk=16",
+        "powersgd",
+        "local-dense-1",
+    )
+]
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [*DENSE, ("dense", "lion")])
@@ -52,17 +62,24 @@ def test_a_first_step_is_against_the_sign_of_the_gradient(rules, name, optimizer
 def test_powersgd_sends_a_matrix_of_its_rank_whole_and_keeps_the_rest(rules):
     method, draw = rules.made("powersgd-2"), np.random.default_rng(1)
     low = draw.standard_normal((40, 2)) @ draw.standard_normal((2, 70))
-    vector = np.concatenate([low.ravel(), draw.standard_normal(SIZE - low.size)]).astype(np.float32)
+    vector = np.concatenate(
+        [low.ravel(), draw.standard_normal(SIZE - low.size)]
+    ).astype(np.float32)
     method.start(SHAPES, 1)
-    assert [method.exchange.mean([vector])[1] for _ in range(2)] == [32, 32]  # dense at first
+    # dense at first
+    assert [method.exchange.mean([vector])[1] for _ in range(2)] == [32, 32]
     mean, bits = method.exchange.mean([vector])
     assert bits < 32 * (1 - 0.9 * low.size / SIZE)
-    np.testing.assert_allclose(mean[: low.size + 70], vector[: low.size + 70], atol=1e-4)
+    np.testing.assert_allclose(
+        mean[: low.size + 70], vector[: low.size + 70], atol=1e-4
+    )
     np.testing.assert_allclose(mean + method.exchange.residual, vector, atol=1e-5)
     assert np.linalg.norm(method.exchange.residual[low.size + 70 :]) > 1
 
 
-@pytest.mark.parametrize("name", ["local-dense-2", "local-sparse-2", "local-few-bits-2", "diloco-2"])
+@pytest.mark.parametrize(
+    "name", ["local-dense-2", "local-sparse-2", "local-few-bits-2", "diloco-2"]
+)
 def test_local_steps_end_where_an_outer_loop_does(rules, name):
     anchor, replica = np.zeros((2, SIZE), np.float32)
     method, optimiser = rules.made(name), rules.AdamW()
@@ -70,7 +87,9 @@ def test_local_steps_end_where_an_outer_loop_does(rules, name):
     optimiser.start(SHAPES)
     settings = outer_settings(name)
     outer = OuterLoop(construct(name, MPI.COMM_SELF), {"all": replica}, **settings)
-    inner, rate = (rules.INNER, settings["rate"]) if name.startswith("diloco") else (0.01, 0.01)
+    inner, rate = (
+        (rules.INNER, settings["rate"]) if name.startswith("diloco") else (0.01, 0.01)
+    )
     for number in range(6):
         gradient = gradients(number + 1)[-1]
         method.step(anchor, [gradient], rate)
@@ -84,7 +103,9 @@ def test_local_steps_end_where_an_outer_loop_does(rules, name):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("length", [0, 3, 64, 100])
-def test_the_cosine_basis_is_that_of_the_paper_and_a_basis_of_the_library(rules, dtype, chunk, length):
+def test_the_cosine_basis_is_that_of_the_paper_and_a_basis_of_the_library(
+    rules, dtype, chunk, length
+):
     """In place, of chunks and of a shorter one at the end, each the product with its orthonormal matrix."""
     basis, tolerance = rules.Cosine(chunk), 20 * np.finfo(dtype).eps
     vector = np.random.default_rng(length).standard_normal(length).astype(dtype)
@@ -93,10 +114,16 @@ def test_the_cosine_basis_is_that_of_the_paper_and_a_basis_of_the_library(rules,
     for start in range(0, length, chunk):
         part = vector[start : start + chunk].astype(float)
         order = np.arange(part.size)
-        steps = np.outer(order, 2 * order + 1) % (4 * part.size)  # few, for a small error of their product with pi
+        # few, for a small error of their product with pi
+        steps = np.outer(order, 2 * order + 1) % (4 * part.size)
         matrix = np.sqrt(2 / part.size) * np.cos(np.pi / (2 * part.size) * steps)
         matrix[0] = np.sqrt(1 / part.size)
-        np.testing.assert_allclose(coefficients[start : start + chunk], matrix @ part, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(
+            coefficients[start : start + chunk],
+            matrix @ part,
+            atol=tolerance,
+            rtol=tolerance,
+        )
     basis.inverse(coefficients, coefficients)
     np.testing.assert_allclose(coefficients, vector, atol=tolerance, rtol=tolerance)
     exchange = GradientExchange(MPI.COMM_SELF, TopK(1.0), basis=basis)
@@ -107,7 +134,10 @@ def test_the_committed_rows_are_those_of_the_plan_and_of_known_methods(rules):
     from losses import summary, table
     from plan import KEY, plan
 
-    rows, planned = json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"], plan()
+    rows, planned = (
+        json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"],
+        plan(),
+    )
     assert len(set(planned)) == len(planned)
     assert all(rules.made(method, optimizer) for _, method, optimizer, *_ in planned)
     assert {tuple(row[name] for name in KEY) for row in rows} <= set(planned)

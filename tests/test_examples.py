@@ -14,7 +14,9 @@ def run(size, example, *arguments, cwd):
 
 def test_numpy_digits(tmp_path):
     pytest.importorskip("sklearn")
-    done = run(3, "numpy_digits.py", "--steps", "12", "--plot", "here.png", cwd=tmp_path)
+    done = run(
+        3, "numpy_digits.py", "--steps", "12", "--plot", "here.png", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": ok") == 5
     assert "plot: here.png" in done.stdout
@@ -32,7 +34,10 @@ def checked(example, *arguments, size=2, cwd, checks):
     """Run an example, and return what it printed once as many checks hold as expected, and no other."""
     done = run(size, example, *arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (done.stdout.count("check: "), done.stdout.count(": ok")) == (checks, checks), done.stdout
+    assert (done.stdout.count("check: "), done.stdout.count(": ok")) == (
+        checks,
+        checks,
+    ), done.stdout
     return done.stdout
 
 
@@ -59,7 +64,8 @@ def test_torch_without_ddp(tmp_path):
     pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
     pytest.importorskip("sklearn")
     printed = checked("torch_manual.py", "--steps", "20", cwd=tmp_path, checks=12)
-    assert len(set(re.findall(r"parameters ([0-9a-f]{16}),", printed))) == 4  # the cases are no copies of each other
+    # the cases are no copies of each other
+    assert len(set(re.findall(r"parameters ([0-9a-f]{16}),", printed))) == 4
 
 
 def test_jax(tmp_path):
@@ -79,11 +85,30 @@ def test_embedding_rows(tmp_path):
 
 
 def test_sparse_features(tmp_path):
-    checked("sparse_features.py", "--steps", "40", "--dense", "2", "--blocks", "20", cwd=tmp_path, checks=4)
+    checked(
+        "sparse_features.py",
+        "--steps",
+        "40",
+        "--dense",
+        "2",
+        "--blocks",
+        "20",
+        cwd=tmp_path,
+        checks=4,
+    )
 
 
 def test_sparse_histogram(tmp_path):
-    checked("sparse_histogram.py", "--files", "12", "--k", "50", size=3, cwd=tmp_path, checks=4)
+    checked(
+        "sparse_histogram.py",
+        "--files",
+        "12",
+        "--k",
+        "50",
+        size=3,
+        cwd=tmp_path,
+        checks=4,
+    )
 
 
 def test_local_steps(tmp_path):
@@ -98,12 +123,16 @@ def test_an_example_that_has_not_learnt_ends_with_status_1(tmp_path):
     assert done.stdout.count("FAILED") == 1
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name
+)
 def test_an_example_opens_with_its_run_line_and_stands_in_the_readme(path):
     words, blank, line, *_ = path.read_text().split("\n")
     assert words.startswith('"""')
     assert blank == ""
-    assert re.fullmatch(rf" {{4}}(mpirun -n [2-4] python -m mpi4py|python) examples/{path.name}", line)
+    assert re.fullmatch(
+        rf" {{4}}(mpirun -n [2-4] python -m mpi4py|python) examples/{path.name}", line
+    )
     assert line.strip() in (ROOT / "README.md").read_text()
 
 
@@ -124,7 +153,8 @@ def test_a_training_continues_bit_for_bit(tmp_path):
     assert whole[0] == 0, whole
     status, printed, _ = train("--stop-after", "5", cwd=tmp_path)
     assert (status, printed.splitlines()[-1]) == (75, "step 5: saved, to be continued")
-    # What a job that dies in a save leaves behind: files of a later step, not renamed. They are not looked at.
+    # What a job that dies in a save leaves behind: files of a later step, not renamed.
+    # They are not looked at.
     partial = tmp_path / "checkpoints" / "partial"
     partial.mkdir()
     (partial / "rank-0-of-2.npz").write_bytes(b"half a fi")
@@ -133,7 +163,10 @@ def test_a_training_continues_bit_for_bit(tmp_path):
     assert "step 5: taken up from checkpoints/step-00000005" in continued[1]
     assert continued[1].count("check: ") == continued[1].count(": ok") == 2
     assert digest(continued[1]) == digest(whole[1])
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000008",
+        "step-00000012",
+    ]
 
 
 @pytest.mark.slow
@@ -151,15 +184,21 @@ def test_a_training_does_not_continue_what_is_another_one(tmp_path):
     assert train("--stop-after", "5", cwd=tmp_path, size=1)[0] == 75
     status, printed, _ = train("--steps", "4", cwd=tmp_path, size=1)
     assert (status, "that is beyond --steps 4" in printed) == (2, True)
-    assert "trained with --seed 0: expected 1" in train("--seed", "1", cwd=tmp_path, size=1)[2]
+    assert (
+        "trained with --seed 0: expected 1"
+        in train("--seed", "1", cwd=tmp_path, size=1)[2]
+    )
 
 
 @pytest.mark.slow
 def test_what_ranks_saved_when_one_was_lost_is_a_whole_step_and_continues(tmp_path):
     done = run(2, "save_on_failure.py", "--stop", "1", cwd=tmp_path)
     assert done.returncode != 0
-    assert re.search("rank 0 saved step 10: .*; rank 1 did not respond within 1", done.stdout)
-    (tmp_path / "saved" / "rank-1.npz").unlink(missing_ok=True)  # it may have saved when the launcher ended it
+    assert re.search(
+        "rank 0 saved step 10: .*; rank 1 did not respond within 1", done.stdout
+    )
+    # it may have saved when the launcher ended it
+    (tmp_path / "saved" / "rank-1.npz").unlink(missing_ok=True)
     checked("save_on_failure.py", cwd=tmp_path, checks=3)
 
 

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from collectives.faults.state import Faults, disagreement, named_ranks, report
-from mpicomp import CollectiveError, CollectiveTimeoutError, DamagedMessageError, RankFailedError
+from mpicomp import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    DamagedMessageError,
+    RankFailedError,
+)
 from mpicomp.errors import NotFiniteError, StepSkippedError
 
 SIZES = (1, 2, 3, 4, 5, 7, 8)
@@ -19,16 +24,24 @@ class Ranks:
     """P machines, and the notices between them. Absent ranks neither send nor receive."""
 
     def __init__(self, size, absent=(), operation="sparse_allreduce"):
-        self.machines, self.absent, self.operation = ([Faults(r, size) for r in range(size)], set(absent), operation)
+        self.machines, self.absent, self.operation = (
+            [Faults(r, size) for r in range(size)],
+            set(absent),
+            operation,
+        )
         self.live = [rank for rank in range(size) if rank not in self.absent]
         self.waiting = {rank: [(rank + 1) % size] for rank in range(size)}
         self.under_way = []  # (source, dest, notice)
 
     def give_up(self, rank, **why):
         """Have a rank give up; its notice is under way to all others."""
-        notice = self.machines[rank].give_up(self.operation, 2, self.waiting[rank], **why)
+        notice = self.machines[rank].give_up(
+            self.operation, 2, self.waiting[rank], **why
+        )
         if notice is not None:
-            self.under_way += [(rank, dest, notice) for dest in self.live if dest != rank]
+            self.under_way += [
+                (rank, dest, notice) for dest in self.live if dest != rank
+            ]
 
     def deliver(self, place):
         """Deliver a notice; a rank that has sent none yet answers."""
@@ -67,7 +80,8 @@ def schedules(start, limit=60):
 def delivered(ranks, choices, rng=None):
     """Deliver all notices; return the machines, and the number of alternatives at each choice.
 
-    choices: the places to choose among the notices under way; the first ones, or random ones, are added to it.
+    choices: the places to choose among the notices under way; the first ones, or random
+    ones, are added to it.
     """
     counts = []
     while ranks.under_way:
@@ -94,11 +108,18 @@ def test_absent_ranks_are_named_by_all_others_in_every_order_of_notices(size):
             for ranks in schedules(start, limit=20):
                 for rank, error in ranks.errors().items():
                     assert type(error) is CollectiveTimeoutError
-                    assert f"; {named_ranks(absent)} did not respond within 5 s. {NO_LONGER}" in str(error)
+                    assert (
+                        f"; {named_ranks(absent)} did not respond within 5 s. {NO_LONGER}"
+                        in str(error)
+                    )
                     own = "sparse_allreduce timed out after 5 s in round 2, waiting for rank "
                     told = "sparse_allreduce stopped in round 2, waiting for rank "
                     assert str(error).startswith(own if rank in expired else told)
-                    assert rank in expired or f"{named_ranks(expired)} timed out after 5" in str(error) or len(live) > 2
+                    assert (
+                        rank in expired
+                        or f"{named_ranks(expired)} timed out after 5" in str(error)
+                        or len(live) > 2
+                    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -110,8 +131,13 @@ def test_ranks_that_wait_for_each_other_are_all_named_with_what_they_wait_for(si
 
     for ranks in schedules(start):
         for error in ranks.errors().values():
-            said = [f"rank {r} waits in round 2 of sparse_allreduce for rank {(r + 1) % size}" for r in range(size)]
-            assert f"; all ranks responded: {'; '.join(said)}. {NO_LONGER}" in str(error)
+            said = [
+                f"rank {r} waits in round 2 of sparse_allreduce for rank {(r + 1) % size}"
+                for r in range(size)
+            ]
+            assert f"; all ranks responded: {'; '.join(said)}. {NO_LONGER}" in str(
+                error
+            )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -122,20 +148,32 @@ def test_damage_is_raised_by_all_and_names_who_received_it(size):
             ranks = Ranks(size)
             for rank in damaged:
                 ranks.give_up(rank, damage=f"no. {rank}")
-            ranks.give_up((max(damaged) + 1) % size, waited=LIMIT)  # a deadline elsewhere, where it is another rank
+            # a deadline elsewhere, where it is another rank
+            ranks.give_up((max(damaged) + 1) % size, waited=LIMIT)
             return ranks
 
         for ranks in schedules(start, limit=10):
             found = "; ".join(f"rank {rank}: no. {rank}" for rank in sorted(damaged))
             for error in ranks.errors().values():
                 assert type(error) is DamagedMessageError
-                assert str(error).startswith(f"sparse_allreduce stopped in round 2. {found}. {NO_LONGER}")
+                assert str(error).startswith(
+                    f"sparse_allreduce stopped in round 2. {found}. {NO_LONGER}"
+                )
 
 
 EVENTS = {
-    "deadline": (lambda faults: faults.give_up("first", 1, [], waited=LIMIT), CollectiveTimeoutError),
-    "damage": (lambda faults: faults.give_up("first", 1, [], damage="cut"), DamagedMessageError),
-    "death": (lambda faults: faults.die("first was interrupted in round 1"), RankFailedError),
+    "deadline": (
+        lambda faults: faults.give_up("first", 1, [], waited=LIMIT),
+        CollectiveTimeoutError,
+    ),
+    "damage": (
+        lambda faults: faults.give_up("first", 1, [], damage="cut"),
+        DamagedMessageError,
+    ),
+    "death": (
+        lambda faults: faults.die("first was interrupted in round 1"),
+        RankFailedError,
+    ),
     "shrink": (lambda faults: faults.shrink(), RankFailedError),
     "free": (lambda faults: faults.free("first"), CollectiveError),
 }
@@ -186,22 +224,37 @@ def test_a_late_rank_is_told_who_timed_out_waiting_for_it(size):
     late, others = Faults(size - 1, size), range(size - 1)
     for rank in others:  # all but rank 0 wait for it, if there are several
         awaited = [size - 1] if rank or size == 2 else [1]
-        late.receive(rank, Faults(rank, size).give_up("sparse_bcast", 1, awaited, waited=LIMIT))
-    assert not late.finished, "receiving is no event of this rank: it gives up as soon as it looks"
+        late.receive(
+            rank, Faults(rank, size).give_up("sparse_bcast", 1, awaited, waited=LIMIT)
+        )
+    assert not late.finished, (
+        "receiving is no event of this rank: it gives up as soon as it looks"
+    )
     late.give_up("sparse_bcast", 0, [])
     who = f"{named_ranks(others[size > 2 :])} timed out after 5 s, waiting for rank {size - 1}; all ranks responded"
-    assert str(late.error()).startswith(f"sparse_bcast was called too late on rank {size - 1}: {who}")
+    assert str(late.error()).startswith(
+        f"sparse_bcast was called too late on rank {size - 1}: {who}"
+    )
 
 
 def test_a_usable_communicator_awaits_nobody_and_one_rank_waits_for_mpi():
     faults = Faults(0, 1)
     assert (faults.finished, faults.revoked, faults.awaited) == (False, False, set())
     faults.give_up("dense_allreduce", 1, [], waited=LIMIT)
-    assert "timed out after 5 s in round 1, waiting for MPI; all ranks responded: rank 0 waits" in str(faults.error())
+    assert (
+        "timed out after 5 s in round 1, waiting for MPI; all ranks responded: rank 0 waits"
+        in str(faults.error())
+    )
 
 
 def call(**changes):
-    signature = {"operation": "gtopk_allreduce", "length": 10, "width": None, "k": 5, "support": None}
+    signature = {
+        "operation": "gtopk_allreduce",
+        "length": 10,
+        "width": None,
+        "k": 5,
+        "support": None,
+    }
     return signature | changes
 
 
@@ -209,7 +262,9 @@ def call(**changes):
 def test_bad_arguments_and_arguments_that_differ_are_named_with_their_ranks(size):
     """Of one operation: each rank decides from the same reports, and no communicator is finished."""
     for bad, other in itertools.product(range(size), range(size)):
-        reports = [report(call(k=6) if rank == other else call(), None) for rank in range(size)]
+        reports = [
+            report(call(k=6) if rank == other else call(), None) for rank in range(size)
+        ]
         reports[bad] = report(call(length=0), ValueError("no"))
         error = str(disagreement("gtopk_allreduce", reports))
         assert error.startswith(
@@ -218,8 +273,14 @@ def test_bad_arguments_and_arguments_that_differ_are_named_with_their_ranks(size
         sound = sorted({*range(size)} - {bad, other})
         differ = bad != other and sound
         given = {tuple(sound): 5, (other,): 6}
-        who = "; ".join(f"{given[ranks]} on {named_ranks(ranks)}" for ranks in sorted(given) if differ)
-        assert error.endswith(f". k must be the same on all ranks, got {who}" if differ else ": no")
+        who = "; ".join(
+            f"{given[ranks]} on {named_ranks(ranks)}"
+            for ranks in sorted(given)
+            if differ
+        )
+        assert error.endswith(
+            f". k must be the same on all ranks, got {who}" if differ else ": no"
+        )
 
 
 @pytest.mark.parametrize(("calls", "said"), [
@@ -232,15 +293,26 @@ def test_bad_arguments_and_arguments_that_differ_are_named_with_their_ranks(size
 ])  # fmt: skip
 def test_what_follows_from_a_difference_is_not_compared(calls, said):
     reports = [report(call(**changes), None) for changes in calls]
-    assert str(disagreement("x", reports)) == f"x raised on all {len(calls)} ranks, nothing was changed. {said}"
+    assert (
+        str(disagreement("x", reports))
+        == f"x raised on all {len(calls)} ranks, nothing was changed. {said}"
+    )
 
 
 def test_a_step_is_skipped_only_where_nothing_else_is_wrong():
-    skip, other = report(call(), NotFiniteError("nan")), report(call(), ValueError("no"))
+    skip, other = (
+        report(call(), NotFiniteError("nan")),
+        report(call(), ValueError("no")),
+    )
     sound, differs = report(call(), None), report(call(k=6), None)
     for reports in ([skip], [sound, skip], [skip, skip, sound]):
         assert type(disagreement("x", reports)) is StepSkippedError
-    for reports in ([skip, other], [skip, sound, differs], [sound, differs], [sound, other]):
+    for reports in (
+        [skip, other],
+        [skip, sound, differs],
+        [sound, differs],
+        [sound, other],
+    ):
         assert type(disagreement("x", reports)) is CollectiveError
 
 
@@ -249,7 +321,9 @@ def test_an_error_that_cannot_be_printed_is_reported_all_the_same():
         def __str__(self):
             raise KeyError
 
-    assert "rank 0: MuteError: (it cannot be printed)" in str(disagreement("x", [report(call(), MuteError())]))
+    assert "rank 0: MuteError: (it cannot be printed)" in str(
+        disagreement("x", [report(call(), MuteError())])
+    )
 
 
 def test_runs_of_ranks_are_joined():
@@ -259,5 +333,15 @@ def test_runs_of_ranks_are_joined():
 
 def subsets(size, *, of_all):
     """Return the nonempty sets of ranks, at most 40 of them; `of_all`: all ranks together are one of them."""
-    sets = [set(each) for count in range(1, size + of_all) for each in itertools.combinations(range(size), count)]
-    return sets if len(sets) <= 40 else [sets[at] for at in np.random.default_rng(size).choice(len(sets), 40, False)]
+    sets = [
+        set(each)
+        for count in range(1, size + of_all)
+        for each in itertools.combinations(range(size), count)
+    ]
+    return (
+        sets
+        if len(sets) <= 40
+        else [
+            sets[at] for at in np.random.default_rng(size).choice(len(sets), 40, False)
+        ]
+    )

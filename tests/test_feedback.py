@@ -6,7 +6,15 @@ from cases import take_step
 from mpi4py import MPI
 
 from collectives import GradientExchange, dense_allreduce
-from mpicomp import AdaComp, Dense, ErrorFeedback, Feedback, NoFeedback, SparseVector, TopK
+from mpicomp import (
+    AdaComp,
+    Dense,
+    ErrorFeedback,
+    Feedback,
+    NoFeedback,
+    SparseVector,
+    TopK,
+)
 
 World = MPI.COMM_SELF
 
@@ -19,9 +27,15 @@ def alone(vector, comm):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("compressor", [lambda: TopK(k=6), lambda: AdaComp(8)], ids=["TopK", "AdaComp"])
+@pytest.mark.parametrize(
+    "compressor", [lambda: TopK(k=6), lambda: AdaComp(8)], ids=["TopK", "AdaComp"]
+)
 def test_a_decay_is_that_of_numpy_in_the_dtype_of_the_gradient(dtype, compressor):
-    feedback, residual, twin = ErrorFeedback(decay=0.95), np.zeros(40, dtype), compressor()
+    feedback, residual, twin = (
+        ErrorFeedback(decay=0.95),
+        np.zeros(40, dtype),
+        compressor(),
+    )
     exchange = GradientExchange(World, compressor(), feedback, alone)
     rng = np.random.default_rng(1)
     for _ in range(6):
@@ -40,7 +54,9 @@ def test_a_decay_out_of_range_or_in_place_is_refused():
     for decay in (0, -0.1, 1.01, float("nan")):
         with pytest.raises(ValueError, match=r"decay is .*: expected 0 < decay <= 1"):
             ErrorFeedback(decay=decay)
-    with pytest.raises(ValueError, match="the gradient's array holds the sum of residual and gradient"):
+    with pytest.raises(
+        ValueError, match="the gradient's array holds the sum of residual and gradient"
+    ):
         ErrorFeedback(in_place=True, decay=0.5)
     assert ErrorFeedback(in_place=True, decay=1).in_place
 
@@ -62,11 +78,19 @@ def test_a_failed_call_leaves_the_residual_and_reports_the_error_to_the_collecti
 
 def test_a_list_that_is_none_is_named():
     exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), alone)
-    with pytest.raises(ValueError, match="got a list of arrays, and it is empty: expected at least one array"):
+    with pytest.raises(
+        ValueError,
+        match="got a list of arrays, and it is empty: expected at least one array",
+    ):
         exchange([])
-    with pytest.raises(TypeError, match="got float32 in numpy's memory and float64 in numpy's memory in one list"):
+    with pytest.raises(
+        TypeError,
+        match="got float32 in numpy's memory and float64 in numpy's memory in one list",
+    ):
         exchange([np.ones(1), np.ones(1, np.float32)])
-    with pytest.raises(TypeError, match="item 1 of the list is None in the first step: pass zeros"):
+    with pytest.raises(
+        TypeError, match="item 1 of the list is None in the first step: pass zeros"
+    ):
         exchange([np.ones(1), None])
 
 
@@ -78,8 +102,13 @@ def test_the_residual_is_a_read_only_view():
 
 
 def test_float16_parts_are_added_up_in_float32():
-    parts = [SparseVector([0], np.array([value], np.float16), 2) for value in (6e4, 6e4, -6e4)]
-    exchange = GradientExchange(World, TopK(k=1), NoFeedback(), lambda vector, comm: parts)
+    parts = [
+        SparseVector([0], np.array([value], np.float16), 2)
+        for value in (6e4, 6e4, -6e4)
+    ]
+    exchange = GradientExchange(
+        World, TopK(k=1), NoFeedback(), lambda vector, comm: parts
+    )
     mean = exchange(np.array([6e4, 0], np.float16))
     assert mean.dtype == np.float16
     assert mean.tolist() == [np.float16(6e4), 0]
@@ -95,27 +124,65 @@ class Alike:
 @pytest.mark.parametrize(
     ("name", "part", "message"),
     [
-        ("comm", None, "comm is NoneType: expected an mpi4py intracommunicator such as MPI.COMM_WORLD"),
-        ("comm", types.SimpleNamespace(size=1), "comm is SimpleNamespace: expected an mpi4py intracommunicator"),
-        ("compressor", TopK, r"compressor is the class TopK: expected an object of it, such as TopK\(\.\.\.\)"),
+        (
+            "comm",
+            None,
+            "comm is NoneType: expected an mpi4py intracommunicator such as MPI.COMM_WORLD",
+        ),
+        (
+            "comm",
+            types.SimpleNamespace(size=1),
+            "comm is SimpleNamespace: expected an mpi4py intracommunicator",
+        ),
+        (
+            "compressor",
+            TopK,
+            r"compressor is the class TopK: expected an object of it, such as TopK\(\.\.\.\)",
+        ),
         ("compressor", 0.01, "compressor is 0.01: expected a compressor such as TopK"),
         ("compressor", ErrorFeedback(), "expected a compressor such as TopK"),
-        ("compressor", Alike(), "Alike object at .*: expected a compressor such as TopK"),
-        ("feedback", ErrorFeedback, "feedback is the class ErrorFeedback: expected an object such as ErrorFeedback"),
-        ("feedback", TopK(k=1), r"feedback is TopK\(k=1\): expected an .*derives from mpicomp\.Feedback"),
-        ("collective", "gtopk", "collective is 'gtopk': expected a collective such as sparse_allreduce"),
+        (
+            "compressor",
+            Alike(),
+            "Alike object at .*: expected a compressor such as TopK",
+        ),
+        (
+            "feedback",
+            ErrorFeedback,
+            "feedback is the class ErrorFeedback: expected an object such as ErrorFeedback",
+        ),
+        (
+            "feedback",
+            TopK(k=1),
+            r"feedback is TopK\(k=1\): expected an .*derives from mpicomp\.Feedback",
+        ),
+        (
+            "collective",
+            "gtopk",
+            "collective is 'gtopk': expected a collective such as sparse_allreduce",
+        ),
     ],
 )
 def test_a_wrong_part_is_named_at_once(name, part, message):
-    parts = {"comm": World, "compressor": TopK(k=1), "feedback": ErrorFeedback(), "collective": alone} | {name: part}
+    parts = {
+        "comm": World,
+        "compressor": TopK(k=1),
+        "feedback": ErrorFeedback(),
+        "collective": alone,
+    } | {name: part}
     with pytest.raises(TypeError, match=message):
         GradientExchange(**parts)
 
 
 @pytest.mark.parametrize("returned", [object(), []])
 def test_a_collective_that_returns_no_sum_is_named(returned):
-    exchange = GradientExchange(World, TopK(k=1), ErrorFeedback(), lambda vector, comm: returned)
-    with pytest.raises(TypeError, match=r"the collective returned (object|list): expected a SparseVector"):
+    exchange = GradientExchange(
+        World, TopK(k=1), ErrorFeedback(), lambda vector, comm: returned
+    )
+    with pytest.raises(
+        TypeError,
+        match=r"the collective returned (object|list): expected a SparseVector",
+    ):
         exchange(np.ones(2))
 
 
@@ -124,12 +191,16 @@ def test_the_gradient_that_a_feedback_of_ones_own_returns_is_not_written_to():
         settle_all = Feedback.settle_all
 
     gradient = np.ones(3)
-    assert GradientExchange(World, Dense(), Plain(), dense_allreduce)(gradient).tolist() == [1, 1, 1]
+    assert GradientExchange(World, Dense(), Plain(), dense_allreduce)(
+        gradient
+    ).tolist() == [1, 1, 1]
     assert gradient.tolist() == [1, 1, 1]
 
 
 def test_a_collective_that_returns_another_length_is_named():
-    exchange = GradientExchange(World, TopK(k=1), collective=lambda vector, comm: SparseVector([0], [1.0], 3))
+    exchange = GradientExchange(
+        World, TopK(k=1), collective=lambda vector, comm: SparseVector([0], [1.0], 3)
+    )
     with pytest.raises(ValueError, match="expected a sum of length 2"):
         exchange(np.ones(2))
     assert exchange.feedback.residual is None
@@ -151,26 +222,39 @@ class Parameter:
 def test_a_parameter_in_place_of_its_gradient_is_told():
     exchange = GradientExchange(World, TopK(k=1))
     parameter = Parameter(np.ones(2))
-    with pytest.raises(TypeError, match=r"gradient is a parameter, not a gradient: pass its \.grad"):
+    with pytest.raises(
+        TypeError, match=r"gradient is a parameter, not a gradient: pass its \.grad"
+    ):
         exchange(parameter)
     exchange = GradientExchange(World, TopK(k=1))
     exchange.register({"w": parameter})
-    with pytest.raises(TypeError, match=r"w is a parameter, not a gradient: pass its \.grad"):
+    with pytest.raises(
+        TypeError, match=r"w is a parameter, not a gradient: pass its \.grad"
+    ):
         exchange({"w": parameter})
     assert exchange({"w": np.ones(2)})["w"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("tensors", [[np.ones(2)], iter([np.ones(2)]), object()])
 def test_tensors_without_names_are_told(tensors):
-    with pytest.raises(TypeError, match=r"expected a dict of arrays, such as dict\(model.named"):
+    with pytest.raises(
+        TypeError, match=r"expected a dict of arrays, such as dict\(model.named"
+    ):
         GradientExchange(World, TopK(k=1)).register(tensors)
 
 
 def test_names_of_a_model_that_is_wrapped_on_one_side_are_told():
-    for known, other in (("e.weight", "module.e.weight"), ("module.e.weight", "e.weight")):
+    for known, other in (
+        ("e.weight", "module.e.weight"),
+        ("module.e.weight", "e.weight"),
+    ):
         exchange = GradientExchange(World, TopK(k=1))
         exchange.register({known: np.ones(2)})
-        with pytest.raises(KeyError, match=f"'{other}' is none .* it was registered as '{known}'"):
+        with pytest.raises(
+            KeyError, match=f"'{other}' is none .* it was registered as '{known}'"
+        ):
             exchange.start(other, np.ones(2))
-        with pytest.raises(KeyError, match=r"'bias' is none of .*: use another exchange"):
+        with pytest.raises(
+            KeyError, match=r"'bias' is none of .*: use another exchange"
+        ):
             exchange({"bias": np.ones(2)})

@@ -7,7 +7,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mpicomp import Dense, ErrorFeedback, MomentumCorrection, NoFeedback, SparseVector, StepAhead, TopK
+from mpicomp import (
+    Dense,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    SparseVector,
+    StepAhead,
+    TopK,
+)
 
 LENGTH = 40
 METHODS = {
@@ -21,8 +29,12 @@ METHODS = {
     "step ahead, momentum": partial(StepAhead, 1.0, 0.5),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-STATEFUL = {name: method for name, method in METHODS.items() if name not in ("none", "in place")}
-every_keeping_method = pytest.mark.parametrize("method", STATEFUL.values(), ids=STATEFUL)
+STATEFUL = {
+    name: method for name, method in METHODS.items() if name not in ("none", "in place")
+}
+every_keeping_method = pytest.mark.parametrize(
+    "method", STATEFUL.values(), ids=STATEFUL
+)
 
 
 def integers(step, rank=0, dtype=np.float64):
@@ -55,7 +67,10 @@ def keep(feedback, corrected, sent, rejected=None):
 
 
 def state_of(feedback):
-    return {name: (array.dtype, array.shape, array.tobytes()) for name, array in feedback.state_dict().items()}
+    return {
+        name: (array.dtype, array.shape, array.tobytes())
+        for name, array in feedback.state_dict().items()
+    }
 
 
 # What holds for every method.
@@ -90,8 +105,13 @@ def test_a_restart_continues_with_the_same_bits(method, dtype, tmp_path):
         other.load_state_dict(stored)
     assert state_of(one) == state_of(other)
     for step in range(4, 8):
-        ours, theirs = (one_step(each, normal(step, dtype=dtype), compressor, reject=step % 3) for each in (one, other))
-        assert [array.tobytes() for array in ours] == [array.tobytes() for array in theirs]
+        ours, theirs = (
+            one_step(each, normal(step, dtype=dtype), compressor, reject=step % 3)
+            for each in (one, other)
+        )
+        assert [array.tobytes() for array in ours] == [
+            array.tobytes() for array in theirs
+        ]
     assert state_of(one) == state_of(other)
 
 
@@ -117,20 +137,40 @@ def without_one(state, name):
 
 def of_all(change):
     """Return the change of every array of a state, numbers left alone."""
-    return lambda state, name: {key: change(array) if array.ndim else array for key, array in state.items()}
+    return lambda state, name: {
+        key: change(array) if array.ndim else array for key, array in state.items()
+    }
 
 
 @every_keeping_method
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state, name: {**state, "more": np.ones(LENGTH)}, r"the state has \[.*'more'.*\]: expected \["),
-        (lambda state, name: {**without_one(state, name), "other": np.ones(LENGTH)}, r"has \[.*'other'.*: expected"),
-        (lambda state, name: {**state, name: state[name].astype(complex)}, r"complex128 of shape \(40,\).*expected {"),
-        (of_all(lambda array: array[:, None]), r"of shape \(40, 1\).*: expected arrays of one shape"),
+        (
+            lambda state, name: {**state, "more": np.ones(LENGTH)},
+            r"the state has \[.*'more'.*\]: expected \[",
+        ),
+        (
+            lambda state, name: {**without_one(state, name), "other": np.ones(LENGTH)},
+            r"has \[.*'other'.*: expected",
+        ),
+        (
+            lambda state, name: {**state, name: state[name].astype(complex)},
+            r"complex128 of shape \(40,\).*expected {",
+        ),
+        (
+            of_all(lambda array: array[:, None]),
+            r"of shape \(40, 1\).*: expected arrays of one shape",
+        ),
         (of_all(lambda array: array * np.inf), "has a value that is not finite"),
-        (of_all(lambda array: array[:9]), r"of shape \(9,\).*: expected .* of shape \(40,\) .*reset\(\) first"),
-        (of_all(np.float64), r"float64 of shape \(40,\).*: expected .*float32 of shape \(40,\).*reset\(\) first"),
+        (
+            of_all(lambda array: array[:9]),
+            r"of shape \(9,\).*: expected .* of shape \(40,\) .*reset\(\) first",
+        ),
+        (
+            of_all(np.float64),
+            r"float64 of shape \(40,\).*: expected .*float32 of shape \(40,\).*reset\(\) first",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value")  # 0 * inf, on purpose
@@ -146,14 +186,20 @@ def test_a_wrong_state_is_refused_and_changes_nothing(method, change, message):
 
 def test_the_arrays_of_a_state_have_one_shape_also_in_a_fresh_object():
     state = {"residual": np.ones(3), "velocity": np.ones(4)}
-    with pytest.raises(ValueError, match=r"of shape \(3,\), velocity .*: expected arrays of one shape"):
+    with pytest.raises(
+        ValueError, match=r"of shape \(3,\), velocity .*: expected arrays of one shape"
+    ):
         MomentumCorrection().load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("rate", np.ones(1), r"rate is float64 of shape \(1,\): expected float64 of shape \(\)"),
+        (
+            "rate",
+            np.ones(1),
+            r"rate is float64 of shape \(1,\): expected float64 of shape \(\)",
+        ),
         ("rate", np.float32(1), r"rate is float32 of shape \(\): expected float64"),
         ("rate", np.array(-1.0), "rate is -1.0: expected 0 < rate"),
     ],
@@ -172,10 +218,15 @@ def test_a_wrong_number_in_a_state_is_refused(name, value, message):
 def test_afterwards_it_is_as_new(method, way):
     feedback, fresh = method(), method()
     one_step(feedback, normal(0), TopK(k=5))
-    feedback.reset() if way == "a reset" else feedback.load_state_dict(fresh.state_dict())
+    feedback.reset() if way == "a reset" else feedback.load_state_dict(
+        fresh.state_dict()
+    )
     assert state_of(feedback) == state_of(fresh)
     assert feedback.residual is None
-    ours, theirs = (one_step(each, normal(1, dtype=np.float32), TopK(k=5)) for each in (feedback, fresh))
+    ours, theirs = (
+        one_step(each, normal(1, dtype=np.float32), TopK(k=5))
+        for each in (feedback, fresh)
+    )
     assert [array.tobytes() for array in ours] == [array.tobytes() for array in theirs]
 
 
@@ -188,7 +239,10 @@ def test_misuse_is_named(method):
     keep(feedback, corrected, nothing)
     with pytest.raises(RuntimeError, match="settle without correct"):
         feedback.settle(corrected, nothing)
-    for change in (lambda: feedback.load_state_dict(feedback.state_dict()), lambda: feedback.rescale(2)):
+    for change in (
+        lambda: feedback.load_state_dict(feedback.state_dict()),
+        lambda: feedback.rescale(2),
+    ):
         corrected = feedback.correct(normal(1))
         change()
         with pytest.raises(RuntimeError, match="settle without correct"):
@@ -197,12 +251,17 @@ def test_misuse_is_named(method):
         message = rf"the gradient is .*: expected float64 of shape \(40,\).*use one {type(feedback).__name__} for each"
         with pytest.raises(ValueError, match=message):
             feedback.correct(other)
-    with pytest.raises(ValueError, match=r"the gradient is float64 of shape \(2, 2\): expected float16 or float32 or"):
+    with pytest.raises(
+        ValueError,
+        match=r"the gradient is float64 of shape \(2, 2\): expected float16 or float32 or",
+    ):
         method().correct(np.ones((2, 2)))
 
 
 @every_keeping_method
-@pytest.mark.parametrize("other", [np.ones(3, np.float32), np.ones(LENGTH, np.float16), np.ones(LENGTH)])
+@pytest.mark.parametrize(
+    "other", [np.ones(3, np.float32), np.ones(LENGTH, np.float16), np.ones(LENGTH)]
+)
 def test_before_the_first_commit_a_gradient_may_be_of_another_kind(method, other):
     feedback, gradient = method(), integers(0, dtype=np.float32)
     feedback.correct(other)
@@ -211,7 +270,9 @@ def test_before_the_first_commit_a_gradient_may_be_of_another_kind(method, other
     np.testing.assert_array_equal(corrected, method().correct(gradient))
 
 
-@pytest.mark.parametrize("method", [NoFeedback, *STATEFUL.values()], ids=["none", *STATEFUL])
+@pytest.mark.parametrize(
+    "method", [NoFeedback, *STATEFUL.values()], ids=["none", *STATEFUL]
+)
 def test_rescale_scales_residuals_in_gradient_units_and_nothing_else(method):
     feedback = method()
     feedback.rescale(2.0)
@@ -220,7 +281,9 @@ def test_rescale_scales_residuals_in_gradient_units_and_nothing_else(method):
     feedback.rescale(0.5)
     scaled = not isinstance(feedback, StepAhead)
     for name, array in feedback.state_dict().items():
-        np.testing.assert_array_equal(array, before[name] * (0.5 if scaled and name == "residual" else 1))
+        np.testing.assert_array_equal(
+            array, before[name] * (0.5 if scaled and name == "residual" else 1)
+        )
     for factor in (0, -1.0, np.nan, np.inf):
         with pytest.raises(ValueError, match="the old learning rate over the new one"):
             feedback.rescale(factor)
@@ -230,7 +293,9 @@ def test_rescale_refuses_what_leaves_the_range():
     feedback = ErrorFeedback()
     one_step(feedback, np.full(LENGTH, 3e4, np.float16), TopK(k=5))
     before = state_of(feedback)
-    with pytest.raises(OverflowError, match=r"the residual times 3\.0 leaves the range of float16"):
+    with pytest.raises(
+        OverflowError, match=r"the residual times 3\.0 leaves the range of float16"
+    ):
         feedback.rescale(3)
     assert state_of(feedback) == before
 
@@ -246,7 +311,9 @@ def test_a_step_allocates_no_vector(method):
     assert len(set(seen)) <= 2
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("none", "clipped")])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if name not in ("none", "clipped")]
+)
 def test_what_comes_back_out_of_range_is_told_before_anything_changes(name):
     """An entry of another rank comes back to one that has a large one there."""
     feedback, gradient = METHODS[name](), np.full(LENGTH, 40_000, np.float16)
@@ -266,7 +333,10 @@ def test_in_place_the_gradient_changes_at_the_commit_and_nothing_is_kept():
     feedback, gradient = ErrorFeedback(in_place=True), np.array([4.0, 1.0, -6.0, 2.0])
     corrected = feedback.correct(gradient)
     assert np.shares_memory(corrected, gradient)
-    sent, rejected = SparseVector([0, 2], [4.0, -5.0], 4), SparseVector([0, 3], [4.0, 7.0], 4)
+    sent, rejected = (
+        SparseVector([0, 2], [4.0, -5.0], 4),
+        SparseVector([0, 3], [4.0, 7.0], 4),
+    )
     feedback.settle(corrected, sent, rejected)
     assert gradient.tolist() == [4, 1, -6, 2]
     feedback.commit()
@@ -274,7 +344,9 @@ def test_in_place_the_gradient_changes_at_the_commit_and_nothing_is_kept():
     assert feedback.residual is None
     assert feedback.state_dict() == {}
     assert feedback.size is None
-    with pytest.raises(RuntimeError, match="the residual is in the gradient's own array"):
+    with pytest.raises(
+        RuntimeError, match="the residual is in the gradient's own array"
+    ):
         feedback.rescale(2.0)
 
 
@@ -329,12 +401,19 @@ def test_what_a_long_vector_keeps_at_its_end_has_the_rest_masked():
     feedback, g = MomentumCorrection(0.5), np.zeros(200_000)
     g[[0, -1]] = 4, 3
     keep(feedback, feedback.correct(g), SparseVector([0], [4.0], g.size))
-    assert (feedback.velocity[0], feedback.velocity[-1], feedback.residual[-1]) == (0, 3, 3)
+    assert (feedback.velocity[0], feedback.velocity[-1], feedback.residual[-1]) == (
+        0,
+        3,
+        3,
+    )
 
 
 def test_what_others_hand_back_to_this_rank_leaves_its_momentum_alone():
     feedback = MomentumCorrection(0.5)
-    corrected, sent = feedback.correct(np.array([4.0, 1.0, 6.0])), SparseVector([0, 2], [4.0, 6.0], 3)
+    corrected, sent = (
+        feedback.correct(np.array([4.0, 1.0, 6.0])),
+        SparseVector([0, 2], [4.0, 6.0], 3),
+    )
     keep(feedback, corrected, sent, SparseVector([1, 2], [7.0, 6.0], 3))
     assert feedback.residual.tolist() == [0, 8, 6]
     assert feedback.velocity.tolist() == [0, 1, 6]
@@ -355,7 +434,10 @@ def test_a_velocity_for_float16_gradients_is_kept_in_float32():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MomentumCorrection(1.5), "momentum is 1.5: expected 0 <= momentum <= 1"),
+        (
+            lambda: MomentumCorrection(1.5),
+            "momentum is 1.5: expected 0 <= momentum <= 1",
+        ),
         (lambda: StepAhead(0.0), "rate is 0.0: expected 0 < rate"),
         (lambda: StepAhead(1.0, -0.1), "momentum is -0.1"),
     ],
@@ -372,7 +454,11 @@ def test_a_setting_out_of_range_is_refused(make, message):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_step_ahead_follows_its_rule_also_when_the_rate_changes(momentum, dtype):
     feedback = StepAhead(0.5, momentum)
-    m, e, x = np.zeros(LENGTH), np.zeros(LENGTH), integers(99, dtype=dtype).reshape(8, 5)
+    m, e, x = (
+        np.zeros(LENGTH),
+        np.zeros(LENGTH),
+        integers(99, dtype=dtype).reshape(8, 5),
+    )
     for step in range(6):
         feedback.rate = rate = 2.0 ** -(step % 3)
         g = integers(step, dtype=dtype)

@@ -46,44 +46,75 @@ def assert_entries(vector, positions, values):
 def test_adacomp_selects_as_its_formula(dtype, size):
     for name, drawn in families(dtype, max(size, 18)).items():
         values = drawn[:size].astype(dtype)
-        for new in (values, np.roll(values, 3), -values, values / dtype(2)) if name != "infinite" else ():
+        for new in (
+            (values, np.roll(values, 3), -values, values / dtype(2))
+            if name != "infinite"
+            else ()
+        ):
             for bin_size in BINS:
                 compressor = AdaComp(bin_size)
                 vector = compressor.compress(values, gradient=new)
                 assert_entries(vector, *adacomp(values, new, bin_size))
-                assert compressor.report.threshold == (np.abs(vector.values[0]) if vector.nnz else 0)
+                assert compressor.report.threshold == (
+                    np.abs(vector.values[0]) if vector.nnz else 0
+                )
 
 
 @DTYPES
 def test_segments_with_other_bins_are_selected_from_in_one_call(dtype, monkeypatch):
-    rng, bounds, sizes = np.random.default_rng(1), [0, 0, 3, 1000, 5000, 5001, 9000], [50, 500, 50, 7, 50, 500]
+    rng, bounds, sizes = (
+        np.random.default_rng(1),
+        [0, 0, 3, 1000, 5000, 5001, 9000],
+        [50, 500, 50, 7, 50, 500],
+    )
     calls, kernel = [], host.entries_in_bins
-    monkeypatch.setattr(host, "entries_in_bins", lambda *args, **more: calls.append(1) or kernel(*args, **more))
-    segments = Segments([f"layer {i}" for i in range(6)], bounds, [AdaComp(size) for size in sizes])
+    monkeypatch.setattr(
+        host,
+        "entries_in_bins",
+        lambda *args, **more: calls.append(1) or kernel(*args, **more),
+    )
+    segments = Segments(
+        [f"layer {i}" for i in range(6)], bounds, [AdaComp(size) for size in sizes]
+    )
     for cancels in False, True:
         residual, new = rng.standard_normal((2, bounds[-1])).astype(dtype)
         if cancels:
             residual[1000:5000] = -2 * new[1000:5000]
-        parts, out = [new[first:end] for first, end in pairwise(bounds)], np.empty_like(new)
-        vector = segments.compress_segments(out, bounds, summands=(residual, 1.0, parts))
+        parts, out = (
+            [new[first:end] for first, end in pairwise(bounds)],
+            np.empty_like(new),
+        )
+        vector = segments.compress_segments(
+            out, bounds, summands=(residual, 1.0, parts)
+        )
         assert out.tobytes() == (residual + new).tobytes()
-        each = [adacomp(out[a:b], new[a:b], size) for (a, b), size in zip(pairwise(bounds), sizes, strict=True)]
-        positions = np.concatenate([found + first for (found, _), first in zip(each, bounds, strict=False)])
+        each = [
+            adacomp(out[a:b], new[a:b], size)
+            for (a, b), size in zip(pairwise(bounds), sizes, strict=True)
+        ]
+        positions = np.concatenate(
+            [found + first for (found, _), first in zip(each, bounds, strict=False)]
+        )
         assert_entries(vector, positions, np.concatenate([found for _, found in each]))
         alone = segments.compress(out, gradient=new)
         assert_entries(alone, vector.indices, vector.values)
     assert len(calls) == 2 * 7
     found = [compressor.report.achieved for compressor in segments.compressors.values()]
     assert found == [
-        len(found) / max(1, end - first) for (found, _), (first, end) in zip(each, pairwise(bounds), strict=True)
+        len(found) / max(1, end - first)
+        for (found, _), (first, end) in zip(each, pairwise(bounds), strict=True)
     ]
-    assert [compressor.bin_size for compressor in segments.compressors.values()] == sizes
+    assert [
+        compressor.bin_size for compressor in segments.compressors.values()
+    ] == sizes
 
 
 def test_more_entries_than_a_buffer_has_room_for(monkeypatch):
     monkeypatch.setattr(bins, "_ROOM", 1)
     values = np.arange(1, 200_001, dtype=np.float32)
-    assert_entries(AdaComp(1).compress(values, gradient=values), *adacomp(values, values, 1))
+    assert_entries(
+        AdaComp(1).compress(values, gradient=values), *adacomp(values, values, 1)
+    )
 
 
 @DTYPES
@@ -96,7 +127,10 @@ def test_adacomp_names_the_first_value_that_is_not_finite(dtype, bad):
         pair[1][[123, 200]] = bad if new else values[[123, 200]]
         with pytest.raises(ValueError, match=re.escape(f"values[{place}] is {bad}")):
             AdaComp(50).compress(pair[0], gradient=pair[1])
-    feedback, segments = ErrorFeedback(), Segments(["one", "two"], [0, 100, 300], [AdaComp(50), AdaComp(500)])
+    feedback, segments = (
+        ErrorFeedback(),
+        Segments(["one", "two"], [0, 100, 300], [AdaComp(50), AdaComp(500)]),
+    )
     with pytest.raises(ValueError, match=re.escape(f"in two: values[23] is {bad}")):
         feedback.compress(pair[1], segments, [0, 100, 300])
 
@@ -108,17 +142,33 @@ def preferred(compressor, dense, bonus, k):
         most = k if compressor.quota == 1 else min(round(compressor.quota * k), k - 1)
         inside = expected_top_k(np.where(bonus > 0, scores, 0), most)
         scores[inside] = 0
-        return np.sort(np.concatenate([inside, expected_top_k(scores, k - inside.size)]))
+        return np.sort(
+            np.concatenate([inside, expected_top_k(scores, k - inside.size)])
+        )
     if compressor.metric == "magnitude":
-        return expected_top_k(scores + np.where(scores > 0, bonus.dtype.type(compressor.weight) * bonus, 0), k)
-    return expected_top_k(scores * (1 + compressor.weight * bonus).astype(bonus.dtype), k)
+        return expected_top_k(
+            scores
+            + np.where(scores > 0, bonus.dtype.type(compressor.weight) * bonus, 0),
+            k,
+        )
+    return expected_top_k(
+        scores * (1 + compressor.weight * bonus).astype(bonus.dtype), k
+    )
 
 
 def bonus_after(compressor, bonus, aggregate, votes):
     """Return the bonus of each position after an aggregate."""
-    bonus = bonus * bonus.dtype.type(compressor.decay if compressor.metric == "recency" else 0)
-    given = {"votes": votes, "magnitude": np.abs(aggregate.values)}.get(compressor.metric, np.ones(aggregate.nnz))
-    kept = np.full(aggregate.nnz, True) if compressor.metric == "votes" else aggregate.values != 0
+    bonus = bonus * bonus.dtype.type(
+        compressor.decay if compressor.metric == "recency" else 0
+    )
+    given = {"votes": votes, "magnitude": np.abs(aggregate.values)}.get(
+        compressor.metric, np.ones(aggregate.nnz)
+    )
+    kept = (
+        np.full(aggregate.nnz, True)
+        if compressor.metric == "votes"
+        else aggregate.values != 0
+    )
     bonus[aggregate.indices[kept]] = given[kept]
     return bonus
 
@@ -126,29 +176,53 @@ def bonus_after(compressor, bonus, aggregate, votes):
 @DTYPES
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize(
-    "more", [{}, {"weight": 0.0, "quota": 0.0, "decay": 0.0}, {"weight": 7, "quota": 1, "decay": 1}]
+    "more",
+    [
+        {},
+        {"weight": 0.0, "quota": 0.0, "decay": 0.0},
+        {"weight": 7, "quota": 1, "decay": 1},
+    ],
 )
 def test_aggregation_aware_selection_is_that_of_all_scores(dtype, metric, more):
     sizes, rng = [1, 60, 0, 3000, 17_000], np.random.default_rng(3)
     bounds = np.cumsum([0, *sizes]).tolist()
     for k in 1, 7, 400:
-        segments = Segments(sizes, bounds, [AggregationAware(k=k, metric=metric, **more) for _ in sizes])
+        segments = Segments(
+            sizes, bounds, [AggregationAware(k=k, metric=metric, **more) for _ in sizes]
+        )
         bonus = [np.zeros(size, np.promote_types(dtype, np.float32)) for size in sizes]
         for drawn in map(
-            families(dtype, bounds[-1]).get, ("normal", "quantised", "denormal", "one non-zero", "cauchy")
+            families(dtype, bounds[-1]).get,
+            ("normal", "quantised", "denormal", "one non-zero", "cauchy"),
         ):
             dense, out = drawn.astype(dtype), np.empty(bounds[-1], dtype)
             parts = [dense[first:end] for first, end in pairwise(bounds)]
-            sent = segments.compress_segments(out, bounds, summands=(np.zeros_like(dense), 1.0, parts))
+            sent = segments.compress_segments(
+                out, bounds, summands=(np.zeros_like(dense), 1.0, parts)
+            )
             each = [
-                preferred(segments.compressors[n], new, old, k) for n, new, old in zip(sizes, parts, bonus, strict=True)
+                preferred(segments.compressors[n], new, old, k)
+                for n, new, old in zip(sizes, parts, bonus, strict=True)
             ]
-            positions = np.concatenate([found + first for found, first in zip(each, bounds, strict=False)]).astype(int)
+            positions = np.concatenate(
+                [found + first for found, first in zip(each, bounds, strict=False)]
+            ).astype(int)
             assert_entries(sent, positions, dense[positions])
             indices = np.sort(rng.choice(bounds[-1], 900, replace=False))
-            values, votes = np.where(rng.random(900) < 0.3, 0, dense[indices]), rng.integers(0, 5, 900) / 4
-            segments.observe(SparseVector(indices, values.astype(dtype), bounds[-1]), votes)
-            for row, (size, (first, end)) in enumerate(zip(sizes, pairwise(bounds), strict=True)):
+            values, votes = (
+                np.where(rng.random(900) < 0.3, 0, dense[indices]),
+                rng.integers(0, 5, 900) / 4,
+            )
+            segments.observe(
+                SparseVector(indices, values.astype(dtype), bounds[-1]), votes
+            )
+            for row, (size, (first, end)) in enumerate(
+                zip(sizes, pairwise(bounds), strict=True)
+            ):
                 here = (indices >= first) & (indices < end)
-                part = SparseVector(indices[here] - first, values[here].astype(dtype), size)
-                bonus[row] = bonus_after(segments.compressors[size], bonus[row], part, votes[here])
+                part = SparseVector(
+                    indices[here] - first, values[here].astype(dtype), size
+                )
+                bonus[row] = bonus_after(
+                    segments.compressors[size], bonus[row], part, votes[here]
+                )

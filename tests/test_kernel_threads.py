@@ -39,21 +39,36 @@ def dense_calls(values, other, number):
         yield host.largest(values, k, **options)
         yield host.largest(np.sign(values), k, **options)
         yield host.sides(values, 1.0, **options)
-        yield host.largest_in_segments(values, [0, values.size], [3], [1000], [2], **options)
+        yield host.largest_in_segments(
+            values, [0, values.size], [3], [1000], [2], **options
+        )
         bounds = [0, values.size // 9, values.size // 2, values.size]
         rows = [1, 99, 3], [9, values.size + 1, 70], [1, 99, 2]
         yield host.largest_in_segments(values, bounds, *rows, **options)
         parts = [other[first:end] for first, end in pairwise(bounds)]
-        yield host.largest_in_segments(room, bounds, *rows, summands=(values, 1.0, parts), **options)
+        yield host.largest_in_segments(
+            room, bounds, *rows, summands=(values, 1.0, parts), **options
+        )
         yield total.copy()
         plans = np.zeros(3, host.PLAN)
-        plans["size"], plans["start"], plans["wanted"], plans["room"] = np.diff(bounds), 0.5, 20, 9
+        plans["size"], plans["start"], plans["wanted"], plans["room"] = (
+            np.diff(bounds),
+            0.5,
+            20,
+            9,
+        )
         given = None if values.dtype == np.float16 else (values, 1.0, parts)
         yield host.end_fits(room, bounds, plans, pareto=True, summands=given, **options)
         yield total.copy(), plans
         if np.isfinite(values).all():
-            settings = bounds, [9, 70, 3], lambda largest, places: np.arange(3, dtype=largest.dtype)
-            yield host.entries_in_bins(room, parts, *settings, summand=(values, 0.3), **options)
+            settings = (
+                bounds,
+                [9, 70, 3],
+                lambda largest, places: np.arange(3, dtype=largest.dtype),
+            )
+            yield host.entries_in_bins(
+                room, parts, *settings, summand=(values, 0.3), **options
+            )
             yield host.entries_in_bins(values, parts, *settings, **options)
             yield total.copy()
         yield host.add_parts(values, 0.3, parts, room, long=0, **options)
@@ -73,22 +88,40 @@ def dense_calls(values, other, number):
 
 def few_bits_calls(values, other, number):
     """Return what the kernels of values in few bits give on so many threads."""
-    values, other = (each.astype(np.promote_types(each.dtype, np.float32)) for each in (values, other))
+    values, other = (
+        each.astype(np.promote_types(each.dtype, np.float32))
+        for each in (values, other)
+    )
     blocks = -(-values.size // 64)
     for each in BITS:
-        codes, scales = np.zeros(8 * each * blocks, np.uint8), np.zeros(2 * blocks, f"u{values.itemsize // 2}")
+        codes, scales = (
+            np.zeros(8 * each * blocks, np.uint8),
+            np.zeros(2 * blocks, f"u{values.itemsize // 2}"),
+        )
         scales = scales[: blocks * (1 + (each == 2))]
         rejected, total = np.zeros_like(values), np.zeros_like(values)
         with np.errstate(all="ignore"):
             host.quantise(values, [], each, 64, codes, scales, rejected, threads=number)
-            host.quantise(other, [(codes, scales)], each, 64, codes.copy(), scales.copy(), total, threads=number)
+            host.quantise(
+                other,
+                [(codes, scales)],
+                each,
+                64,
+                codes.copy(),
+                scales.copy(),
+                total,
+                threads=number,
+            )
             host.dequantise(codes, scales, each, 64, other, threads=number, long=0)
         yield codes, scales, rejected, total, other
 
 
 def sparse_calls(values, number):
     """Return what every kernel of entries gives on so many threads."""
-    options, places = {"threads": number}, 2 * np.arange(values.size, dtype=np.int32) + 1
+    options, places = (
+        {"threads": number},
+        2 * np.arange(values.size, dtype=np.int32) + 1,
+    )
     dense = np.ones(2 * values.size + 1, values.dtype)
     yield host.scatter(dense, places, values, **options)
     yield dense.copy()
@@ -99,27 +132,55 @@ def sparse_calls(values, number):
 
 def as_bytes(results):
     return [
-        [each.tobytes() if isinstance(each, np.ndarray) else each for each in (it if isinstance(it, tuple) else [it])]
+        [
+            each.tobytes() if isinstance(each, np.ndarray) else each
+            for each in (it if isinstance(it, tuple) else [it])
+        ]
         for it in results
     ]
 
 
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [0, 1, 127, 128, 129, 191, 192, 193, 255, 256, 257, 999, 3 * TILE - 1, 4 * TILE + 65])
+@pytest.mark.parametrize(
+    "size",
+    [
+        0,
+        1,
+        127,
+        128,
+        129,
+        191,
+        192,
+        193,
+        255,
+        256,
+        257,
+        999,
+        3 * TILE - 1,
+        4 * TILE + 65,
+    ],
+)
 def test_the_bits_are_the_same_on_any_number_of_threads(dtype, size):
     for family in "normal", "zeros", "quantised", "one non-zero", "infinite":
         values = families(dtype, max(size, 18))[family][:size].astype(dtype)
         other = values[::-1].copy()
         expected = as_bytes([*dense_calls(values, other, 1), *sparse_calls(values, 1)])
         for number in 2, 3, 4:
-            assert as_bytes([*dense_calls(values, other, number), *sparse_calls(values, number)]) == expected
+            assert (
+                as_bytes(
+                    [*dense_calls(values, other, number), *sparse_calls(values, number)]
+                )
+                == expected
+            )
 
 
 def test_pieces_cover_a_range_in_order():
     for size in 0, 1, 10**6, 2**21 - 1, 2**21, 2**22 + 1, 10**7:
         for most in 1, 2, 3, 4, 100:
-            pieces = threads.in_pieces(lambda start, end: (start, end), size, most, step=1000)
+            pieces = threads.in_pieces(
+                lambda start, end: (start, end), size, most, step=1000
+            )
             starts, ends = zip(*pieces, strict=True)
             assert (starts[0], ends[-1], starts[1:]) == (0, size, ends[:-1])
             assert len(pieces) <= max(1, min(most, size >> 20))
@@ -138,11 +199,16 @@ def test_short_vectors_are_left_to_one_thread(monkeypatch):
     host.sides(np.zeros(1 << 22, np.float32), 1.0)
 
 
-@pytest.mark.skipif(threads._current_core is None, reason="the C library does not say which core this is")
+@pytest.mark.skipif(
+    threads._current_core is None,
+    reason="the C library does not say which core this is",
+)
 def test_other_threads_are_kept_off_the_core_of_the_caller():
     mask = os.sched_getaffinity(0)
     for _ in range(2):  # the first call starts the thread
-        own, other = threads.in_pieces(lambda start, end: os.sched_getaffinity(0), 1 << 22, 2)
+        own, other = threads.in_pieces(
+            lambda start, end: os.sched_getaffinity(0), 1 << 22, 2
+        )
     assert own == mask
     assert other <= mask
     assert len(other) == max(1, len(mask) - 1)
@@ -173,7 +239,9 @@ def test_the_variable_says_how_many_threads(monkeypatch):
     assert threads.count() == 3
     for bad in "0", "-1", "two", "", "1.5":
         monkeypatch.setenv(threads.VARIABLE, bad)
-        with pytest.raises(ValueError, match=r"MPICOMP_THREADS is .*: expected an integer >= 1"):
+        with pytest.raises(
+            ValueError, match=r"MPICOMP_THREADS is .*: expected an integer >= 1"
+        ):
             threads.count()
 
 
@@ -195,16 +263,33 @@ def test_a_forked_process_starts_threads_of_its_own():
     [
         ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
         ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
-        ("0::/slurm/job\n", {"slurm/cpu.max": "100000 100000\n", "slurm/job/cpu.max": "max 100000\n"}, 1.0),
-        ("0::/docker/7f3a\n", {"cpu.max": "50000 100000\n"}, 0.5),  # the name outside of the container
-        ("4:cpu,cpuacct:/a\n0::/\n", {"cpu/a/cpu.cfs_quota_us": "3000\n", "cpu/a/cpu.cfs_period_us": "1000\n"}, 3.0),
-        ("4:cpuset:/\n3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "1000\n"}, math.inf),
+        (
+            "0::/slurm/job\n",
+            {"slurm/cpu.max": "100000 100000\n", "slurm/job/cpu.max": "max 100000\n"},
+            1.0,
+        ),
+        # the name outside of the container
+        ("0::/docker/7f3a\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        (
+            "4:cpu,cpuacct:/a\n0::/\n",
+            {"cpu/a/cpu.cfs_quota_us": "3000\n", "cpu/a/cpu.cfs_period_us": "1000\n"},
+            3.0,
+        ),
+        (
+            "4:cpuset:/\n3:cpu:/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "1000\n"},
+            math.inf,
+        ),
         (None, {}, math.inf),  # no Linux
     ],
 )
-def test_the_cpu_quota_of_a_container_is_the_least_of_its_cgroups(tmp_path, monkeypatch, named, files, expected):
+def test_the_cpu_quota_of_a_container_is_the_least_of_its_cgroups(
+    tmp_path, monkeypatch, named, files, expected
+):
     groups = {"proc/self/cgroup": named} if named else {}
-    for name, text in (groups | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
+    for name, text in (
+        groups | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    ).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert threads.quota(tmp_path) == expected

@@ -19,29 +19,64 @@ print(json.dumps([sys.argv[1:], "torch" in sys.modules, variables]))
 def start(folder, script, *arguments, ranks=3, **variables):
     (folder / "train.py").write_text(script)
     if ranks:
-        return mpirun(ranks, "train.py", *arguments, module="collectives.torch", cwd=folder, **variables)
-    return python("-m", "collectives.torch", "train.py", *arguments, cwd=folder, env=environment(**variables))
+        return mpirun(
+            ranks,
+            "train.py",
+            *arguments,
+            module="collectives.torch",
+            cwd=folder,
+            **variables,
+        )
+    return python(
+        "-m",
+        "collectives.torch",
+        "train.py",
+        *arguments,
+        cwd=folder,
+        env=environment(**variables),
+    )
 
 
 def test_local_ranks_count_the_ranks_of_a_node_wherever_they_are():
-    ranks = [torchrun_variables(rank, [0, 1, 1, 0, 1], "node7", 29500) for rank in range(5)]
+    ranks = [
+        torchrun_variables(rank, [0, 1, 1, 0, 1], "node7", 29500) for rank in range(5)
+    ]
     assert [each["LOCAL_RANK"] for each in ranks] == ["0", "0", "1", "1", "2"]
     assert [each["LOCAL_WORLD_SIZE"] for each in ranks] == ["2", "3", "3", "2", "3"]
     assert [each["GROUP_RANK"] for each in ranks] == ["0", "1", "1", "0", "1"]
-    assert {(each["WORLD_SIZE"], each["GROUP_WORLD_SIZE"]) for each in ranks} == {("5", "2")}
-    assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in ranks} == {("node7", "29500")}
+    assert {(each["WORLD_SIZE"], each["GROUP_WORLD_SIZE"]) for each in ranks} == {
+        ("5", "2")
+    }
+    assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in ranks} == {
+        ("node7", "29500")
+    }
 
 
 def test_a_script_sees_the_variables_of_torchrun_and_torch_is_not_imported(tmp_path):
-    done = start(tmp_path, SHOW, "--epochs", "3", WORLD_SIZE="8", RANK="7")  # left over from an earlier job
+    # left over from an earlier job
+    done = start(tmp_path, SHOW, "--epochs", "3", WORLD_SIZE="8", RANK="7")
     assert done.returncode == 0, done.stderr
     seen = [json.loads(line) for line in done.stdout.splitlines()]
     assert [arguments for arguments, _, _ in seen] == [["--epochs", "3"]] * 3
     assert not any(imported for _, imported, _ in seen)
     ranks = sorted((each for _, _, each in seen), key=lambda each: int(each["RANK"]))
-    assert [each["RANK"] for each in ranks] == [each["MPI"] for each in ranks] == ["0", "1", "2"]
-    assert {(each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) for each in ranks} == {("3", "3")}
-    assert len({(each["MASTER_ADDR"], each["MASTER_PORT"], each["TORCHELASTIC_RUN_ID"]) for each in ranks}) == 1
+    assert (
+        [each["RANK"] for each in ranks]
+        == [each["MPI"] for each in ranks]
+        == ["0", "1", "2"]
+    )
+    assert {(each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) for each in ranks} == {
+        ("3", "3")
+    }
+    assert (
+        len(
+            {
+                (each["MASTER_ADDR"], each["MASTER_PORT"], each["TORCHELASTIC_RUN_ID"])
+                for each in ranks
+            }
+        )
+        == 1
+    )
     assert {each["MPICOMP_TIMEOUT"] for each in ranks} == {"600"}
 
 
@@ -69,14 +104,19 @@ def test_a_script_that_fails_on_one_rank_ends_the_job(tmp_path, fails):
     assert "bad batch" in done.stderr or "sys.exit" in fails
 
 
-@pytest.mark.parametrize(("last", "status"), [("MPI.COMM_WORLD.Barrier()", 1), ("time.sleep(2)", 0)])
-def test_a_script_that_ends_early_on_some_ranks_is_reported_and_ended_at_the_deadline(tmp_path, last, status):
+@pytest.mark.parametrize(
+    ("last", "status"), [("MPI.COMM_WORLD.Barrier()", 1), ("time.sleep(2)", 0)]
+)
+def test_a_script_that_ends_early_on_some_ranks_is_reported_and_ended_at_the_deadline(
+    tmp_path, last, status
+):
     """A rank that still evaluates is left alone until then."""
     script = f"import os, time\nfrom mpi4py import MPI\nif os.environ['RANK'] == '1':\n    {last}\n"
     done = start(tmp_path, script, MPICOMP_TIMEOUT="3")
     assert min(done.returncode, 1) == status, done.stderr
     assert (
-        "ago on ranks 0, 2, and has not on rank 1, which may wait for a message of the others; the job" in done.stderr
+        "ago on ranks 0, 2, and has not on rank 1, which may wait for a message of the others; the job"
+        in done.stderr
     )
 
 
@@ -101,7 +141,9 @@ def test_workers_do_not_initialise_mpi_as_the_same_rank(tmp_path, method, module
 
 
 def test_a_process_that_does_not_initialise_mpi_is_told_what_to_remove():
-    done = python("-m", "collectives.torch", "train.py", env=environment(MPI4PY_RC_INITIALIZE="0"))
+    done = python(
+        "-m", "collectives.torch", "train.py", env=environment(MPI4PY_RC_INITIALIZE="0")
+    )
     assert done.returncode == 1
     assert "needs an environment without MPI4PY_RC_INITIALIZE" in done.stderr
 

@@ -38,7 +38,10 @@ def fates(faults, number=1):
     return [link.fate() for _ in range(FRAMES)], link.counts
 
 
-@pytest.mark.parametrize(("fault", "counted"), [("loss", "dropped"), ("duplicate", "doubled"), ("reorder", "held")])
+@pytest.mark.parametrize(
+    ("fault", "counted"),
+    [("loss", "dropped"), ("duplicate", "doubled"), ("reorder", "held")],
+)
 def test_a_fault_befalls_its_share_of_the_frames_and_is_counted(fault, counted):
     waits, counts = fates(Faults(**{fault: 0.05}))
     befell = {
@@ -56,8 +59,13 @@ def test_a_fault_befalls_its_share_of_the_frames_and_is_counted(fault, counted):
 
 
 def test_a_seed_and_the_number_of_a_host_fix_what_happens():
-    faults = Faults(loss=0.1, duplicate=0.1, reorder=0.1, delay=1e-3, jitter=1e-3, seed=4)
-    first, *others = (fates(each, number)[0] for each, number in ((faults, 1), (faults, 2), (Faults(loss=0.1), 1)))
+    faults = Faults(
+        loss=0.1, duplicate=0.1, reorder=0.1, delay=1e-3, jitter=1e-3, seed=4
+    )
+    first, *others = (
+        fates(each, number)[0]
+        for each, number in ((faults, 1), (faults, 2), (Faults(loss=0.1), 1))
+    )
     assert first == fates(faults, 1)[0]
     assert first not in others
 
@@ -84,7 +92,17 @@ def counted():
 def transferred(data):
     """Send data from host 1 to host 2 over TCP, and return the digest that arrived."""
     commands = [
-        ["timeout", "60", "ip", "netns", "exec", f"{NAME}-{number}", sys.executable, "-c", program]
+        [
+            "timeout",
+            "60",
+            "ip",
+            "netns",
+            "exec",
+            f"{NAME}-{number}",
+            sys.executable,
+            "-c",
+            program,
+        ]
         for number, program in ((2, RECEIVER), (1, SENDER))
     ]
     with subprocess.Popen(commands[0], stdout=subprocess.PIPE, text=True) as receiver:
@@ -97,30 +115,41 @@ def transferred(data):
 def test_a_transfer_arrives_intact_over_links_that_lose_double_reorder_and_delay(way):
     if reason := refusal("--relay"):
         pytest.skip(reason)
-    assert on_hosts("up", "2", "100mbit", *ALL.split(), *["--relay"] * (way == "relay")) == (0, "")
+    assert on_hosts(
+        "up", "2", "100mbit", *ALL.split(), *["--relay"] * (way == "relay")
+    ) == (0, "")
     try:
         pid = pathlib.Path("/run/mpicomp-testbed", NAME, "relay.pid")
         if way == "netem" and pid.exists():
             pytest.skip("the kernel has no sch_netem")
-        command = pathlib.Path("/proc", pid.read_text(), "cmdline") if way == "relay" else None
+        command = (
+            pathlib.Path("/proc", pid.read_text(), "cmdline")
+            if way == "relay"
+            else None
+        )
         data = np.random.default_rng(0).bytes(SENT)
         assert transferred(data) == hashlib.sha256(data).hexdigest()
         first, second = counted()
         assert first["frames"] > SENT / 1514
         assert second["frames"] > 100  # what acknowledges them
         if way == "relay":
-            assert not absent([first], ["dropped", "doubled", "held", "reordered", "delayed"])
+            assert not absent(
+                [first], ["dropped", "doubled", "held", "reordered", "delayed"]
+            )
             assert first["overflowed"] == second["overflowed"] == 0
     finally:
         assert on_hosts("down") == (0, "")
-    assert not (command and command.exists() and command.read_text())  # of a process that has ended nothing is left
+    # of a process that has ended nothing is left
+    assert not (command and command.exists() and command.read_text())
 
 
 @pytest.mark.slow
 def test_every_collective_has_the_same_bits_over_links_with_all_faults():
     if reason := refusal("--relay"):
         pytest.skip(reason)
-    clean, faulty = (run(faults, 3, "100mbit", length=4000, name=NAME) for faults in ("", ALL))
+    clean, faulty = (
+        run(faults, 3, "100mbit", length=4000, name=NAME) for faults in ("", ALL)
+    )
     assert len(clean[0][0]) > 50
     assert not differences(clean[0], faulty[0])
     assert not absent(faulty[1], CASES["all of it"][1])
@@ -131,4 +160,7 @@ def test_other_bits_and_faults_that_did_not_happen_are_told():
     assert not differences(clean, clean)
     assert differences(clean, [clean[0], {"sum": "a", "gtopk": "c"}]) == ["gtopk"]
     assert differences(clean, [{"gtopk": "b"}, clean[1]]) == ["sum"]
-    assert absent([{"dropped": 0, "doubled": 0}, {"dropped": 0, "doubled": 2}], ["dropped", "doubled"]) == ["dropped"]
+    assert absent(
+        [{"dropped": 0, "doubled": 0}, {"dropped": 0, "doubled": 2}],
+        ["dropped", "doubled"],
+    ) == ["dropped"]

@@ -16,7 +16,8 @@ def peak_values(feedback, sparse):
     """Return the peak of a step behind the first ones, over what was there before the exchange, in gradients."""
     fresh = np.random.default_rng(0).standard_normal(LENGTH, dtype=np.float32)
     gradient = fresh.copy()
-    GradientExchange(MPI.COMM_SELF, TopK(0.001))(fresh, sparse=sparse)  # what is imported and compiled is not counted
+    # what is imported and compiled is not counted
+    GradientExchange(MPI.COMM_SELF, TopK(0.001))(fresh, sparse=sparse)
     tracemalloc.start()
     try:
         exchange = GradientExchange(MPI.COMM_SELF, TopK(0.001), feedback)
@@ -34,7 +35,8 @@ def peak_values(feedback, sparse):
 
 
 @pytest.mark.parametrize(
-    ("in_place", "sparse", "most"), [(True, True, 0.1), (False, True, 2.1), (True, False, 1.1), (False, False, 3.1)]
+    ("in_place", "sparse", "most"),
+    [(True, True, 0.1), (False, True, 2.1), (True, False, 1.1), (False, False, 3.1)],
 )
 def test_a_step_needs_no_more_memory_than_promised(in_place, sparse, most):
     """In gradients: the residual and its spare unless it is in place, the mean unless it is sparse, and a tenth."""

@@ -7,9 +7,18 @@ from network import Network, perceptron
 from tasks import of_images, of_plays
 
 RNG = np.random.default_rng(0)
-CONVOLUTIONS = [Convolution("one", 2, 3, 3), Pool(), Relu(), Convolution("two", 3, 2, 2)]
+CONVOLUTIONS = [
+    Convolution("one", 2, 3, 3),
+    Pool(),
+    Relu(),
+    Convolution("two", 3, 2, 2),
+]
 NETWORKS = {
-    "perceptron": (perceptron(5, 7, 3), RNG.standard_normal((20, 5)), RNG.integers(3, size=20)),
+    "perceptron": (
+        perceptron(5, 7, 3),
+        RNG.standard_normal((20, 5)),
+        RNG.integers(3, size=20),
+    ),
     "convolutional": (
         [*CONVOLUTIONS, Flatten(), Affine("out", 8, 4)],
         RNG.standard_normal((2, 8, 8, 3)),
@@ -33,7 +42,10 @@ def test_the_gradient_of_a_network_is_the_slope_of_its_loss(name):
     def loss(at):
         return network.evaluate(inputs, labels, at)[0]
 
-    slopes = [(loss(start + step) - loss(start - step)) / (2 * h) for step in h * np.eye(start.size)]
+    slopes = [
+        (loss(start + step) - loss(start - step)) / (2 * h)
+        for step in h * np.eye(start.size)
+    ]
     np.testing.assert_allclose(gradient, slopes, atol=1e-8)
     assert np.abs(gradient).max() > 0.01
 
@@ -43,10 +55,15 @@ def test_both_networks_have_the_sizes_of_the_papers_and_learn():
     raw = np.zeros((200, 28, 28), np.uint8)
     labels = np.arange(200) % 10
     raw[np.arange(200), 3 + 2 * labels] = 255  # a line whose height is the class
-    for task, size, rate in (of_images(raw, labels, 40), 147_146, 0.1), (of_plays(b"abcdefgh " * 900), 71_817, 1.0):
+    for task, size, rate in (
+        (of_images(raw, labels, 40), 147_146, 0.1),
+        (of_plays(b"abcdefgh " * 900), 71_817, 1.0),
+    ):
         network, chosen = task.network(0), task.training("test")[:32]
         assert task.parameters == size
         before = task.evaluate(network, task.held_out("test"))[0]
         for _ in range(30):
-            network.parameters -= np.float32(rate) * network.gradient(*task.examples(chosen))
+            network.parameters -= np.float32(rate) * network.gradient(
+                *task.examples(chosen)
+            )
         assert task.evaluate(network, task.held_out("test"))[0] < 0.7 * before

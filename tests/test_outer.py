@@ -21,12 +21,19 @@ def end_round(found, mean, rate=1.0, nesterov=False, delayed=False):
 
 def test_one_memory_under_two_names_counts_once():
     shared, other = np.ones((3, 4)), np.ones(5)
-    found = untied({"a": shared, "b": other, "c": shared.reshape(12), "d": np.ones((3, 4))})
+    found = untied(
+        {"a": shared, "b": other, "c": shared.reshape(12), "d": np.ones((3, 4))}
+    )
     assert found == {"a": "a", "b": "b", "c": "a", "d": "d"}
 
 
 def test_several_tensors_are_one_vector_in_their_order():
-    given = {"a": np.arange(4.0).reshape(2, 2), "b": np.array(7.0), "c": np.zeros((0, 3)), "d": np.arange(2.0)}
+    given = {
+        "a": np.arange(4.0).reshape(2, 2),
+        "b": np.array(7.0),
+        "c": np.zeros((0, 3)),
+        "d": np.arange(2.0),
+    }
     found = Replica(describe(given, DICT), given, 0.0)
     for array in given.values():
         array += 1
@@ -34,16 +41,33 @@ def test_several_tensors_are_one_vector_in_their_order():
     assert found.anchor.tolist() == [0, 1, 2, 3, 7, 0, 1]
     assert found.delta.tolist() == [-1] * 7
     end_round(found, SparseVector([1, 4, 6], [-1.0, -2, -3], 7))
-    assert [array.tolist() for array in given.values()] == [[[0, 2], [2, 3]], 9, [], [0, 4]]
+    assert [array.tolist() for array in given.values()] == [
+        [[0, 2], [2, 3]],
+        9,
+        [],
+        [0, 4],
+    ]
     assert found.by_tensor(found.anchor)["a"].shape == (2, 2)
 
 
 @pytest.mark.parametrize(
     ("arrays", "error", "match"),
     [
-        ({"a": (whole := np.ones(8)), "b": whole[2:5]}, ValueError, "two parameters share a part of their memory"),
-        ({"a": np.ones((4, 6)).T[::2]}, ValueError, "a: the array is not contiguous in any order of its axes"),
-        ({"a": np.broadcast_to(np.ones(1), 4)}, ValueError, "a: the array is not contiguous"),
+        (
+            {"a": (whole := np.ones(8)), "b": whole[2:5]},
+            ValueError,
+            "two parameters share a part of their memory",
+        ),
+        (
+            {"a": np.ones((4, 6)).T[::2]},
+            ValueError,
+            "a: the array is not contiguous in any order of its axes",
+        ),
+        (
+            {"a": np.broadcast_to(np.ones(1), 4)},
+            ValueError,
+            "a: the array is not contiguous",
+        ),
         ({"a": np.frombuffer(bytes(8))}, ValueError, "a: .* is read-only"),
         ({"a": np.ones(3, np.int32)}, TypeError, "a: values are int32"),
         ({"a": [1.0, 2.0]}, TypeError, "a: got builtins.list"),
@@ -99,13 +123,19 @@ def test_memory_that_was_replaced_is_taken_anew():
     found.subtract({"w": given})
     assert found.delta.tolist() == [-1, -1, -1]
     given.memory = np.ones(4)
-    with pytest.raises(ValueError, match=r"w is float64 of shape \(4,\): expected float64 of shape \(3,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"w is float64 of shape \(4,\): expected float64 of shape \(3,\)",
+    ):
         found.subtract({"w": given})
 
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_parameters_in_another_order_of_axes_have_the_same_bits(delayed):
-    plain, turned = np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3).copy(order="F")
+    plain, turned = (
+        np.arange(6.0).reshape(2, 3),
+        np.arange(6.0).reshape(2, 3).copy(order="F"),
+    )
     for array in (plain, turned):
         found = one(array)
         array += [[1, 2, 3], [4, 5, 6]]
@@ -122,7 +152,9 @@ def test_parameters_in_another_order_of_axes_have_the_same_bits(delayed):
 def test_torch_parameters_in_bfloat16_have_an_anchor_in_single(delayed):
     """Steps of a quarter of a bit add up there; what the parameter cannot store is no progress of a rank."""
     torch = pytest.importorskip("torch")
-    given = torch.ones(2, 3, 1, 2, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    given = torch.ones(2, 3, 1, 2, dtype=torch.bfloat16).to(
+        memory_format=torch.channels_last
+    )
     found = one(given)
     for step in range(1, 7):
         found.subtract({"w": given})
@@ -154,7 +186,9 @@ def test_an_empty_parameter():
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_what_follows_the_exchange_needs_little_memory_and_pieces_change_no_bit(momentum, monkeypatch):
+def test_what_follows_the_exchange_needs_little_memory_and_pieces_change_no_bit(
+    momentum, monkeypatch
+):
     """So a rank that is short of memory fails before the ranks agree on the round."""
     size, rng = 2**18, np.random.default_rng(0)
     start, learnt, values = (rng.standard_normal(size) for _ in range(3))

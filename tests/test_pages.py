@@ -1,8 +1,9 @@
 """What the pages show works: Python blocks run, commands and their options exist, figures and variables are there.
 
-The Python blocks of a page run in their order, in one namespace, on one rank. A block that imports what is not
-installed, such as CuPy, is left out, and so are those that use its names. The blocks of docs/frameworks.md, which need
-PyTorch and several ranks, run in `make test-torch` (tests/pytorch/test_scripts.py).
+The Python blocks of a page run in their order, in one namespace, on one rank. A block
+that imports what is not installed, such as CuPy, is left out, and so are those that use
+its names. The blocks of docs/frameworks.md, which need PyTorch and several ranks, run
+in `make test-torch` (tests/pytorch/test_scripts.py).
 """
 
 import ast
@@ -32,8 +33,16 @@ DOCS = ROOT / "docs"
 SETTINGS = configparser.ConfigParser()
 SETTINGS.read(ROOT / "setup.cfg")
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
-PAGES += sorted([*DOCS.glob("*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("[a-z]*/*/README.md")])
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+PAGES += sorted(
+    [
+        *DOCS.glob("*.md"),
+        *ROOT.glob("[a-z]*/README.md"),
+        *ROOT.glob("[a-z]*/*/README.md"),
+    ]
+)
+pages = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
+)
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "diff", "text", "bash"}
@@ -75,8 +84,16 @@ def blocks(page, language="python"):
 
 def bound(tree):
     """Return the names that a block makes."""
-    made = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    made |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    made = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    made |= {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     return made | {alias.asname or alias.name for alias in imports(tree)}
 
 
@@ -89,13 +106,21 @@ def imports(tree):
 
 def missing(tree):
     """Return the packages that a block imports and that are not installed."""
-    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    found |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    found = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    found |= {
+        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    }
     found = {name.partition(".")[0] for name in found}
     return {
         name
         for name in found
-        if importlib.util.find_spec(name) is None or "fake_" in str(importlib.util.find_spec(name).origin)
+        if importlib.util.find_spec(name) is None
+        or "fake_" in str(importlib.util.find_spec(name).origin)
     }
 
 
@@ -104,7 +129,11 @@ def names(tmp_path, monkeypatch):
     """Return the namespace of a page; what its blocks change for others is undone."""
     monkeypatch.chdir(tmp_path)
     algorithms = {name: dict(each.algorithms) for name, each in COLLECTIVES.items()}
-    public = {name: getattr(package, name) for package in (mpicomp, collectives) for name in package.__all__}
+    public = {
+        name: getattr(package, name)
+        for package in (mpicomp, collectives)
+        for name in package.__all__
+    }
     namespace = {"mpicomp": mpicomp, "collectives": collectives, **public}
     exec(COMMON, namespace)
     yield namespace
@@ -135,10 +164,33 @@ def test_the_python_of_a_page_runs(page, names):
 def test_pages_and_docstrings_run_in_the_debug_mode():
     if checking.is_enabled():
         pytest.skip("this is that run")
-    tests = ["tests/test_pages.py", "tests/test_docstrings.py", "-k", "python_of or examples_of"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    tests = [
+        "tests/test_pages.py",
+        "tests/test_docstrings.py",
+        "-k",
+        "python_of or examples_of",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        *tests,
+    ]
     environment = os.environ | {checking.VARIABLE: "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -151,7 +203,11 @@ def test_the_architecture_quotes_the_step():
 
 @pages
 def test_the_commands_of_a_page_exist(page):
-    lines = [line for block in shell_blocks(page) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line
+        for block in shell_blocks(page)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     for line in lines:
         check_command(line.partition(" # ")[0].split(" && "))
 
@@ -167,7 +223,20 @@ def shell_blocks(page):
 
 
 PROGRAMS = {
-    *("make", "mpirun", "mpicomp", "python", "python3", "pip", "sbatch", "srun", "export", "spack", "eb", "git"),
+    *(
+        "make",
+        "mpirun",
+        "mpicomp",
+        "python",
+        "python3",
+        "pip",
+        "sbatch",
+        "srun",
+        "export",
+        "spack",
+        "eb",
+        "git",
+    ),
     *("apt-get", "twine", "source", "."),
 }
 
@@ -178,16 +247,30 @@ def program(line):
         words = shlex.split(line.partition(" # ")[0])
     except ValueError:
         return []
-    while words and (re.fullmatch(r"[A-Z_]+=.*", words[0]) or words[0] in ("sudo", "env")):
+    while words and (
+        re.fullmatch(r"[A-Z_]+=.*", words[0]) or words[0] in ("sudo", "env")
+    ):
         words = words[1:]
-    if words[:1] == ["python"] and words[1:3] == ["benchmarks/testbed/testbed.py", "run"]:
+    if words[:1] == ["python"] and words[1:3] == [
+        "benchmarks/testbed/testbed.py",
+        "run",
+    ]:
         words = words[3:]
     if words and words[0] in ("mpirun", "srun"):
-        inner = next((place for place, word in enumerate(words) if word in ("python", "mpicomp")), len(words))
+        inner = next(
+            (
+                place
+                for place, word in enumerate(words)
+                if word in ("python", "mpicomp")
+            ),
+            len(words),
+        )
         words = words[inner:] or words[:1]
     if words and words[0] == "python" and words[1:3] == ["-m", "mpi4py"]:
         words = ["python", *words[3:]]
-    known = words and (words[0] in PROGRAMS or re.match(r"(tests|benchmarks|\.ci)/", words[0]))
+    known = words and (
+        words[0] in PROGRAMS or re.match(r"(tests|benchmarks|\.ci)/", words[0])
+    )
     return words if known else []
 
 
@@ -195,35 +278,67 @@ def check_command(commands):
     """Raise AssertionError for a subcommand, an option, a target, an extra or a file that there is not."""
     for words in filter(None, map(program, commands)):
         if words[0] == "mpicomp" and words[1:2] != ["--version"]:
-            prog = " ".join(words[:3] if words[1] == "bench" and len(words) > 2 else words[:2])
+            prog = " ".join(
+                words[:3] if words[1] == "bench" and len(words) > 2 else words[:2]
+            )
             assert words[1:] == ["bench", "--help"] or prog in SUBCOMMANDS, words
             if "--help" not in words:
-                options = [word.partition("=")[0] for word in words if word.startswith("--")]
-                assert set(options) <= set(SUBCOMMANDS[prog]._option_string_actions), words
+                options = [
+                    word.partition("=")[0] for word in words if word.startswith("--")
+                ]
+                assert set(options) <= set(SUBCOMMANDS[prog]._option_string_actions), (
+                    words
+                )
         elif words[0] == "make":
             targets = [word for word in words[1:] if "=" not in word]
             makefile = (ROOT / "Makefile").read_text()
-            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets), words
+            assert all(
+                re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets
+            ), words
         elif words[0] == "pip":
             named = ",".join(re.findall(r"\.\[([^]]*)\]", " ".join(words)))
-            assert set(re.findall(r"[\w-]+", named)) <= set(SETTINGS["options.extras_require"]), words
+            assert set(re.findall(r"[\w-]+", named)) <= set(
+                SETTINGS["options.extras_require"]
+            ), words
         else:
             check_script(words[1:] if words[0] in ("python", "sbatch") else words)
 
 
 def check_script(words):
     """Raise AssertionError unless the script of a command is there, and knows the options."""
-    for script in [w for w in words if re.match(r"(examples|tests|benchmarks|slurm|docs|\.ci)/.*\.\w+$", w)][:1]:
+    for script in [
+        w
+        for w in words
+        if re.match(r"(examples|tests|benchmarks|slurm|docs|\.ci)/.*\.\w+$", w)
+    ][:1]:
         assert (ROOT / script).is_file(), words
-        options = {word.partition("=")[0] for word in words[words.index(script) + 1 :] if word.startswith("--")}
-        text = "".join(path.read_text() for path in (ROOT / script).parent.glob(f"*{pathlib.Path(script).suffix}"))
-        assert script.endswith(".sbatch") or all(option.strip("-") in text for option in options), words
+        options = {
+            word.partition("=")[0]
+            for word in words[words.index(script) + 1 :]
+            if word.startswith("--")
+        }
+        text = "".join(
+            path.read_text()
+            for path in (ROOT / script).parent.glob(f"*{pathlib.Path(script).suffix}")
+        )
+        assert script.endswith(".sbatch") or all(
+            option.strip("-") in text for option in options
+        ), words
 
 
 def test_the_readme_has_commands_that_are_checked():
-    lines = [line for block in shell_blocks(ROOT / "README.md") for line in block.splitlines()]
+    lines = [
+        line
+        for block in shell_blocks(ROOT / "README.md")
+        for line in block.splitlines()
+    ]
     assert len([line for line in lines if program(line)]) >= 8
-    for wrong in "mpicomp bench gtopk --length 5", "make bread", "pip install '.[bread]'", "python examples/bread.py":
+    for wrong in (
+        "mpicomp bench gtopk --length 5",
+        "make bread",
+        "pip install '.[bread]'",
+        "python examples/bread.py",
+    ):
         with pytest.raises(AssertionError):
             check_command([wrong])
 
@@ -236,20 +351,33 @@ def test_a_page_is_markdown_that_both_github_and_the_site_read(page):
     assert len(text.split("\n# ")) == 1, "a page has one title"
     for figure in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
         assert (page.parent / figure).is_file(), figure
-    for target in re.findall(r"(?<!!)\[[^]]+\]\(([^):#]+)(?:#[^)]*)?\)", FENCED.sub("", text)):
+    for target in re.findall(
+        r"(?<!!)\[[^]]+\]\(([^):#]+)(?:#[^)]*)?\)", FENCED.sub("", text)
+    ):
         assert (page.parent / target).exists(), target
 
 
 def test_the_pages_are_short():
     """The words of README and pages outside of code, tables, figures and link targets: a number that only falls."""
-    text = "".join(FENCED.sub("", page.read_text()) for page in [ROOT / "README.md", *DOCS.glob("*.md")])
-    prose = [line for line in text.splitlines() if not line.startswith(("|", "![", "<!--", "    "))]
+    text = "".join(
+        FENCED.sub("", page.read_text())
+        for page in [ROOT / "README.md", *DOCS.glob("*.md")]
+    )
+    prose = [
+        line
+        for line in text.splitlines()
+        if not line.startswith(("|", "![", "<!--", "    "))
+    ]
     assert len(re.sub(r"\]\([^)]*\)", "]", "\n".join(prose)).split()) <= 14_000
 
 
 def test_every_figure_is_on_a_page():
     shown = "".join(page.read_text() for page in PAGES)
-    assert [figure.name for figure in (DOCS / "figures").glob("*.svg") if f"figures/{figure.name}" not in shown] == []
+    assert [
+        figure.name
+        for figure in (DOCS / "figures").glob("*.svg")
+        if f"figures/{figure.name}" not in shown
+    ] == []
 
 
 def test_the_table_of_predictions_is_that_of_explain():
@@ -258,14 +386,28 @@ def test_the_table_of_predictions_is_that_of_explain():
 
 
 def test_the_page_of_environment_variables_has_those_of_the_code():
-    packages = [path for top in ("mpicomp", "collectives", "mpicomp_bench") for path in (ROOT / top).rglob("*.py")]
-    named = {name for path in packages for name in re.findall(r"MPICOMP_[A-Z_]+", path.read_text())}
-    rows = re.findall(r"^\| `(MPICOMP_\w+)` \|", (DOCS / "versions.md").read_text(), re.MULTILINE)
+    packages = [
+        path
+        for top in ("mpicomp", "collectives", "mpicomp_bench")
+        for path in (ROOT / top).rglob("*.py")
+    ]
+    named = {
+        name
+        for path in packages
+        for name in re.findall(r"MPICOMP_[A-Z_]+", path.read_text())
+    }
+    rows = re.findall(
+        r"^\| `(MPICOMP_\w+)` \|", (DOCS / "versions.md").read_text(), re.MULTILINE
+    )
     assert rows == sorted(named)
 
 
 def test_the_version_is_the_same_everywhere():
-    cff, spack, recipes = (ROOT / "CITATION.cff", ROOT / "slurm" / "spack" / "package.py", ROOT / "slurm" / "easybuild")
+    cff, spack, recipes = (
+        ROOT / "CITATION.cff",
+        ROOT / "slurm" / "spack" / "package.py",
+        ROOT / "slurm" / "easybuild",
+    )
     assert f"\nversion: {mpicomp.__version__}\n" in cff.read_text()
     assert f'\n    version("{mpicomp.__version__}")\n' in spack.read_text()
     (recipe,) = recipes.glob("*.eb")

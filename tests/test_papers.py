@@ -42,7 +42,11 @@ def test_every_command_is_known_and_stands_once(compared):
     from figures import FIGURES
 
     compressors = parser(COMMANDS.values())
-    known = {TRAIN: (train.parser(), ()), COMPARED: (compressors, ("bench", "compressors")), "": (PARSER, ("bench",))}
+    known = {
+        TRAIN: (train.parser(), ()),
+        COMPARED: (compressors, ("bench", "compressors")),
+        "": (PARSER, ("bench",)),
+    }
     assert EXPERIMENTS.keys() == FIGURES.keys()
     for experiment in EXPERIMENTS.values():
         runs = list(experiment())
@@ -55,10 +59,23 @@ def test_every_command_is_known_and_stands_once(compared):
 def test_every_method_of_the_trainings_makes_two_steps():
     from experiments import EXPERIMENTS, TRAIN
 
-    asked = [run.options for experiment in EXPERIMENTS.values() for run in experiment() if run.script == TRAIN]
-    for name in {name for options in asked for name in train.parser().parse_args(options).methods} - {"dense"}:
-        exchange, gradient = exchange_of(MPI.COMM_SELF, name, Terms(rate=0.1)), np.ones((50, 40), np.float32)
-        assert exchange({"weight": gradient})["weight"].shape == exchange({"weight": gradient})["weight"].shape
+    asked = [
+        run.options
+        for experiment in EXPERIMENTS.values()
+        for run in experiment()
+        if run.script == TRAIN
+    ]
+    for name in {
+        name for options in asked for name in train.parser().parse_args(options).methods
+    } - {"dense"}:
+        exchange, gradient = (
+            exchange_of(MPI.COMM_SELF, name, Terms(rate=0.1)),
+            np.ones((50, 40), np.float32),
+        )
+        assert (
+            exchange({"weight": gradient})["weight"].shape
+            == exchange({"weight": gradient})["weight"].shape
+        )
 
 
 def test_rows_that_the_file_has_are_not_run_again(tmp_path, monkeypatch):
@@ -81,13 +98,19 @@ def test_rows_that_the_file_has_are_not_run_again(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "E1.json").read_text())["rows"] == rows
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
-def test_committed_rows_are_those_of_the_experiment_and_have_a_figure(file, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem
+)
+def test_committed_rows_are_those_of_the_experiment_and_have_a_figure(
+    file, tmp_path, monkeypatch
+):
     import figures
     from experiments import EXPERIMENTS
 
     grids, rows = [], json.loads(file.read_text())["rows"]
-    assert {row["command"] for row in rows} <= {run.command for run in EXPERIMENTS[file.stem]()}
+    assert {row["command"] for row in rows} <= {
+        run.command for run in EXPERIMENTS[file.stem]()
+    }
     monkeypatch.setattr(figures, "draw", lambda grid, path: grids.append(grid))
     figures.FIGURES[file.stem](rows, tmp_path / "figure.svg")
     for panel in (panel for panels in grids[0] for panel in panels):
@@ -109,11 +132,17 @@ SEARCHES = pytest.mark.parametrize("name", ["RedSync", "GaussianK", "MSTopK"])
 
 
 @pytest.mark.parametrize("density", [0.3, 0.05, 0.001])
-@pytest.mark.parametrize("draw", ["standard_normal", "standard_cauchy", "standard_exponential"])
-def test_redsync_trims_to_the_exact_top_k_and_mstopk_fills_up_to_k(compared, draw, density):
+@pytest.mark.parametrize(
+    "draw", ["standard_normal", "standard_cauchy", "standard_exponential"]
+)
+def test_redsync_trims_to_the_exact_top_k_and_mstopk_fills_up_to_k(
+    compared, draw, density
+):
     dense = getattr(np.random.default_rng(0), draw)(20_000).astype(np.float32)
     exact = TopK(density).compress(dense)
-    np.testing.assert_array_equal(compared.RedSync(density).compress(dense).indices, exact.indices)
+    np.testing.assert_array_equal(
+        compared.RedSync(density).compress(dense).indices, exact.indices
+    )
     found = compared.MSTopK(density).compress(dense)
     assert found.nnz == exact.nnz
     assert np.intersect1d(found.indices, exact.indices).size >= 0.99 * exact.nnz
@@ -124,25 +153,41 @@ def test_gaussian_k_corrects_its_distance_three_times_at_most(compared):
     compressor = compared.GaussianK(0.5)
     assert compressor.compress(np.resize([1.0, -1.0], 1000)).nnz == 500
     assert compressor.report.rounds == 4
-    assert compressor.report.threshold == pytest.approx(NormalDist().inv_cdf(0.75) * 1.5 * 0.5 * 1.5)
+    assert compressor.report.threshold == pytest.approx(
+        NormalDist().inv_cdf(0.75) * 1.5 * 0.5 * 1.5
+    )
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
 def test_gaussian_k_of_a_normal_vector_has_its_density(compared, density):
     dense = np.random.default_rng(5).standard_normal(200_000).astype(np.float32)
-    assert compared.GaussianK(density).compress(dense).density == pytest.approx(density, rel=0.15)
+    assert compared.GaussianK(density).compress(dense).density == pytest.approx(
+        density, rel=0.15
+    )
 
 
 @SEARCHES
 @pytest.mark.parametrize("density", [0.1, 1.0])
-def test_a_compressor_of_the_contract_alone_has_its_place_in_an_exchange(compared, name, density):
+def test_a_compressor_of_the_contract_alone_has_its_place_in_an_exchange(
+    compared, name, density
+):
     """Sums and residual are what was given: of equal values, few, zeros and one."""
-    exchange, rng = GradientExchange(MPI.COMM_SELF, getattr(compared, name)(density)), np.random.default_rng(0)
+    exchange, rng = (
+        GradientExchange(MPI.COMM_SELF, getattr(compared, name)(density)),
+        np.random.default_rng(0),
+    )
     given = total = np.zeros(100, np.float32)
-    for gradient in np.full(100, 3), rng.integers(-99, 99, 100), np.zeros(100), np.arange(100) == 7:
+    for gradient in (
+        np.full(100, 3),
+        rng.integers(-99, 99, 100),
+        np.zeros(100),
+        np.arange(100) == 7,
+    ):
         given = given + gradient.astype(np.float32)
         total = total + exchange(gradient.astype(np.float32))
     (bucket,) = exchange.buckets
     np.testing.assert_array_equal(total + bucket.feedback.residual, given)
-    with pytest.raises(ValueError, match=re.escape("values[3] is inf: expected finite values")):
+    with pytest.raises(
+        ValueError, match=re.escape("values[3] is inf: expected finite values")
+    ):
         exchange(np.where(np.arange(100) == 3, np.inf, 1).astype(np.float32))

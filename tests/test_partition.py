@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sparse_vectors
 
-from collectives.partition import balanced_bounds, cut, equal_bounds, given_bounds, likely, sample
+from collectives.partition import (
+    balanced_bounds,
+    cut,
+    equal_bounds,
+    given_bounds,
+    likely,
+    sample,
+)
 from mpicomp import SparseVector
 from mpicomp.vector import join
 
@@ -39,7 +46,9 @@ def test_cut_gives_every_entry_to_its_owner_and_join_undoes_it(vector, size):
 def test_bounds_are_right_at_the_largest_lengths(length, size):
     """Published code takes the average of P boundaries in 32 bits."""
     last = SparseVector([length - 1], [1.0], length)
-    assert [part.nnz for part in cut(last, equal_bounds(length, size))] == [0] * (size - 1) + [1]
+    assert [part.nnz for part in cut(last, equal_bounds(length, size))] == [0] * (
+        size - 1
+    ) + [1]
     everywhere = np.linspace(length / 2, length - 10_000, 4096).astype(np.int64)
     shares = [sample(everywhere, rank, size) for rank in range(size)]
     bounds = balanced_bounds(shares, [4096] * size, length, size)
@@ -57,8 +66,12 @@ def hot(rank, length, entries):
 
 def largest_share(partition, supports, length):
     """Return the entries that the busiest owner gets, over the mean."""
-    vectors = [SparseVector(support, np.ones(support.size), length) for support in supports]
-    received = np.sum([[part.nnz for part in cut(vector, partition)] for vector in vectors], axis=0)
+    vectors = [
+        SparseVector(support, np.ones(support.size), length) for support in supports
+    ]
+    received = np.sum(
+        [[part.nnz for part in cut(vector, partition)] for vector in vectors], axis=0
+    )
     return received.max() / received.mean()
 
 
@@ -68,17 +81,31 @@ def test_quantiles_balance_a_gradient_that_is_hot_in_a_twentieth_of_its_length(s
     supports = [hot(rank, length, 20_000) for rank in range(size)]
     counts = [support.size for support in supports]
     samples = [sample(support, rank, size) for rank, support in enumerate(supports)]
-    assert largest_share(equal_bounds(length, size), supports, length) > min(15, 0.6 * size)
-    assert largest_share(balanced_bounds(samples, counts, length, size), supports, length) <= 1.1
+    assert largest_share(equal_bounds(length, size), supports, length) > min(
+        15, 0.6 * size
+    )
+    assert (
+        largest_share(balanced_bounds(samples, counts, length, size), supports, length)
+        <= 1.1
+    )
 
 
 def test_one_rank_with_everything_and_one_support_on_all_ranks_are_balanced_too():
     length, size = 1_000_000, 8
     support = hot(0, length, 20_000)
-    for supports in ([support] * size, [support] + [support[:0]] * (size - 1), [support[:3]] + [support] * (size - 1)):
+    for supports in (
+        [support] * size,
+        [support] + [support[:0]] * (size - 1),
+        [support[:3]] + [support] * (size - 1),
+    ):
         counts = [each.size for each in supports]
         samples = [sample(each, rank, size) for rank, each in enumerate(supports)]
-        assert largest_share(balanced_bounds(samples, counts, length, size), supports, length) <= 1.1
+        assert (
+            largest_share(
+                balanced_bounds(samples, counts, length, size), supports, length
+            )
+            <= 1.1
+        )
 
 
 def test_where_all_ranks_have_one_support_each_samples_other_places_of_it():
@@ -103,7 +130,10 @@ def test_even_supports_keep_equal_ranges_and_so_do_small_ones():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ([0, 10], "partition has 2 bounds from 0 to 10: expected 4 from 0 to the length 10"),
+        (
+            [0, 10],
+            "partition has 2 bounds from 0 to 10: expected 4 from 0 to the length 10",
+        ),
         ([0, 3, 5, 9], "expected 4"),
         ([1, 3, 5, 10], "expected 4"),
         ([0, 5, 3, 10], "partition has bounds that decrease"),
@@ -123,10 +153,15 @@ def test_the_callers_own_bounds():
 
 @pytest.mark.parametrize("size", [2, 8, 64, 1024])
 @pytest.mark.parametrize("mean", [0.1, 1, 4, 100, 1875])
-def test_what_a_share_is_likely_to_hold_is_rarely_too_little_and_little_too_much(size, mean):
+def test_what_a_share_is_likely_to_hold_is_rarely_too_little_and_little_too_much(
+    size, mean
+):
     """Entries that are spread at random are about Poisson distributed over the shares."""
     most = likely(mean, size)
-    within = sum(math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) for count in range(most + 1))
+    within = sum(
+        math.exp(count * math.log(mean) - mean - math.lgamma(count + 1))
+        for count in range(most + 1)
+    )
     assert size * (1 - within) < 0.02
     assert most <= mean + 5 * math.sqrt(mean) + 7
     assert likely(0, size) == 0

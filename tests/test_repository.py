@@ -15,12 +15,23 @@ ROOT = pathlib.Path(__file__).parent.parent
 SETTINGS = configparser.ConfigParser()
 SETTINGS.read(ROOT / "setup.cfg")
 PYTHON = SETTINGS["options"]["python_requires"].removeprefix(">=")
-LOCKED = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "tests" / "locked.txt").read_text(), re.MULTILINE))
-ROW = re.compile(r"^\| ([\w-]+)(?: \(extra `\w+`\))? \| ([\d.]+) \| (\S+)", re.MULTILINE)
+LOCKED = dict(
+    re.findall(
+        r"^([\w.-]+)==(\S+)$", (ROOT / "tests" / "locked.txt").read_text(), re.MULTILINE
+    )
+)
+ROW = re.compile(
+    r"^\| ([\w-]+)(?: \(extra `\w+`\))? \| ([\d.]+) \| (\S+)", re.MULTILINE
+)
 
 
 def test_the_page_of_versions_says_what_the_metadata_asks_for():
-    rows = {name: (least, tested) for name, least, tested in ROW.findall((ROOT / "docs" / "versions.md").read_text())}
+    rows = {
+        name: (least, tested)
+        for name, least, tested in ROW.findall(
+            (ROOT / "docs" / "versions.md").read_text()
+        )
+    }
     required = {"python": PYTHON, **oldest.lowest("mpi", "gpu")}
     assert {name: least for name, (least, _) in rows.items()} == required
     assert {name: tested for name, (_, tested) in rows.items() if name in LOCKED} == {
@@ -43,18 +54,30 @@ def test_the_lowest_versions_are_those_of_every_requirement():
 
 
 def test_the_lock_has_every_package_that_the_tests_install():
-    extras = "\n".join(SETTINGS["options.extras_require"][name] for name in ("test", "examples", "dev"))
-    names = re.findall(r"^([\w-]+)", SETTINGS["options"]["install_requires"] + "\n" + extras, re.MULTILINE)
+    extras = "\n".join(
+        SETTINGS["options.extras_require"][name] for name in ("test", "examples", "dev")
+    )
+    names = re.findall(
+        r"^([\w-]+)",
+        SETTINGS["options"]["install_requires"] + "\n" + extras,
+        re.MULTILINE,
+    )
     assert set(names) <= LOCKED.keys()
 
 
 def test_the_conda_recipe_asks_for_what_setup_cfg_asks_for():
     recipe = (ROOT / "slurm" / "conda" / "meta.yaml").read_text()
     run = recipe.partition("  run:\n")[2].partition("\ntest:")[0]
-    assert dict(re.findall(r"- (\S+) >=(\S+)", run)) == {"python": PYTHON, **oldest.lowest()}
+    assert dict(re.findall(r"- (\S+) >=(\S+)", run)) == {
+        "python": PYTHON,
+        **oldest.lowest(),
+    }
     assert f'version = "{mpicomp.__version__}"' in recipe
     assert "mpicomp = mpicomp_bench:main" in recipe
-    assert SETTINGS["options.entry_points"]["console_scripts"].strip() == "mpicomp = mpicomp_bench:main"
+    assert (
+        SETTINGS["options.entry_points"]["console_scripts"].strip()
+        == "mpicomp = mpicomp_bench:main"
+    )
 
 
 def sections():
@@ -66,11 +89,17 @@ def sections():
 def test_the_apptainer_recipe_copies_what_the_package_is_built_from(tmp_path):
     found = sections()
     copied = {name for line in found["files"].split("\n") for name in line.split()[:-1]}
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"}
+    packages = {
+        path.parent.name
+        for path in ROOT.glob("*/__init__.py")
+        if path.parent.name != "tests"
+    }
     assert copied == {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", *packages}
     assert f"Version {mpicomp.__version__}" in found["labels"]
     for name in ("post", "environment", "test", "runscript"):
-        subprocess.run(["sh", "-n"], input=found[name], text=True, check=True, timeout=20)
+        subprocess.run(
+            ["sh", "-n"], input=found[name], text=True, check=True, timeout=20
+        )
 
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "CODE_OF_CONDUCT.md"])

@@ -1,7 +1,7 @@
 """Every schedule at every number of ranks from 1 to 1024: all ranks at once, as arrays, where the functions allow it.
 
-That every contribution arrives exactly once is seen by random 64-bit weights: a sum of the weights is the sum of all of
-them only when each went in once.
+That every contribution arrives exactly once is seen by random 64-bit weights: a sum of
+the weights is the sum of all of them only when each went in once.
 """
 
 import math
@@ -45,7 +45,8 @@ def test_butterfly_partners_agree_and_every_contribution_arrives_once():
             np.testing.assert_array_equal(partners[partners], ranks)
             held = held + held[partners]
             block = 2 ** (step + 1)
-            assert (held == np.repeat(held[::block], block)).all()  # the ranks of a block hold the same
+            # the ranks of a block hold the same
+            assert (held == np.repeat(held[::block], block)).all()
         assert (held == weights(core).sum()).all()
 
 
@@ -54,7 +55,10 @@ def test_fold_partners_are_pairs_and_no_rank_beyond_the_core_is_left_out():
         core = core_size(size)
         partners = [fold_partner(rank, size) for rank in range(size)]
         assert all(partners[rank] is not None for rank in range(core, size))
-        assert all(partner is None or partners[partner] == rank for rank, partner in enumerate(partners))
+        assert all(
+            partner is None or partners[partner] == rank
+            for rank, partner in enumerate(partners)
+        )
         assert sum(partner is not None for partner in partners) == 2 * (size - core)
 
 
@@ -64,8 +68,10 @@ def test_dissemination_brings_every_block_to_every_rank_once_and_in_order():
         rounds = list(dissemination(ranks, size))
         assert len(rounds) == math.ceil(math.log2(size))
         for dest, source, blocks in rounds:
-            np.testing.assert_array_equal(dest[source], ranks)  # every message has a receiver
-            np.testing.assert_array_equal(source, (ranks + held) % size)  # and begins where this rank's end
+            # every message has a receiver
+            np.testing.assert_array_equal(dest[source], ranks)
+            # and begins where this rank's end
+            np.testing.assert_array_equal(source, (ranks + held) % size)
             assert blocks <= held
             held += blocks
         assert held == size
@@ -78,8 +84,14 @@ def test_the_tree_reaches_every_rank_once_from_any_root(place):
         parents = [tree_parent(rank, size, root) for rank in range(size)]
         children = [list(tree_children(rank, size, root)) for rank in range(size)]
         assert parents[root] is None
-        assert sorted(child for mine in children for child in mine) == [rank for rank in range(size) if rank != root]
-        assert all(parents[child] == rank for rank, mine in enumerate(children) for child in mine)
+        assert sorted(child for mine in children for child in mine) == [
+            rank for rank in range(size) if rank != root
+        ]
+        assert all(
+            parents[child] == rank
+            for rank, mine in enumerate(children)
+            for child in mine
+        )
         assert rounds_to(root, children) <= math.ceil(math.log2(size))
 
 

@@ -21,7 +21,10 @@ session.Finalize()
 """
 
 
-@pytest.mark.skipif(not MPI.Get_library_version().startswith("Open MPI v5"), reason="tried under Open MPI 5 only")
+@pytest.mark.skipif(
+    not MPI.Get_library_version().startswith("Open MPI v5"),
+    reason="tried under Open MPI 5 only",
+)
 def test_a_communicator_of_a_session_works_and_is_freed(tmp_path):
     (tmp_path / "session.py").write_text(SCRIPT)
     done = mpirun(2, "session.py", cwd=tmp_path)

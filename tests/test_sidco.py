@@ -22,7 +22,9 @@ from mpicomp.kernels.host import fitting
 from mpicomp.vector import concatenate
 from mpicomp_bench.bench.data import FAMILIES
 
-laplace, double_gamma, double_pareto, layers = (FAMILIES[name] for name in ("laplace", "gamma", "pareto", "layers"))
+laplace, double_gamma, double_pareto, layers = (
+    FAMILIES[name] for name in ("laplace", "gamma", "pareto", "layers")
+)
 
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
 DENSITIES = 0.1, 0.01, 0.001
@@ -31,29 +33,82 @@ DENSITIES = 0.1, 0.01, 0.001
 @pytest.fixture(scope="module")
 def million():
     rng = np.random.default_rng(1)
-    return {family: family(rng, 10**6) for family in (laplace, double_gamma, double_pareto)}
+    return {
+        family: family(rng, 10**6) for family in (laplace, double_gamma, double_pareto)
+    }
 
 
 # Selected over wanted with 1, 2, 3 and 4 stages; the densities one after the other.
 TABLE = [
-    (laplace, "exponential", [1.00, 1.00, 1.00, 1.00], [1.00, 1.00, 1.00, 1.00], [1.00, 1.00, 1.01, 1.03]),
-    (laplace, "pareto", [1.00, 1.00, 1.00, 1.00], [1.00, 1.01, 1.00, 0.99], [1.00, 1.01, 1.03, 1.02]),
-    (laplace, "gamma", [1.00, 1.00, 1.00, 1.00], [0.98, 1.01, 1.00, 0.99], [0.95, 1.01, 1.03, 1.02]),
-    (double_gamma, "exponential", [1.24, 0.96, 0.94, 0.94], [2.54, 1.08, 0.97, 0.93], [5.63, 1.39, 1.09, 1.00]),
-    (double_gamma, "pareto", [1.21, 1.06, 1.05, 1.05], [0.97, 1.09, 1.08, 1.06], [0.24, 1.02, 1.12, 1.10]),
-    (double_gamma, "gamma", [1.00, 1.00, 0.99, 0.99], [0.97, 1.03, 1.02, 1.00], [0.98, 0.96, 1.06, 1.05]),
-    (double_pareto, "exponential", [1.03, 0.81, 0.76, 0.75], [2.17, 1.18, 0.76, 0.64], [6.58, 2.95, 1.21, 0.76]),
-    (double_pareto, "pareto", [1.00, 1.00, 1.00, 1.00], [1.00, 1.00, 1.00, 1.00], [1.00, 1.00, 1.00, 0.98]),
+    (
+        laplace,
+        "exponential",
+        [1.00, 1.00, 1.00, 1.00],
+        [1.00, 1.00, 1.00, 1.00],
+        [1.00, 1.00, 1.01, 1.03],
+    ),
+    (
+        laplace,
+        "pareto",
+        [1.00, 1.00, 1.00, 1.00],
+        [1.00, 1.01, 1.00, 0.99],
+        [1.00, 1.01, 1.03, 1.02],
+    ),
+    (
+        laplace,
+        "gamma",
+        [1.00, 1.00, 1.00, 1.00],
+        [0.98, 1.01, 1.00, 0.99],
+        [0.95, 1.01, 1.03, 1.02],
+    ),
+    (
+        double_gamma,
+        "exponential",
+        [1.24, 0.96, 0.94, 0.94],
+        [2.54, 1.08, 0.97, 0.93],
+        [5.63, 1.39, 1.09, 1.00],
+    ),
+    (
+        double_gamma,
+        "pareto",
+        [1.21, 1.06, 1.05, 1.05],
+        [0.97, 1.09, 1.08, 1.06],
+        [0.24, 1.02, 1.12, 1.10],
+    ),
+    (
+        double_gamma,
+        "gamma",
+        [1.00, 1.00, 0.99, 0.99],
+        [0.97, 1.03, 1.02, 1.00],
+        [0.98, 0.96, 1.06, 1.05],
+    ),
+    (
+        double_pareto,
+        "exponential",
+        [1.03, 0.81, 0.76, 0.75],
+        [2.17, 1.18, 0.76, 0.64],
+        [6.58, 2.95, 1.21, 0.76],
+    ),
+    (
+        double_pareto,
+        "pareto",
+        [1.00, 1.00, 1.00, 1.00],
+        [1.00, 1.00, 1.00, 1.00],
+        [1.00, 1.00, 1.00, 0.98],
+    ),
 ]
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize(("family", "distribution", "rows"), [(row[0], row[1], row[2:]) for row in TABLE])
+@pytest.mark.parametrize(
+    ("family", "distribution", "rows"), [(row[0], row[1], row[2:]) for row in TABLE]
+)
 def test_the_reference_figures(million, family, distribution, rows, density):
     for stages, expected in enumerate(rows[DENSITIES.index(density)], 1):
         compressor = SIDCo(density, distribution, stages, adaptation=None)
         found = compressor.compress(million[family]).nnz / (density * 10**6)
-        # At 0.001 a thousand entries are wanted: their number alone has a standard error of sqrt(expected / 1000).
+        # At 0.001 a thousand entries are wanted: their number alone has a standard
+        # error of sqrt(expected / 1000).
         sampling = 3 * math.sqrt(expected / 1000) if density == 0.001 else 0
         assert abs(found - expected) <= 0.03 + sampling, (stages, found)
         assert compressor.report.rounds == stages
@@ -83,10 +138,17 @@ def test_the_controller_keeps_the_density_under_error_feedback(family, distribut
 def test_the_default_holds_its_density_on_a_network_in_training(density, rate):
     """Corrected gradients of training under error feedback have another shape than any drawn vector."""
     task, compressor, feedback = digits(), SIDCo(density), ErrorFeedback()
-    network, batches, velocity, found = task.network(0), np.random.default_rng(0), np.float32(0), []
+    network, batches, velocity, found = (
+        task.network(0),
+        np.random.default_rng(0),
+        np.float32(0),
+        [],
+    )
     shard = task.training("test")
     for _ in range(150):
-        gradient = network.gradient(*task.examples(shard[batches.integers(shard.size, size=32)]))
+        gradient = network.gradient(
+            *task.examples(shard[batches.integers(shard.size, size=32)])
+        )
         sent = take_step(feedback, compressor, gradient)
         velocity = np.float32(0.9) * velocity + sent.to_dense()
         network.parameters -= np.float32(rate) * velocity
@@ -97,13 +159,19 @@ def test_the_default_holds_its_density_on_a_network_in_training(density, rate):
 
 
 def test_without_a_controller_the_density_drifts_away():
-    assert ratios(SIDCo(0.001, stages=2, adaptation=None), laplace, 100, ErrorFeedback())[50:].mean() < 0.1
+    assert (
+        ratios(SIDCo(0.001, stages=2, adaptation=None), laplace, 100, ErrorFeedback())[
+            50:
+        ].mean()
+        < 0.1
+    )
 
 
 def test_the_published_adaptation_sticks_at_one_stage_on_a_heavy_tail_and_the_controller_does_not():
     published = SIDCo(0.001, stages=2, adaptation="published")
     found = ratios(published, double_pareto, 60)
-    assert found[:5].mean() > 1.2  # too many, so a stage is dropped: one stage selects even more
+    # too many, so a stage is dropped: one stage selects even more
+    assert found[:5].mean() > 1.2
     assert found[-20:].mean() > 5
     assert published.current_stages == 1
     assert 0.9 <= ratios(SIDCo(0.001), double_pareto, 60)[-20:].mean() <= 1.1
@@ -127,7 +195,8 @@ def test_the_controller_goes_by_the_fourth_root_within_limits():
         assert compressor.correction == pytest.approx(min(100 ** (step / 4), 50))
     compressor = SIDCo(0.001, "exponential", 1)
     for _ in range(30):
-        compressor.compress(np.where(np.arange(1000) < 20, 1e6, 1.0))  # twenty entries of one
+        # twenty entries of one
+        compressor.compress(np.where(np.arange(1000) < 20, 1e6, 1.0))
     assert compressor.correction == 0.02
 
 
@@ -146,9 +215,15 @@ def test_zeros_and_constants_and_nothing(distribution, dtype):
             assert compressor.report == Report(0.01, 0.0, 0.0, 0, 0)
             assert compressor.correction == before
         for value in -0.1, 7, np.finfo(dtype).smallest_subnormal:
-            vector = SIDCo(0.01, distribution, stages).compress(np.full(20_000, value, dtype))
-            expected = range(1 if stages == 1 else 200)  # without a stage by the count one exceeds no threshold
-            assert (vector.indices.tolist(), set(vector.values.tolist())) == ([*expected], {dtype.type(value)})
+            vector = SIDCo(0.01, distribution, stages).compress(
+                np.full(20_000, value, dtype)
+            )
+            # without a stage by the count one exceeds no threshold
+            expected = range(1 if stages == 1 else 200)
+            assert (vector.indices.tolist(), set(vector.values.tolist())) == (
+                [*expected],
+                {dtype.type(value)},
+            )
         alone = np.where(np.arange(1000) == 42, -3, 0).astype(dtype)
         assert compressor.compress(alone).indices.tolist() == [42]
 
@@ -163,7 +238,9 @@ def test_what_is_not_finite_is_named_and_changes_nothing(distribution, adaptatio
     compressor.compress(values)
     before = copy.deepcopy(vars(compressor))
     values[[42, 77], 5] = bad
-    with pytest.raises(ValueError, match=rf"values\[4205\] is {bad}: expected finite values"):
+    with pytest.raises(
+        ValueError, match=rf"values\[4205\] is {bad}: expected finite values"
+    ):
         compressor.compress(values)
     assert vars(compressor) == before
 
@@ -171,7 +248,9 @@ def test_what_is_not_finite_is_named_and_changes_nothing(distribution, adaptatio
 @pytest.mark.parametrize("density", [0.25, 0.3, 0.6, 1.0])
 def test_a_high_density_takes_one_stage(million, density):
     compressor = SIDCo(density, stages=2)
-    assert compressor.compress(million[laplace]).density == pytest.approx(density, rel=0.01)
+    assert compressor.compress(million[laplace]).density == pytest.approx(
+        density, rel=0.01
+    )
     assert math.copysign(1, compressor.report.threshold) == 1
     assert compressor.report.rounds == 1
 
@@ -181,7 +260,9 @@ def test_pareto_goes_over_into_the_exponential(shape):
     """The sums of a distribution of this shape and of mean 1."""
     variance, limit = 1 / (1 - 2 * shape), math.log(1000)
     found = fitting._excess(1.0, 1.0, 1 + variance, 0.001, True)
-    assert found == pytest.approx((1 - shape) * limit * (1 + shape * limit / 2), rel=1e-5)
+    assert found == pytest.approx(
+        (1 - shape) * limit * (1 + shape * limit / 2), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -189,8 +270,12 @@ def test_pareto_goes_over_into_the_exponential(shape):
 def test_exact_zeros_leave_the_fit_as_it_is(million, distribution, share):
     values = million[laplace][: 10**6 // 50]
     among = np.zeros(round(values.size / share), np.float32)
-    among[np.random.default_rng(0).choice(among.size, values.size, replace=False)] = values
-    alone, thinned = (SIDCo(each, distribution, adaptation=None) for each in (0.02, 0.02 * share))
+    among[np.random.default_rng(0).choice(among.size, values.size, replace=False)] = (
+        values
+    )
+    alone, thinned = (
+        SIDCo(each, distribution, adaptation=None) for each in (0.02, 0.02 * share)
+    )
     assert thinned.compress(among).nnz == alone.compress(values).nnz
     assert thinned.report.threshold == pytest.approx(alone.report.threshold, rel=1e-6)
 
@@ -212,7 +297,8 @@ def test_more_than_there_are_non_zeros():
 
 def test_gamma_has_a_threshold_at_small_shapes():
     shape, density = 0.05, 0.1
-    assert -(math.log(density) + math.lgamma(shape)) < 0  # what the published approximation takes for a threshold
+    # what the published approximation takes for a threshold
+    assert -(math.log(density) + math.lgamma(shape)) < 0
     values = np.random.default_rng(0).gamma(shape, size=10**5)
     compressor = SIDCo(density, "gamma", 1)
     assert compressor.compress(values).density == pytest.approx(density, rel=0.2)
@@ -227,27 +313,56 @@ def two_million(family):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", [laplace, double_gamma, double_pareto])
 @pytest.mark.parametrize(
-    ("distribution", "stages"), [("exponential", 2), ("exponential", 4), ("pareto", 4), ("gamma", 4)]
+    ("distribution", "stages"),
+    [("exponential", 2), ("exponential", 4), ("pareto", 4), ("gamma", 4)],
 )
-def test_a_sample_serves_ordinary_data(monkeypatch, family, distribution, stages, dtype):
-    values, compressor = two_million(family).astype(dtype), SIDCo(0.001, distribution, stages)
+def test_a_sample_serves_ordinary_data(
+    monkeypatch, family, distribution, stages, dtype
+):
+    values, compressor = (
+        two_million(family).astype(dtype),
+        SIDCo(0.001, distribution, stages),
+    )
     found = compressor.compress(values)
     assert compressor.report.rounds == stages
     magnitudes = np.abs(values.astype(np.float64))
-    assert found.indices.tolist() == np.flatnonzero(magnitudes > compressor.report.threshold).tolist()
+    assert (
+        found.indices.tolist()
+        == np.flatnonzero(magnitudes > compressor.report.threshold).tolist()
+    )
     monkeypatch.setattr(sidco, "_SAMPLE", (values.size,) * 3)
-    assert found.nnz == pytest.approx(SIDCo(0.001, distribution, stages).compress(values).nnz, rel=0.15)
+    assert found.nnz == pytest.approx(
+        SIDCo(0.001, distribution, stages).compress(values).nnz, rel=0.15
+    )
 
 
 @pytest.mark.parametrize("seen", [0.0, 1e-6, 1e6, 1e30])
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_where_a_sample_misleads_the_selection_is_exact(distribution, stages, seen):
-    values, compressor = laplace(np.random.default_rng(9), 1 << 20), SIDCo(0.001, distribution, stages)
-    count = sidco._samples(np.array([(values.size, stages, 0)], fitting.PLAN[["size", "stages", "wanted"]]), True)
-    values[host.sample(np.arange(values.size, dtype=np.float64), [0, values.size], count).astype(int)] = seen
-    assert compressor.compress(values).indices.tolist() == TopK(0.001).compress(values).indices.tolist()
-    assert (compressor.report.rounds, compressor.correction) == (0, pytest.approx(1, rel=1e-3))
+    values, compressor = (
+        laplace(np.random.default_rng(9), 1 << 20),
+        SIDCo(0.001, distribution, stages),
+    )
+    count = sidco._samples(
+        np.array(
+            [(values.size, stages, 0)], fitting.PLAN[["size", "stages", "wanted"]]
+        ),
+        True,
+    )
+    values[
+        host.sample(
+            np.arange(values.size, dtype=np.float64), [0, values.size], count
+        ).astype(int)
+    ] = seen
+    assert (
+        compressor.compress(values).indices.tolist()
+        == TopK(0.001).compress(values).indices.tolist()
+    )
+    assert (compressor.report.rounds, compressor.correction) == (
+        0,
+        pytest.approx(1, rel=1e-3),
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -256,7 +371,10 @@ def test_values_of_few_levels_overflow_no_buffer(distribution, stages):
     values = np.round(3 * laplace(np.random.default_rng(9), 1 << 20))
     compressor = SIDCo(0.01, distribution, stages)
     found = compressor.compress(values)
-    assert found.indices.tolist() == np.flatnonzero(np.abs(values) > compressor.report.threshold).tolist()
+    assert (
+        found.indices.tolist()
+        == np.flatnonzero(np.abs(values) > compressor.report.threshold).tolist()
+    )
 
 
 # Segments, each with a fit of its own, in one call.
@@ -265,42 +383,74 @@ def test_values_of_few_levels_overflow_no_buffer(distribution, stages):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("adaptation", ["control", "published"])
-def test_segments_in_one_call_are_each_compressed_alone(monkeypatch, dtype, distribution, adaptation):
+def test_segments_in_one_call_are_each_compressed_alone(
+    monkeypatch, dtype, distribution, adaptation
+):
     """Some are empty, zero, constant, sampled, or of few values."""
-    bounds, rng = [0, 0, 3, 700, 40_000, 40_500, 90_000, 90_900, 90_900], np.random.default_rng(0)
+    bounds, rng = (
+        [0, 0, 3, 700, 40_000, 40_500, 90_000, 90_900, 90_900],
+        np.random.default_rng(0),
+    )
     sizes, names = np.diff(bounds), [f"w{place}" for place in range(len(bounds) - 1)]
     scale = np.repeat([1, 1, 5, 1, 0, 0.25, 0, 1], sizes)
     alone = [SIDCo(0.01, distribution, adaptation=adaptation) for _ in names]
     together = Segments(names, bounds, copy.deepcopy(alone))
     calls, end_fits = [], host.end_fits
     for _ in range(7):
-        residual, gradient = ((scale * rng.laplace(size=bounds[-1])).astype(dtype) for _ in range(2))
+        residual, gradient = (
+            (scale * rng.laplace(size=bounds[-1])).astype(dtype) for _ in range(2)
+        )
         gradient[bounds[-3] : bounds[-2]] = 0.5
         residual[bounds[-3] : bounds[-2]] = 0
         spans = [slice(*span) for span in pairwise(bounds)]
-        expected = [each.compress((residual + gradient)[span]) for each, span in zip(alone, spans, strict=True)]
+        expected = [
+            each.compress((residual + gradient)[span])
+            for each, span in zip(alone, spans, strict=True)
+        ]
         with monkeypatch.context() as patch:
-            patch.setattr(host, "end_fits", lambda *args, **more: calls.append(1) or end_fits(*args, **more))
+            patch.setattr(
+                host,
+                "end_fits",
+                lambda *args, **more: calls.append(1) or end_fits(*args, **more),
+            )
             found = together.compress_segments(
-                np.empty_like(gradient), bounds, summands=(residual, 1.0, [gradient[span] for span in spans])
+                np.empty_like(gradient),
+                bounds,
+                summands=(residual, 1.0, [gradient[span] for span in spans]),
             )
         assert found.indices.tolist() == concatenate(expected).indices.tolist()
         assert found.values.tobytes() == concatenate(expected).values.tobytes()
         for one, other in zip(alone, together.compressors.values(), strict=True):
             assert repr(vars(one)) == repr(vars(other))
     assert len(calls) == 7
-    assert len({each.correction for each in alone} | {each.current_stages for each in alone}) > 2
+    assert (
+        len(
+            {each.correction for each in alone}
+            | {each.current_stages for each in alone}
+        )
+        > 2
+    )
     gradient[[50_000, 80_000]] = np.nan
     before = [dict(vars(each)) for each, _ in together.snapshot()]
-    with pytest.raises(ValueError, match=r"in w5: values\[9500\] is nan: expected finite values"):
+    with pytest.raises(
+        ValueError, match=r"in w5: values\[9500\] is nan: expected finite values"
+    ):
         together.compress(gradient)
     assert [dict(vars(each)) for each, _ in together.snapshot()] == before
 
 
 def test_a_wrapper_of_an_own_state_is_called_for_each_segment():
-    two = Segments(["a", "b"], [0, 500, 1000], [Quantised(SIDCo(0.01), "sign") for _ in range(2)])
-    two.compress(np.where(np.arange(1000) < 500, 1.0, np.random.default_rng(0).laplace(size=1000)))
-    assert two.compressors["a"].compressor.report != two.compressors["b"].compressor.report
+    two = Segments(
+        ["a", "b"], [0, 500, 1000], [Quantised(SIDCo(0.01), "sign") for _ in range(2)]
+    )
+    two.compress(
+        np.where(
+            np.arange(1000) < 500, 1.0, np.random.default_rng(0).laplace(size=1000)
+        )
+    )
+    assert (
+        two.compressors["a"].compressor.report != two.compressors["b"].compressor.report
+    )
 
 
 # What every compressor promises.
@@ -313,7 +463,9 @@ def test_what_travels_is_what_exceeds_the_threshold_or_the_largest(data):
     values = data.draw(finite_values(dtype, st.integers(0, 60)))
     adaptation = data.draw(st.sampled_from(["control", "published", None]))
     density, stages = data.draw(st.floats(1e-6, 1)), data.draw(st.integers(1, 4))
-    compressor = SIDCo(density, data.draw(st.sampled_from(DISTRIBUTIONS)), stages, adaptation)
+    compressor = SIDCo(
+        density, data.draw(st.sampled_from(DISTRIBUTIONS)), stages, adaptation
+    )
     for _ in range(3):
         vector = compressor.compress(values)
         vector.validate()
@@ -325,16 +477,25 @@ def test_what_travels_is_what_exceeds_the_threshold_or_the_largest(data):
         assert report.achieved == vector.density
         if report.rounds:  # else nothing was fitted: zeros, or sums that overflow
             expected = np.flatnonzero(magnitudes > report.threshold)
-            assert vector.indices.tolist() == (expected.tolist() or [magnitudes.argmax()])
+            assert vector.indices.tolist() == (
+                expected.tolist() or [magnitudes.argmax()]
+            )
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_the_dtype_does_not_change_what_is_selected(distribution):
     values = np.random.default_rng(2).laplace(size=50_000).astype(np.float16)
     for stages in 1, 2, 4:
-        found = [SIDCo(0.01, distribution, stages).compress(values.astype(dtype)) for dtype in DTYPES]
+        found = [
+            SIDCo(0.01, distribution, stages).compress(values.astype(dtype))
+            for dtype in DTYPES
+        ]
         assert [vector.dtype for vector in found] == DTYPES
-        assert found[0].indices.tolist() == found[1].indices.tolist() == found[2].indices.tolist()
+        assert (
+            found[0].indices.tolist()
+            == found[1].indices.tolist()
+            == found[2].indices.tolist()
+        )
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -346,7 +507,11 @@ def test_any_scale_of_float64(million, distribution, scale):
 
 
 def test_nothing_is_lost_with_feedback():
-    rng, compressor, feedback = np.random.default_rng(0), SIDCo(0.01, "pareto"), ErrorFeedback()
+    rng, compressor, feedback = (
+        np.random.default_rng(0),
+        SIDCo(0.01, "pareto"),
+        ErrorFeedback(),
+    )
     given_in, sent = np.zeros(5000), np.zeros(5000)
     for _ in range(20):
         gradient = np.round(20 * rng.laplace(size=5000))
@@ -383,4 +548,7 @@ def test_bad_settings_raise(arguments, message):
 
 
 def test_a_compressor_shows_its_settings():
-    assert repr(SIDCo(0.01)) == "SIDCo(density=0.01, distribution='exponential', stages=4, adaptation='control')"
+    assert (
+        repr(SIDCo(0.01))
+        == "SIDCo(density=0.01, distribution='exponential', stages=4, adaptation='control')"
+    )

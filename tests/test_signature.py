@@ -1,6 +1,13 @@
 from collectives.runtime.group import _digest
 
-CALL = {"operation": "gtopk_allreduce", "algorithm": "tree", "length": 10, "dtype": "float32", "width": None, "k": 5}
+CALL = {
+    "operation": "gtopk_allreduce",
+    "algorithm": "tree",
+    "length": 10,
+    "dtype": "float32",
+    "width": None,
+    "k": 5,
+}
 
 
 def test_every_argument_has_its_part_in_the_digest():

@@ -42,9 +42,15 @@ def dense_sum(size):
 
 def check_sum(results, size, expected=None):
     """Check that all ranks have the sum, or what is expected, and the same bits of it."""
-    np.testing.assert_array_equal(results[0].to_dense(), dense_sum(size) if expected is None else expected)
-    assert all(result.indices.tobytes() == results[0].indices.tobytes() for result in results)
-    assert all(result.values.tobytes() == results[0].values.tobytes() for result in results)
+    np.testing.assert_array_equal(
+        results[0].to_dense(), dense_sum(size) if expected is None else expected
+    )
+    assert all(
+        result.indices.tobytes() == results[0].indices.tobytes() for result in results
+    )
+    assert all(
+        result.values.tobytes() == results[0].values.tobytes() for result in results
+    )
 
 
 def lower(size):
@@ -61,20 +67,29 @@ def fold(size):
 
 
 def metadata_of(size):
-    return allreduce.Metadata([4] * size, 2 * size + 1, [SparseVector.empty(2 * size + 1)] * size, [False] * size)
+    return allreduce.Metadata(
+        [4] * size,
+        2 * size + 1,
+        [SparseVector.empty(2 * size + 1)] * size,
+        [False] * size,
+    )
 
 
 def over(network, steps, **signature):
     """Run an algorithm of `contribution` on the ranks of a network; return the results and the rounds."""
     size = len(network.links)
     signature = {"length": 2 * size + 1, "dtype": "float64"} | signature
-    return network.run(lambda rank, group: steps(contribution(rank, size), group), **signature)
+    return network.run(
+        lambda rank, group: steps(contribution(rank, size), group), **signature
+    )
 
 
 def summed(network, name):
     """Run an exact sum, check it, and return the rounds."""
     size = len(network.links)
-    results, rounds = over(network, partial(allreduce.ALGORITHMS[name], metadata=metadata_of(size)))
+    results, rounds = over(
+        network, partial(allreduce.ALGORITHMS[name], metadata=metadata_of(size))
+    )
     check_sum(results, size)
     return rounds
 
@@ -106,11 +121,18 @@ def test_an_exact_sum_has_every_contribution_once_and_the_rounds_of_the_table(na
     for size in SIZES + [256, 257] * name.startswith("recursive"):
         network = Network(size)
         assert summed(network, name) == ROUNDS[name](size), size
-        assert max(link.traffic.messages for link in network.links) <= math.ceil(MESSAGES[name](size))
+        assert max(link.traffic.messages for link in network.links) <= math.ceil(
+            MESSAGES[name](size)
+        )
 
 
 NODES = {  # the first rank of the node of each rank
-    **{f"of {each}": lambda size, each=each: [rank // each * each for rank in range(size)] for each in (1, 2, 3, 8)},
+    **{
+        f"of {each}": lambda size, each=each: [
+            rank // each * each for rank in range(size)
+        ]
+        for each in (1, 2, 3, 8)
+    },
     "one alone": lambda size: [min(rank, 1) for rank in range(size)],
     "in turns": lambda size: [rank % 3 for rank in range(size)],
 }
@@ -133,12 +155,20 @@ GTOPK_ROUNDS = {
 @pytest.mark.parametrize("name", GTOPK_ROUNDS)
 def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
     """`tree` and, here on one node, `node_leaders` compare the call signatures first; `exact` gathers once at least."""
-    fewer = {"tree": upper, "node_leaders": upper, "exact": lambda size: upper(size) * (upper(size) + 1)}
+    fewer = {
+        "tree": upper,
+        "node_leaders": upper,
+        "exact": lambda size: upper(size) * (upper(size) + 1),
+    }
     fewer = fewer.get(name, lambda size: 0)
     for size in SIZES + LARGE * (name != "exact"):
         for rendezvous in (False, True)[: 1 + (size in FEW)]:
             kept, rounds = selected(Network(size, rendezvous=rendezvous), name, 5)
-            assert GTOPK_ROUNDS[name](size) - fewer(size) <= rounds <= GTOPK_ROUNDS[name](size), size
+            assert (
+                GTOPK_ROUNDS[name](size) - fewer(size)
+                <= rounds
+                <= GTOPK_ROUNDS[name](size)
+            ), size
             assert kept.nnz <= 5
 
 
@@ -146,7 +176,9 @@ def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
 def test_gtopk_over_nodes_is_exact(nodes):
     for size in FEW:
         k = (5, size, None)[size % 3]
-        kept, _ = selected(Network(size, NODES[nodes](size), seed=size), "node_leaders", k)
+        kept, _ = selected(
+            Network(size, NODES[nodes](size), seed=size), "node_leaders", k
+        )
         expected = select(dense_sum(size), k or contribution(0, size).nnz)
         np.testing.assert_array_equal(kept.to_dense(), expected)
 
@@ -156,7 +188,10 @@ def test_gtopk_sends_few_bytes_between_nodes(density):
     """Against the flat algorithms that "auto" knows; the tree sends as few where neighbours share a node."""
     k, nodes, sent = 3000, [0, 0, 0, 0, 4, 4, 4, 4], {}
     rng = np.random.default_rng(8)
-    held = [TopK(k=k).compress(rng.standard_normal(round(k / density), np.float32)) for _ in nodes]
+    held = [
+        TopK(k=k).compress(rng.standard_normal(round(k / density), np.float32))
+        for _ in nodes
+    ]
     for name in ("recursive_doubling", "exact", "node_leaders"):
         network = Network(len(nodes), nodes)
         sending = []
@@ -178,7 +213,11 @@ def send_counted(link, send, between, buffer, dest, tag, arrival=None):
 
 
 def drawn(rank, length):
-    return np.random.default_rng([rank, length]).integers(-9, 10, length).astype(np.float32)
+    return (
+        np.random.default_rng([rank, length])
+        .integers(-9, 10, length)
+        .astype(np.float32)
+    )
 
 
 def in_few_bits(network, name, length, bits, block=32):
@@ -187,12 +226,18 @@ def in_few_bits(network, name, length, bits, block=32):
     def run(rank, group):
         own = {"bits": bits, "block": block, "array": drawn(rank, length)}
         own["out"] = np.empty(length, np.float32), np.empty(length, np.float32)
-        return quantised_allreduce.algorithms[name](SparseVector.empty(length), group, **own)
+        return quantised_allreduce.algorithms[name](
+            SparseVector.empty(length), group, **own
+        )
 
     results, rounds = network.run(run, length=length, dtype="float32")
     assert len({total.tobytes() for total, _ in results}) == 1
-    conserved = results[0][0].astype(np.float64) + sum(rejected.astype(np.float64) for _, rejected in results)
-    np.testing.assert_array_equal(conserved, sum(drawn(rank, length) for rank in range(len(results))))
+    conserved = results[0][0].astype(np.float64) + sum(
+        rejected.astype(np.float64) for _, rejected in results
+    )
+    np.testing.assert_array_equal(
+        conserved, sum(drawn(rank, length) for rank in range(len(results)))
+    )
     return results, rounds
 
 
@@ -207,7 +252,9 @@ FEW_BITS_ROUNDS = {
 def test_sums_in_few_bits_lose_nothing_and_have_the_rounds_of_the_table(name, length):
     for size in FEW:
         for rendezvous in (False, True):
-            _, rounds = in_few_bits(Network(size, rendezvous=rendezvous), name, length, 4)
+            _, rounds = in_few_bits(
+                Network(size, rendezvous=rendezvous), name, length, 4
+            )
             assert rounds == FEW_BITS_ROUNDS[name](size), size
 
 
@@ -217,7 +264,9 @@ def test_sums_in_few_bits_have_the_bytes_of_the_bits(bits):
         length, exact = 20_000 * size, 2 * (size - 1) * 20_000 * bits / 8
         network = Network(size)
         in_few_bits(network, "direct", length, bits, 256)
-        assert exact <= max(link.traffic.nbytes for link in network.links) <= 1.04 * exact
+        assert (
+            exact <= max(link.traffic.nbytes for link in network.links) <= 1.04 * exact
+        )
 
 
 @pytest.mark.parametrize("nodes", NODES)
@@ -232,7 +281,11 @@ def test_sums_in_few_bits_over_nodes(nodes):
         count = len(set(among))
         lanes = min(among.count(first) for first in set(among))
         codes = 2 * (count - 1) * (3000 / 2 + 3000 / 32 * 2)  # of all lanes
-        most = codes + 2 * count * (count - 1) * lanes * (64 + 64 + 32) + 64 * size * 2 * size
+        most = (
+            codes
+            + 2 * count * (count - 1) * lanes * (64 + 64 + 32)
+            + 64 * size * 2 * size
+        )
         assert sum(sending) <= most
 
 
@@ -241,19 +294,31 @@ def test_the_others(size):
     vectors, root = [contribution(rank, size) for rank in range(size)], size // 2
     parts, rounds = over(Network(size), allgather.dissemination)
     assert rounds == upper(size)
-    assert [part.indices.tolist() for part in parts[-1]] == [vector.indices.tolist() for vector in vectors]
-    shares, rounds = over(Network(size), partial(reduce_scatter.split, partition="equal"))
+    assert [part.indices.tolist() for part in parts[-1]] == [
+        vector.indices.tolist() for vector in vectors
+    ]
+    shares, rounds = over(
+        Network(size), partial(reduce_scatter.split, partition="equal")
+    )
     assert rounds == (size > 1)
-    np.testing.assert_array_equal(sum(share.to_dense() for share in shares), dense_sum(size))
+    np.testing.assert_array_equal(
+        sum(share.to_dense() for share in shares), dense_sum(size)
+    )
     totals, rounds = over(Network(size), partial(rooted.tree, root=root), root=root)
     assert rounds <= 2 * upper(size)  # the terms, and the tree
     np.testing.assert_array_equal(totals[root].to_dense(), dense_sum(size))
     steps = partial(rooted.hand_down, root=root)
     handed, rounds = over(
-        Network(size), lambda vector, group: steps(vector if group.rank == root else group.nothing, group), root=root
+        Network(size),
+        lambda vector, group: steps(
+            vector if group.rank == root else group.nothing, group
+        ),
+        root=root,
     )
     assert rounds <= 2 * upper(size)
-    assert all(vector.values.tobytes() == vectors[root].values.tobytes() for vector in handed)
+    assert all(
+        vector.values.tobytes() == vectors[root].values.tobytes() for vector in handed
+    )
     exchanged, rounds = over(Network(size), allreduce.exchange_metadata)
     assert rounds == upper(size)
     assert all(each.counts == [vector.nnz for vector in vectors] for each in exchanged)
@@ -262,22 +327,37 @@ def test_the_others(size):
 @pytest.mark.parametrize("size", [5, 7, 13])
 def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
     """Whatever the ranks remember of the last calls, the choice and the bits are those of ranks that remember none."""
-    length, few = 100_000, 9000 // (size - 1)  # entries, just too many to be sent in place of metadata
+    # entries, just too many to be sent in place of metadata
+    length, few = 100_000, 9000 // (size - 1)
     network = Network(size, nodes=range(size))
 
     def summed(entries, network, form=None):
         rng = np.random.default_rng(entries)
-        drawn = [np.sort(rng.choice(length, entries, replace=False)) for _ in range(size)]
-        vectors = [SparseVector(each, rng.standard_normal(entries).astype(np.float32), length) for each in drawn]
+        drawn = [
+            np.sort(rng.choice(length, entries, replace=False)) for _ in range(size)
+        ]
+        vectors = [
+            SparseVector(each, rng.standard_normal(entries).astype(np.float32), length)
+            for each in drawn
+        ]
         vectors = [quantise(each, form)[0] if form else each for each in vectors]
         for link in network.links:
             link.clock = link.sent = link.traffic.nbytes = 0
         results, rounds = network.run(
-            lambda rank, group: sparse_allreduce.automatic(vectors[rank], group), length=length
+            lambda rank, group: sparse_allreduce.automatic(vectors[rank], group),
+            length=length,
         )
-        (gathered,) = {any(kind[4] == entries.bit_length() for kind in link.gathered) for link in network.links}
+        (gathered,) = {
+            any(kind[4] == entries.bit_length() for kind in link.gathered)
+            for link in network.links
+        }
         assert len({total.values.tobytes() for total in results}) == 1
-        return gathered, results[0].values.tobytes(), rounds, sum(link.traffic.nbytes for link in network.links)
+        return (
+            gathered,
+            results[0].values.tobytes(),
+            rounds,
+            sum(link.traffic.nbytes for link in network.links),
+        )
 
     def fresh(entries, form=None):
         return summed(entries, Network(size, nodes=range(size)), form)
@@ -286,7 +366,8 @@ def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
     assert first == fresh(few)
     assert again[:3] == (True, first[1], first[2] // 2)
     assert again[3] < first[3]
-    assert summed(40_000, network) == fresh(40_000)  # another number of entries is no call like it
+    # another number of entries is no call like it
+    assert summed(40_000, network) == fresh(40_000)
     assert not fresh(40_000)[0]
     network.links[size - 1].gathered.clear()  # as after an error on this rank alone
     assert summed(few, network)[:3] == first[:3]
@@ -306,14 +387,25 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         return start
 
     def exact(name):
-        metadata = allreduce.Metadata([50] * size, 50, [SparseVector.empty(50)] * size, [False] * size)
+        metadata = allreduce.Metadata(
+            [50] * size, 50, [SparseVector.empty(50)] * size, [False] * size
+        )
         return lambda vector, group: allreduce.ALGORITHMS[name](vector, group, metadata)
 
-    for steps in [*map(exact, ROUNDS), *(partial(steps, k=20) for steps in gtopk_allreduce.algorithms.values())]:
+    for steps in [
+        *map(exact, ROUNDS),
+        *(partial(steps, k=20) for steps in gtopk_allreduce.algorithms.values()),
+    ]:
         outcomes = [
-            Network(size, seed=order).run(run(steps), length=50, dtype="float32", k=20)[0][0] for order in (0, 1 + seed)
+            Network(size, seed=order).run(run(steps), length=50, dtype="float32", k=20)[
+                0
+            ][0]
+            for order in (0, 1 + seed)
         ]
-        vectors = [outcome[0] if isinstance(outcome, tuple) else outcome for outcome in outcomes]
+        vectors = [
+            outcome[0] if isinstance(outcome, tuple) else outcome
+            for outcome in outcomes
+        ]
         assert vectors[0].values.tobytes() == vectors[1].values.tobytes()
         assert vectors[0].indices.tobytes() == vectors[1].indices.tobytes()
 
@@ -321,23 +413,41 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
 NAMED = {
     "sparse_allreduce": {
         name: steps
-        for name, steps in [("auto", sparse_allreduce.automatic), *sparse_allreduce.algorithms.items()]
+        for name, steps in [
+            ("auto", sparse_allreduce.automatic),
+            *sparse_allreduce.algorithms.items(),
+        ]
         if name in ("auto", *ROUNDS)
     },
-    "gtopk_allreduce": {"auto": gtopk_allreduce.automatic, **gtopk_allreduce.algorithms},
+    "gtopk_allreduce": {
+        "auto": gtopk_allreduce.automatic,
+        **gtopk_allreduce.algorithms,
+    },
     "compressed_allreduce": {
-        name: partial(steps, compressor="", second=TopK(k=2)) for name, steps in compressed_allreduce.algorithms.items()
+        name: partial(steps, compressor="", second=TopK(k=2))
+        for name, steps in compressed_allreduce.algorithms.items()
     },
     "quantised_allreduce": {
-        name: partial(steps, bits=4, block=32, array=np.ones(100), out=(np.empty(100), np.empty(100)))
-        for name, steps in [("auto", quantised_allreduce.automatic), *quantised_allreduce.algorithms.items()]
+        name: partial(
+            steps,
+            bits=4,
+            block=32,
+            array=np.ones(100),
+            out=(np.empty(100), np.empty(100)),
+        )
+        for name, steps in [
+            ("auto", quantised_allreduce.automatic),
+            *quantised_allreduce.algorithms.items(),
+        ]
     },
 }
 
 
 @pytest.mark.parametrize("operation", NAMED)
 @pytest.mark.parametrize("rendezvous", [False, True])
-def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operation, rendezvous):
+def test_ranks_in_different_algorithms_end_together_and_leave_no_message(
+    operation, rendezvous
+):
     """Also where one has an error of its own. `run` finds ranks that wait for ever, and messages that are left."""
     algorithms = NAMED[operation]
     for size in range(2, 20):
@@ -345,15 +455,27 @@ def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operati
             rng = np.random.default_rng([size, seed])
             few = rng.choice([*algorithms], rng.integers(2, 5))
             names = [str(name) for name in [*few, *rng.choice(few, size)][:size]]
-            alone = ValueError("alone") if rng.random() < 0.2 or len(set(names)) == 1 else None
+            alone = (
+                ValueError("alone")
+                if rng.random() < 0.2 or len(set(names)) == 1
+                else None
+            )
 
             def run(rank, group, names=names, alone=alone):
                 error = alone if rank == 1 else None
-                name = next(iter(algorithms)) if error else names[rank]  # as a collective does
-                signature = {"operation": operation, "algorithm": name, "length": 100, "dtype": "float64"}
+                # as a collective does
+                name = next(iter(algorithms)) if error else names[rank]
+                signature = {
+                    "operation": operation,
+                    "algorithm": name,
+                    "length": 100,
+                    "dtype": "float64",
+                }
                 own = Group(group.link, signature, error)
                 try:
-                    yield from run_or_notify(own, algorithms[name](brought_to(rank, error), own))
+                    yield from run_or_notify(
+                        own, algorithms[name](brought_to(rank, error), own)
+                    )
                 except (CollectiveError, ValueError) as error:
                     return type(error)
 
@@ -367,20 +489,31 @@ def test_ranks_in_different_algorithms_end_together_and_leave_no_message(operati
 
 
 def brought_to(rank, error):
-    return SparseVector.empty(0) if error else SparseVector(np.arange(100), np.arange(1.0, 101) + rank, 100)
+    return (
+        SparseVector.empty(0)
+        if error
+        else SparseVector(np.arange(100), np.arange(1.0, 101) + rank, 100)
+    )
 
 
 @pytest.mark.parametrize(("counts", "sampling"), [
     ([40] * 8, 0),  # an allgather, which cuts nothing
     ([40_000] * 8, 8),
-    ([40_000] + [40] * 7, 1),  # together they are cut, and only the first one thought so before
+    # together they are cut, and only the first one thought so before
+    ([40_000] + [40] * 7, 1),
     ([40_000, 0, 0, 0, 0, 0, 0, 9], 1),
 ])  # fmt: skip
-def test_a_rank_brings_samples_where_what_it_brings_itself_would_be_cut(monkeypatch, counts, sampling):
+def test_a_rank_brings_samples_where_what_it_brings_itself_would_be_cut(
+    monkeypatch, counts, sampling
+):
     length, looked = 10**6, []
     rng = np.random.default_rng(1)
-    hot = [np.sort(rng.choice(length // 20, count, replace=False)) for count in counts]  # in a twentieth of the length
-    vectors = [SparseVector(indices, rng.integers(1, 2**20, indices.size) / 8, length) for indices in hot]
+    # in a twentieth of the length
+    hot = [np.sort(rng.choice(length // 20, count, replace=False)) for count in counts]
+    vectors = [
+        SparseVector(indices, rng.integers(1, 2**20, indices.size) / 8, length)
+        for indices in hot
+    ]
 
     exchange = allreduce.exchange_metadata
 
@@ -390,7 +523,10 @@ def test_a_rank_brings_samples_where_what_it_brings_itself_would_be_cut(monkeypa
 
     monkeypatch.setattr(allreduce, "exchange_metadata", seen)
     network = Network(8, nodes=range(8))
-    results, _ = network.run(lambda rank, group: sparse_allreduce.automatic(vectors[rank], group), length=length)
+    results, _ = network.run(
+        lambda rank, group: sparse_allreduce.automatic(vectors[rank], group),
+        length=length,
+    )
     assert sum(looked) == sampling
     expected = sum(vector.to_dense() for vector in vectors)
     assert all(np.array_equal(result.to_dense(), expected) for result in results)
@@ -398,11 +534,23 @@ def test_a_rank_brings_samples_where_what_it_brings_itself_would_be_cut(monkeypa
 
 PLACES = {  # of the entries of a rank, and the factor of its values there
     "even": lambda rng, places, rank, size: (rng.choice(places, 60, replace=False), 1),
-    "in one share": lambda rng, places, rank, size: (places[places * size // places.size == size // 2], 1),
+    "in one share": lambda rng, places, rank, size: (
+        places[places * size // places.size == size // 2],
+        1,
+    ),
     "equal": lambda rng, places, rank, size: (places[rank :: 2 * size], 0),
-    "larger in later shares": lambda rng, places, rank, size: (places[rank::size], 1 + places[rank::size] ** 2),
-    "larger on later ranks": lambda rng, places, rank, size: (rng.choice(places, 60, replace=False), 4**rank),
-    "on one rank": lambda rng, places, rank, size: (places[: places.size * (rank == size - 1)], 1),
+    "larger in later shares": lambda rng, places, rank, size: (
+        places[rank::size],
+        1 + places[rank::size] ** 2,
+    ),
+    "larger on later ranks": lambda rng, places, rank, size: (
+        rng.choice(places, 60, replace=False),
+        4**rank,
+    ),
+    "on one rank": lambda rng, places, rank, size: (
+        places[: places.size * (rank == size - 1)],
+        1,
+    ),
     "cancelling": lambda rng, places, rank, size: (
         places[: 80 - rank // 2],
         (-1) ** rank * (1 + places[: 80 - rank // 2]),
@@ -420,30 +568,50 @@ def test_the_exact_gtopk_wherever_the_largest_are(family, size):
         for rank in range(size):
             rng = np.random.default_rng([rank, size])
             places, factor = PLACES[family](rng, np.arange(length), rank, size)
-            drawn = factor * rng.integers(-9, 10, places.size) if np.any(factor) else rng.choice([-1, 1], places.size)
+            drawn = (
+                factor * rng.integers(-9, 10, places.size)
+                if np.any(factor)
+                else rng.choice([-1, 1], places.size)
+            )
             order = np.argsort(places)
             held.append(SparseVector(places[order], np.float64(drawn)[order], length))
 
         def steps(rank, group, held=held, k=k):
             return gtopk.exact(held[rank], group, k=k)
 
-        results, rounds = Network(size, seed=k).run(steps, length=length, dtype="float64", k=k)
+        results, rounds = Network(size, seed=k).run(
+            steps, length=length, dtype="float64", k=k
+        )
         total = sum(vector.to_dense() for vector in held)
         for result, _ in results:
             np.testing.assert_array_equal(result.to_dense(), select(total, k))
-        np.testing.assert_array_equal(select(total, k) + sum(rejected.to_dense() for _, rejected in results), total)
+        np.testing.assert_array_equal(
+            select(total, k) + sum(rejected.to_dense() for _, rejected in results),
+            total,
+        )
         gatherings = (rounds - (size > 1)) / max(1, upper(size))
-        assert gatherings <= (1 if not k or (family == "even" and k >= 40) else upper(size) + 2), k
+        assert gatherings <= (
+            1 if not k or (family == "even" and k >= 40) else upper(size) + 2
+        ), k
 
 
-@pytest.mark.parametrize("common", [0, 0.5])  # the part of a gradient that all ranks share
-@pytest.mark.parametrize("spread", [0, 0.3, 1])  # of the scales of the layers: deviations of their logarithms
-@pytest.mark.parametrize(("size", "length", "k"), [(8, 100_000, 1000), (64, 50_000, 200)])
-def test_of_gradients_in_layers_exact_gtopk_gathers_little_more_than_k(monkeypatch, size, length, k, spread, common):
+# the part of a gradient that all ranks share
+@pytest.mark.parametrize("common", [0, 0.5])
+# of the scales of the layers: deviations of their logarithms
+@pytest.mark.parametrize("spread", [0, 0.3, 1])
+@pytest.mark.parametrize(
+    ("size", "length", "k"), [(8, 100_000, 1000), (64, 50_000, 200)]
+)
+def test_of_gradients_in_layers_exact_gtopk_gathers_little_more_than_k(
+    monkeypatch, size, length, k, spread, common
+):
     rng = np.random.default_rng([size, round(10 * spread), round(10 * common)])
     scales = np.repeat(rng.lognormal(0, spread, 40), length // 40)
     base = common * rng.standard_normal(length)
-    held = [TopK(k=k).compress(((1 - common) * rng.standard_normal(length) + base) * scales) for _ in range(size)]
+    held = [
+        TopK(k=k).compress(((1 - common) * rng.standard_normal(length) + base) * scales)
+        for _ in range(size)
+    ]
     gathered = entries_gathered(monkeypatch, held, k)
     assert len(gathered) <= (2 if spread else 1)
     assert k <= sum(gathered) <= {8: 1.6, 64: 5}[size] * k
@@ -459,12 +627,22 @@ def entries_gathered(monkeypatch, held, k):
 
     monkeypatch.setattr(Group, "gather", counted)
     network, length = Network(len(held)), held[0].length
-    results, _ = network.run(lambda rank, group: gtopk.exact(held[rank], group, k), length=length, dtype="float64", k=k)
-    np.testing.assert_array_equal(results[0][0].to_dense(), select(sum(vector.to_dense() for vector in held), k))
+    results, _ = network.run(
+        lambda rank, group: gtopk.exact(held[rank], group, k),
+        length=length,
+        dtype="float64",
+        k=k,
+    )
+    np.testing.assert_array_equal(
+        results[0][0].to_dense(), select(sum(vector.to_dense() for vector in held), k)
+    )
     return np.sum(gathered, axis=0).tolist()
 
 
-@pytest.mark.parametrize("family", ["all in a share that has few entries", "all but in a share that has most entries"])
+@pytest.mark.parametrize(
+    "family",
+    ["all in a share that has few entries", "all but in a share that has most entries"],
+)
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 13, 16, 32])
 def test_the_exact_gtopk_stays_within_its_bounds(monkeypatch, family, size):
     """The k largest are where the owners expect few of them, so that they send too few at first."""
@@ -476,7 +654,9 @@ def test_the_exact_gtopk_stays_within_its_bounds(monkeypatch, family, size):
         rng = np.random.default_rng([size, rank])
         for share in range(size):
             if (share == size // 2) if few else (share < size - 1):
-                dense[share, rank:k:size] = 100 + rng.random(dense[share, rank:k:size].size)
+                dense[share, rank:k:size] = 100 + rng.random(
+                    dense[share, rank:k:size].size
+                )
             elif few:
                 dense[share, rng.choice(width, 1000, replace=False)] = rng.random(1000)
             else:

@@ -15,7 +15,9 @@ from collectives.runtime import cuda_aware
 from mpicomp_bench import info
 
 TESTS = Path(__file__).parent
-ON_THE_STAND_IN = pytest.mark.skipif(real_cupy() is not None, reason="a real device has no memory that tells")
+ON_THE_STAND_IN = pytest.mark.skipif(
+    real_cupy() is not None, reason="a real device has no memory that tells"
+)
 
 CHILD = """
 import sys, numpy as np
@@ -75,11 +77,17 @@ print("sound" if (arrival.copy.get() == message).all() else "overwritten")
 def child(prepare, *, size=2, program=CHILD, **environment):
     """Return the finished run of a child job; what it is told to prepare makes it right or wrong."""
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    return mpirun(size, "-c", program.format(prepare=prepare), PYTHONPATH=path, **environment)
+    return mpirun(
+        size, "-c", program.format(prepare=prepare), PYTHONPATH=path, **environment
+    )
 
 
 @ON_THE_STAND_IN
-@pytest.mark.parametrize(("aware", "long"), [(False, LONG), (True, "")], ids=["long, staged", "short, direct"])
+@pytest.mark.parametrize(
+    ("aware", "long"),
+    [(False, LONG), (True, "")],
+    ids=["long, staged", "short, direct"],
+)
 def test_messages_arrive_staged_or_by_the_pointer_and_long_ones_in_pieces(aware, long):
     settings = {"MPICOMP_CUDA_AWARE": "1", "MPICOMP_FAKE_VISIBLE": "1"} if aware else {}
     done = child(long + CLAIM * aware, **settings)
@@ -111,20 +119,28 @@ def test_who_sends_without_waiting_for_the_copy_is_caught():
 
 
 @ON_THE_STAND_IN
-@pytest.mark.parametrize(("wait", "found"), [("staging.wait_for_stream()", "sound"), ("", "overwritten")])
+@pytest.mark.parametrize(
+    ("wait", "found"), [("staging.wait_for_stream()", "sound"), ("", "overwritten")]
+)
 def test_the_memory_of_an_arrival_is_free_once_it_has_been_copied(wait, found):
     assert child(wait, size=1, program=RELEASED).stdout.strip() == found
 
 
 @pytest.mark.parametrize(
-    ("setting", "claims", "direct"), [("", True, False), ("0", True, False), ("1", True, True), ("1", None, True)]
+    ("setting", "claims", "direct"),
+    [("", True, False), ("0", True, False), ("1", True, True), ("1", None, True)],
 )
 def test_messages_are_direct_only_if_asked_for(monkeypatch, setting, claims, direct):
     monkeypatch.setattr(cuda_aware, "query", lambda: claims)
-    assert cuda_aware.verdict({"MPICOMP_CUDA_AWARE": setting}) == (direct, f"MPICOMP_CUDA_AWARE is {setting or 0}")
+    assert cuda_aware.verdict({"MPICOMP_CUDA_AWARE": setting}) == (
+        direct,
+        f"MPICOMP_CUDA_AWARE is {setting or 0}",
+    )
 
 
-@pytest.mark.parametrize(("setting", "words"), [("yes", "expected 1 or 0"), ("1", "it is not CUDA-aware")])
+@pytest.mark.parametrize(
+    ("setting", "words"), [("yes", "expected 1 or 0"), ("1", "it is not CUDA-aware")]
+)
 def test_a_setting_that_cannot_be(monkeypatch, setting, words):
     monkeypatch.setattr(cuda_aware, "query", lambda: False)
     with pytest.raises(ValueError, match=f"MPICOMP_CUDA_AWARE is .*{words}"):
@@ -135,7 +151,9 @@ def test_a_setting_that_cannot_be(monkeypatch, setting, words):
 
 def gpu_evidence(*arguments, **how):
     script = TESTS.parent / "benchmarks" / "gpu_evidence.py"
-    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, **how)
+    return subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, **how
+    )
 
 
 @ON_THE_STAND_IN
@@ -148,10 +166,18 @@ def test_no_evidence_is_written_where_there_is_no_gpu():
 @ON_THE_STAND_IN
 def test_a_dry_run_of_the_evidence_writes_that_there_was_no_time(tmp_path):
     """Every part on the stand-in takes a minute: make test-cupy does that."""
-    done = gpu_evidence("--dry-run", "--folder", str(tmp_path), "--seconds", "1", timeout=60)
+    done = gpu_evidence(
+        "--dry-run", "--folder", str(tmp_path), "--seconds", "1", timeout=60
+    )
     assert done.returncode == 1, done.stderr
     (report,) = tmp_path.glob("*.json")
     written = json.loads(report.read_text())
     assert written["device"] == "fake device"
-    assert {"tests, serial", "tests, 2 ranks", "kernels 30000", "step staged", "step direct"} < written.keys()
+    assert {
+        "tests, serial",
+        "tests, 2 ranks",
+        "kernels 30000",
+        "step staged",
+        "step direct",
+    } < written.keys()
     assert written["step staged"] == "no time left of 1.0 s"

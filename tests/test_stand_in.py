@@ -14,13 +14,19 @@ from devices import counted, has_cupy_wheel, real_cupy
 from mpicomp import AdaComp, AggregationAware, ChunkedTopK, Quantised, SIDCo, TopK
 
 TESTS = Path(__file__).parent
-pytestmark = pytest.mark.skipif(real_cupy() is not None, reason="there is a GPU, and no stand-in")
+pytestmark = pytest.mark.skipif(
+    real_cupy() is not None, reason="there is a GPU, and no stand-in"
+)
 
 
-@pytest.mark.skipif(not has_cupy_wheel(), reason="no wheel of CuPy is installed: make test-cupy")
+@pytest.mark.skipif(
+    not has_cupy_wheel(), reason="no wheel of CuPy is installed: make test-cupy"
+)
 def test_the_signatures_are_those_of_the_wheel():
     command = [sys.executable, str(TESTS / "cupy_signatures.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(" 0 differ\n")
 
@@ -33,9 +39,15 @@ def test_all_that_the_stand_in_answers_to_is_compared(cupy):
 
 def test_the_stand_in_has_the_parameters_of_cupy_in_their_places(cupy):
     names = json.loads(cupy_signatures.FILE.read_text())
-    for name, owner in (("Stream", cupy.cuda.Stream), ("Event", cupy.cuda.Event), ("Device", cupy.cuda.Device)):
+    for name, owner in (
+        ("Stream", cupy.cuda.Stream),
+        ("Event", cupy.cuda.Event),
+        ("Device", cupy.cuda.Device),
+    ):
         ours = list(inspect.signature(owner).parameters)
-        theirs = [each.strip("= ") for each in names[f"cuda.{name}"].strip("()").split(",")]
+        theirs = [
+            each.strip("= ") for each in names[f"cuda.{name}"].strip("()").split(",")
+        ]
         assert ours == theirs[: len(ours)], name
 
 
@@ -61,7 +73,10 @@ MOST = {
     "AdaComp": (AdaComp(50), 9, 2),
     "aggregation-aware": (AggregationAware(0.01), 23, 4),
     "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 14, 4),
-    **{f"SIDCo {fit}": (SIDCo(0.01, fit), 7, 2) for fit in ("exponential", "pareto", "gamma")},
+    **{
+        f"SIDCo {fit}": (SIDCo(0.01, fit), 7, 2)
+        for fit in ("exponential", "pareto", "gamma")
+    },
 }
 
 
@@ -69,7 +84,9 @@ MOST = {
 def test_a_compressor_starts_and_waits_for_few_things(cupy, name):
     compressor, launches, synchronisations = MOST[name]
     for seed in range(2):  # the first call compiles, and SIDCo adapts
-        gradient = cupy.asarray(np.random.default_rng(seed).laplace(size=100_000).astype(np.float32))
+        gradient = cupy.asarray(
+            np.random.default_rng(seed).laplace(size=100_000).astype(np.float32)
+        )
         with counted(cupy) as found:
             vector = compressor.compress(gradient, gradient=gradient)
         compressor.observe(vector)
@@ -80,8 +97,16 @@ def test_a_compressor_starts_and_waits_for_few_things(cupy, name):
 def test_a_selection_takes_four_launches_and_waits_once(cupy):
     from mpicomp.kernels import device
 
-    a, b = (cupy.asarray(np.random.default_rng(seed).laplace(size=100_000).astype(np.float32)) for seed in (0, 1))
-    for select in (lambda: device.largest(a, 1000), lambda: device.add_largest(a, b, cupy.empty_like(a), 1000)):
+    a, b = (
+        cupy.asarray(
+            np.random.default_rng(seed).laplace(size=100_000).astype(np.float32)
+        )
+        for seed in (0, 1)
+    )
+    for select in (
+        lambda: device.largest(a, 1000),
+        lambda: device.add_largest(a, b, cupy.empty_like(a), 1000),
+    ):
         with counted(cupy) as found:
             select()
         assert (found.launches, found.synchronisations) == (4, 1), found

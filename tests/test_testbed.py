@@ -39,18 +39,27 @@ def test_two_hosts_carry_bytes_that_are_counted(two_hosts, tmp_path):
     assert on_hosts("reset") == (0, "")
     status, printed = on_hosts("run", sys.executable, "-m", "mpi4py", str(program))
     assert status == 0, printed
-    host, seconds = printed.splitlines()[0].split()  # behind it may stand what mpirun has to say
+    # behind it may stand what mpirun has to say
+    host, seconds = printed.splitlines()[0].split()
     assert host == f"{NAME}-1"
-    assert float(seconds) > 0.9 * 8 * SENT / 100e6  # a link passes no more than its rate
+    # a link passes no more than its rate
+    assert float(seconds) > 0.9 * 8 * SENT / 100e6
     first, second = json.loads(on_hosts("bytes", "--json")[1])
     assert SENT < first["sent"] < 1.06 * SENT
     assert SENT < second["received"] < 1.06 * SENT
     assert second["sent"] < 0.06 * SENT
-    assert on_hosts("up", "2", "100mbit") == (1, "testbed: it is up already: call `down` first\n")
+    assert on_hosts("up", "2", "100mbit") == (
+        1,
+        "testbed: it is up already: call `down` first\n",
+    )
 
 
 def test_it_says_when_it_is_not_up_or_may_not_be():
     status, said = on_hosts("bytes", name="never-made")
     may = os.geteuid() == 0 and shutil.which("tc")
     assert status == 1
-    assert "it is not up" in said if may else "expected to be root" in said or "there is no tc" in said
+    assert (
+        "it is not up" in said
+        if may
+        else "expected to be root" in said or "there is no tc" in said
+    )

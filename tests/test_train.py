@@ -24,7 +24,9 @@ def written(file, *arguments):
 @pytest.fixture
 def trained(tmp_path):
     """Return a function from options to the rows of a short training."""
-    return lambda *more: written(tmp_path / "rows.json", *SHORT, "--rate", "0.1", *more)["rows"]
+    return lambda *more: written(
+        tmp_path / "rows.json", *SHORT, "--rate", "0.1", *more
+    )["rows"]
 
 
 def lasting(rows):
@@ -37,25 +39,57 @@ def lasting(rows):
     return rows
 
 
-def test_every_method_trains_and_the_numbers_of_a_seed_are_the_same_again(capsys, trained):
+def test_every_method_trains_and_the_numbers_of_a_seed_are_the_same_again(
+    capsys, trained
+):
     rows = lasting(trained("--seeds", "2", "--density", "0.1", "--every", "2"))
     printed = capsys.readouterr().out
     assert [row["name"] for row in rows] == list(TRAINED)
     for row in rows:
         assert len(row["trainings"]) == 2
-        assert row["figure"] == pytest.approx(np.mean([each["figure"] for each in row["trainings"]]))
-        assert row["spread"] == pytest.approx(np.std([each["figure"] for each in row["trainings"]], ddof=1))
+        assert row["figure"] == pytest.approx(
+            np.mean([each["figure"] for each in row["trainings"]])
+        )
+        assert row["spread"] == pytest.approx(
+            np.std([each["figure"] for each in row["trainings"]], ddof=1)
+        )
         assert row["trainings"][0]["figure"] != row["trainings"][1]["figure"]
-        assert row["trainings"][0]["curve"][-1][:2] == [3, row["trainings"][0]["figure"]]
+        assert row["trainings"][0]["curve"][-1][:2] == [
+            3,
+            row["trainings"][0]["figure"],
+        ]
         assert not row["tried"]
         assert f"{row['name']} " in printed
-    some = lasting(trained("--methods", "sidco", "dgc", "dgc", "--density", "0.1", "0.01", "--seeds", "2"))
+    some = lasting(
+        trained(
+            "--methods",
+            "sidco",
+            "dgc",
+            "dgc",
+            "--density",
+            "0.1",
+            "0.01",
+            "--seeds",
+            "2",
+        )
+    )
     assert len(some) == 4
-    assert [row for row in some if row["density"] == 0.1] == [row for row in rows if row["name"] in ("sidco", "dgc")]
+    assert [row for row in some if row["density"] == 0.1] == [
+        row for row in rows if row["name"] in ("sidco", "dgc")
+    ]
 
 
 def test_a_row_takes_the_rate_with_the_least_validation_loss(trained):
-    (row,) = trained("--rate", "1e-6", "0.1", "1e-5", "--methods", "topk-allgather", "--density", "0.1")
+    (row,) = trained(
+        "--rate",
+        "1e-6",
+        "0.1",
+        "1e-5",
+        "--methods",
+        "topk-allgather",
+        "--density",
+        "0.1",
+    )
     assert row["tried"].keys() == {"1e-06", "0.1", "1e-05"}
     assert row["rate"] == 0.1
     assert row["tried"]["0.1"] == min(row["tried"].values())
@@ -63,13 +97,20 @@ def test_a_row_takes_the_rate_with_the_least_validation_loss(trained):
 
 
 @pytest.mark.parametrize("method", ["dense", "gtopk", "step-ahead"])
-def test_a_rate_that_is_too_high_ends_the_training_and_not_the_run(method, capsys, trained, recwarn):
-    (row,) = trained("--rate", "1e30", "--methods", method, "--density", "0.5", "--seeds", "2")
+def test_a_rate_that_is_too_high_ends_the_training_and_not_the_run(
+    method, capsys, trained, recwarn
+):
+    (row,) = trained(
+        "--rate", "1e30", "--methods", method, "--density", "0.5", "--seeds", "2"
+    )
     assert row["loss"] is row["figure"] is row["spread"] is None
-    assert row["trainings"][0]["diverged"] == (method != "dense")  # a dense sum accepts what is not finite
+    # a dense sum accepts what is not finite
+    assert row["trainings"][0]["diverged"] == (method != "dense")
     assert row["trainings"][0]["curve"][0][1] > 0
     printed = capsys.readouterr()
-    assert ("inf +- - 2 of 2 diverged" if method != "dense" else "inf +- - ") in printed.out
+    assert (
+        "inf +- - 2 of 2 diverged" if method != "dense" else "inf +- - "
+    ) in printed.out
     assert not printed.err
     assert not [each for each in recwarn if issubclass(each.category, RuntimeWarning)]
 
@@ -94,15 +135,23 @@ def test_where_everything_is_sent_every_feedback_is_the_same_descent(name):
 def test_a_step_by_signs_has_a_hundredth_of_the_rate_and_no_momentum(name):
     descent = Descent(MPI.COMM_SELF, at_density(name, 0.03), Terms(0.5))
     for step in range(2):
-        update = descent.update(np.random.default_rng(step).standard_normal(1024, np.float32))
+        update = descent.update(
+            np.random.default_rng(step).standard_normal(1024, np.float32)
+        )
         assert set(np.unique(update)) <= {np.float32(-0.005), 0, np.float32(0.005)}
         assert entries(descent)[0] == 8 / 256
 
 
 def test_local_steps_with_dense_messages_on_one_rank_are_plain_descent():
     rng = np.random.default_rng(2)
-    gradients, terms = rng.standard_normal((6, 300)).astype(np.float32), Terms(0.25, 0.5)
-    dense, local = Descent(MPI.COMM_SELF, "dense", terms), LocalDescent(MPI.COMM_SELF, "local-dense-2", terms)
+    gradients, terms = (
+        rng.standard_normal((6, 300)).astype(np.float32),
+        Terms(0.25, 0.5),
+    )
+    dense, local = (
+        Descent(MPI.COMM_SELF, "dense", terms),
+        LocalDescent(MPI.COMM_SELF, "local-dense-2", terms),
+    )
     x, y = np.zeros(300, np.float32), np.zeros(300, np.float32)
     for gradient in gradients:
         dense.step(x, gradient)
@@ -119,9 +168,19 @@ def test_no_example_of_the_test_is_trained_on(name):
     except (ImportError, FileNotFoundError) as error:
         pytest.skip(str(error))
     parts = {part: set(numbers.tolist()) for part, numbers in task.parts.items()}
-    assert sum(map(len, parts.values())) == len(set.union(*parts.values())) == len(task.labels)
-    assert set(task.training("test").tolist()) == parts["training"] | parts["validation"]
-    assert set(task.training("validation").tolist()) == parts["training"] >= set(task.sample().tolist())
+    assert (
+        sum(map(len, parts.values()))
+        == len(set.union(*parts.values()))
+        == len(task.labels)
+    )
+    assert (
+        set(task.training("test").tolist()) == parts["training"] | parts["validation"]
+    )
+    assert (
+        set(task.training("validation").tolist())
+        == parts["training"]
+        >= set(task.sample().tolist())
+    )
     inputs, labels = task.examples(task.held_out("test")[:4])
     assert inputs.dtype == np.float32
     loss, correct = task.evaluate(task.network(0), task.held_out("test")[:4])
@@ -130,7 +189,16 @@ def test_no_example_of_the_test_is_trained_on(name):
 
 
 def test_a_warm_up_has_its_densities_for_an_epoch_each(trained):
-    (row,) = trained("--methods", "topk-allgather", "--density", "0.01", "--warm-up", "0.04", "--warm-up-steps", "2")
+    (row,) = trained(
+        "--methods",
+        "topk-allgather",
+        "--density",
+        "0.01",
+        "--warm-up",
+        "0.04",
+        "--warm-up-steps",
+        "2",
+    )
     assert row["warm_up"] == [0.04]
     assert row["sent"] == pytest.approx((2 * 0.04 + 0.01) / 3, rel=0.01)
 
@@ -145,7 +213,11 @@ def test_gradients_are_captured(tmp_path, trained):
 
 
 def test_adacomp_has_the_bins_of_the_paper_by_kind_of_layer():
-    tensors = {"conv": np.ones((4, 3, 5, 5), "f4"), "full": np.ones((40, 30), "f4"), "bias": np.ones(30, "f4")}
+    tensors = {
+        "conv": np.ones((4, 3, 5, 5), "f4"),
+        "full": np.ones((40, 30), "f4"),
+        "bias": np.ones(30, "f4"),
+    }
     exchange = exchange_of(MPI.COMM_SELF, "adacomp", Terms(0.1))
     exchange(tensors)
     made = [repr(exchange.compressors[name]) for name in tensors]
@@ -161,14 +233,23 @@ class Half(TopK):
 """
 
 
-def test_a_compressor_of_ones_own_is_compared_with_the_others(tmp_path, monkeypatch, trained):
+def test_a_compressor_of_ones_own_is_compared_with_the_others(
+    tmp_path, monkeypatch, trained
+):
     (tmp_path / "my_own_module.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    lines = [f"GradientExchange(comm, my_own_module.Half({given}))" for given in ("0.1", "0.1, share=0.5")]
+    lines = [
+        f"GradientExchange(comm, my_own_module.Half({given}))"
+        for given in ("0.1", "0.1, share=0.5")
+    ]
     rows = trained("--density", "0.1", "--methods", "topk", "--lines", *lines)
     same, mine, half = (row["trainings"][0]["curve"] for row in rows)
     assert [row["name"] for row in rows] == ["topk", *lines]
-    assert [point[:2] for point in mine] == [point[:2] for point in same] != [point[:2] for point in half]
+    assert (
+        [point[:2] for point in mine]
+        == [point[:2] for point in same]
+        != [point[:2] for point in half]
+    )
 
 
 def test_the_sum_is_compressed_as_the_gradients_are(trained):
@@ -177,16 +258,25 @@ def test_the_sum_is_compressed_as_the_gradients_are(trained):
 
 
 def test_the_bytes_of_a_training_on_two_ranks_are_counted(tmp_path):
-    file, steps = tmp_path / "train.json", ["--rate", "0.1", "--density", "0.01", "--every", "3"]
+    file, steps = (
+        tmp_path / "train.json",
+        ["--rate", "0.1", "--density", "0.01", "--every", "3"],
+    )
     some = "--methods", "dense", "gtopk", "topk-allgather", "few-bits"
     done = mpirun(2, train_script.__file__, *SHORT, *steps, *some, f"--json={file}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("method, density") == 1, "rank 0 alone prints"
     about = json.loads(file.read_text())
     rows = {row["name"]: row for row in about["rows"]}
-    assert (about["ranks"], about["task"], about["steps"], about["batch"]) == (2, "text", 3, 4)
+    assert (about["ranks"], about["task"], about["steps"], about["batch"]) == (
+        2,
+        "text",
+        3,
+        4,
+    )
     values = 4 * about["parameters"]
-    assert rows["dense"]["nbytes"] == pytest.approx(values, rel=0.01)  # 2 (P-1)/P n v, and the headers
+    # 2 (P-1)/P n v, and the headers
+    assert rows["dense"]["nbytes"] == pytest.approx(values, rel=0.01)
     for row in rows.values():
         simulated = row["messages"] * LATENCY + 8 * row["nbytes"] / 1e9
         assert row["network_seconds"]["1e+09"] == pytest.approx(simulated)

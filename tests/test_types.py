@@ -36,9 +36,24 @@ WRONG = {
 def test_a_type_checker_sees_arguments_and_results(tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "calls.py").write_text(RIGHT + "\n".join(WRONG) + "\n")
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", str(tmp_path), "calls.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    found = [line for line in done.stdout.splitlines() if "calls.py" in line and ": error:" in line]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--cache-dir",
+        str(tmp_path),
+        "calls.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    found = [
+        line
+        for line in done.stdout.splitlines()
+        if "calls.py" in line and ": error:" in line
+    ]
     assert len(found) == len(WRONG), done.stdout + done.stderr
     for line, words in zip(found, WRONG.values(), strict=True):
         assert words in line
@@ -46,9 +61,14 @@ def test_a_type_checker_sees_arguments_and_results(tmp_path):
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_the_literals_are_the_names_that_are_declared(name):
-    known = {"algorithm": ["auto", *COLLECTIVES[name].algorithms], "codec": ["auto", *CODECS]}
+    known = {
+        "algorithm": ["auto", *COLLECTIVES[name].algorithms],
+        "codec": ["auto", *CODECS],
+    }
     for form in (COLLECTIVES[name], COLLECTIVES[name].nonblocking):
         parameters = inspect.signature(form).parameters
         assert "kwargs" not in parameters
         for argument in known.keys() & parameters.keys():
-            assert sorted(get_args(parameters[argument].annotation)) == sorted(known[argument])
+            assert sorted(get_args(parameters[argument].annotation)) == sorted(
+                known[argument]
+            )

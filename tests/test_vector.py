@@ -20,7 +20,10 @@ def test_arrays_of_the_right_dtype_are_not_copied():
         vector.length = 9
 
 
-@pytest.mark.parametrize(("length", "dtype"), [(2**31 - 1, np.int32), (2**31, np.int64), (2**63 - 1, np.int64)])
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [(2**31 - 1, np.int32), (2**31, np.int64), (2**63 - 1, np.int64)],
+)
 def test_indices_are_64_bit_beyond_2_to_the_31(length, dtype):
     assert index_dtype(length) == dtype
     assert SparseVector([length - 1], [1.0], length).indices.dtype == dtype
@@ -32,24 +35,81 @@ ONE = np.ones(1)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (([0], ONE, -1), ValueError, "length is -1: expected an integer of at least 0, below 2^63"),
-        (([0], ONE, 2**63), ValueError, "expected an integer of at least 0, below 2^63"),
+        (
+            ([0], ONE, -1),
+            ValueError,
+            "length is -1: expected an integer of at least 0, below 2^63",
+        ),
+        (
+            ([0], ONE, 2**63),
+            ValueError,
+            "expected an integer of at least 0, below 2^63",
+        ),
         (([0], ONE, 2.0), TypeError, "length is 2.0: expected an integer"),
         (([0], ONE, True), TypeError, "length is True: expected an integer"),
         (([0, 1], ONE, 4), ValueError, "got 2 indices and 1 values"),
-        (([[0]], ONE, 4), ValueError, "indices have shape (1, 1): expected one dimension"),
-        (([0], [[ONE]], 4), ValueError, "values have shape (1, 1, 1): expected (entries,), or (entries, width)"),
-        (([0.0], ONE, 4), TypeError, "indices are float64: expected integers (floats are wrong above 2^24"),
-        ((["the"], ONE, 4), TypeError, "indices are <U3: expected integers (floats are wrong above 2^24; words need a"),
-        (([0], [1], 4), TypeError, "values are int64: expected float16, float32 or float64; astype(np.float64) keeps"),
-        (([0], [1j], 4), TypeError, "complex128: expected float16, float32 or float64; pass array.real and array.imag"),
-        (([4], ONE, 4), ValueError, "index 4 is out of range: expected 0 <= index < length = 4"),
+        (
+            ([[0]], ONE, 4),
+            ValueError,
+            "indices have shape (1, 1): expected one dimension",
+        ),
+        (
+            ([0], [[ONE]], 4),
+            ValueError,
+            "values have shape (1, 1, 1): expected (entries,), or (entries, width)",
+        ),
+        (
+            ([0.0], ONE, 4),
+            TypeError,
+            "indices are float64: expected integers (floats are wrong above 2^24",
+        ),
+        (
+            (["the"], ONE, 4),
+            TypeError,
+            "indices are <U3: expected integers (floats are wrong above 2^24; words need a",
+        ),
+        (
+            ([0], [1], 4),
+            TypeError,
+            "values are int64: expected float16, float32 or float64; astype(np.float64) keeps",
+        ),
+        (
+            ([0], [1j], 4),
+            TypeError,
+            "complex128: expected float16, float32 or float64; pass array.real and array.imag",
+        ),
+        (
+            ([4], ONE, 4),
+            ValueError,
+            "index 4 is out of range: expected 0 <= index < length = 4",
+        ),
         (([-1], ONE, 4), ValueError, "index -1 is out of range"),
-        (([0, 2**32 + 1, 3], np.ones(3), 4), ValueError, "index 4294967297 is out of range"),  # would wrap to 1
-        ((np.array([2**63], np.uint64), ONE, 2**62), ValueError, "index 9223372036854775808 is out of range"),
-        (([3, 1], [1.0, 2.0], 4), ValueError, "got 2 indices, the first 3 and the last 1: expected strictly"),
-        (([2, 2], [1.0, 2.0], 4), ValueError, "SparseVector.from_entries sorts entries and adds repeated ones"),
-        (([1, 2, 2, 3], np.ones(4), 9), ValueError, "got 4 indices, the first 1 and the last 3: expected strictly"),
+        # would wrap to 1
+        (
+            ([0, 2**32 + 1, 3], np.ones(3), 4),
+            ValueError,
+            "index 4294967297 is out of range",
+        ),
+        (
+            (np.array([2**63], np.uint64), ONE, 2**62),
+            ValueError,
+            "index 9223372036854775808 is out of range",
+        ),
+        (
+            ([3, 1], [1.0, 2.0], 4),
+            ValueError,
+            "got 2 indices, the first 3 and the last 1: expected strictly",
+        ),
+        (
+            ([2, 2], [1.0, 2.0], 4),
+            ValueError,
+            "SparseVector.from_entries sorts entries and adds repeated ones",
+        ),
+        (
+            ([1, 2, 2, 3], np.ones(4), 9),
+            ValueError,
+            "got 4 indices, the first 1 and the last 3: expected strictly",
+        ),
     ],
 )
 def test_the_constructor_says_what_it_got(arguments, error, message):
@@ -60,8 +120,16 @@ def test_the_constructor_says_what_it_got(arguments, error, message):
 @pytest.mark.parametrize(
     ("indices", "values", "message"),
     [
-        ([1, 3, 2, 4], None, r"indices\[2\] is 2 and follows 3: expected strictly .* SparseVector.from_entries sorts"),
-        ([1, 3, 3, 4], None, r"indices\[2\] is 3 and repeats 3: expected strictly .* and adds repeated ones"),
+        (
+            [1, 3, 2, 4],
+            None,
+            r"indices\[2\] is 2 and follows 3: expected strictly .* SparseVector.from_entries sorts",
+        ),
+        (
+            [1, 3, 3, 4],
+            None,
+            r"indices\[2\] is 3 and repeats 3: expected strictly .* and adds repeated ones",
+        ),
         ([1, 99, 3], None, r"indices\[1\] is 99: expected 0 <= index < length = 9"),
         ([1, -5, 3], None, r"indices\[1\] is -5: expected 0 <= index"),
         ([1, 2], [1, np.nan], r"values\[1\] is nan: expected finite values"),
@@ -85,9 +153,14 @@ def test_dense_and_back(vector):
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 2)])
-@pytest.mark.parametrize(("place", "said"), [(10**9, "indices.1. is 1000000000"), (2, "indices.1. is 2 and repeats 2")])
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [(10**9, "indices.1. is 1000000000"), (2, "indices.1. is 2 and repeats 2")],
+)
 def test_to_dense_refuses_indices_that_are_no_vectors(shape, place, said):
-    vector = SparseVector(np.array([2, place, 5], np.int32), np.ones(shape, np.float32), 10)
+    vector = SparseVector(
+        np.array([2, place, 5], np.int32), np.ones(shape, np.float32), 10
+    )
     with pytest.raises(ValueError, match=said):
         vector.to_dense()
 
@@ -97,7 +170,10 @@ def test_to_dense_writes_into_out():
     out = np.full(3, 7.0)
     assert vector.to_dense(out) is out
     np.testing.assert_array_equal(out, [0, 5, 0])
-    with pytest.raises(ValueError, match=r"out is float32 of shape \(3,\): expected float64 of shape \(3,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"out is float32 of shape \(3,\): expected float64 of shape \(3,\)",
+    ):
         vector.to_dense(np.zeros(3, np.float32))
 
 
@@ -119,7 +195,9 @@ def test_rows():
     dense[[1, 4]] = [[1, 0, 2], [0, 3, 0]]
     rows = SparseVector([1, 4], dense[[1, 4]], 5)
     assert (rows.nnz, rows.length, rows.width, rows.nbytes) == (2, 5, 3, 32)
-    assert "{7: [1. 1. ... 1. 1.]}, nnz=1, length=9, width=64, float64" in repr(SparseVector([7], np.ones((1, 64)), 9))
+    assert "{7: [1. 1. ... 1. 1.]}, nnz=1, length=9, width=64, float64" in repr(
+        SparseVector([7], np.ones((1, 64)), 9)
+    )
     np.testing.assert_array_equal(rows.to_dense(), dense)
     assert SparseVector.empty(5, width=3).to_dense().shape == (5, 3)
     support = rows.support()
@@ -129,13 +207,18 @@ def test_rows():
 
 
 def test_entries_in_any_order_are_sorted_and_added_up():
-    tokens, gradients = [7, 3, 7, 0], np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)
+    tokens, gradients = (
+        [7, 3, 7, 0],
+        np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32),
+    )
     rows = SparseVector.from_entries(tokens, gradients, 10)
     rows.validate()
     assert rows.indices.tolist() == [0, 3, 7]
     assert rows.values.tolist() == [[7, 8], [3, 4], [6, 8]]
     assert SparseVector.from_entries([], np.empty(0, np.float16), 3).nnz == 0
-    assert SparseVector.from_entries([1, 1, 1], np.array([2048, 1, 1], np.float16), 3).values.tolist() == [2050]
+    assert SparseVector.from_entries(
+        [1, 1, 1], np.array([2048, 1, 1], np.float16), 3
+    ).values.tolist() == [2050]
     with pytest.raises(ValueError, match=r"got indices of shape \(2,\) and 1 values"):
         SparseVector.from_entries([1, 2], [1.0], 3)
     with pytest.raises(ValueError, match="index 3 is out of range"):
@@ -146,8 +229,12 @@ def test_entries_in_any_order_are_sorted_and_added_up():
 def test_top_k_splits_a_vector(vector, k):
     kept, dropped = top_k(vector, k)
     assert kept.nnz <= k
-    np.testing.assert_array_equal(np.sort(np.r_[kept.indices, dropped.indices]), vector.indices)
-    np.testing.assert_array_equal(kept.to_dense() + dropped.to_dense(), vector.to_dense())
+    np.testing.assert_array_equal(
+        np.sort(np.r_[kept.indices, dropped.indices]), vector.indices
+    )
+    np.testing.assert_array_equal(
+        kept.to_dense() + dropped.to_dense(), vector.to_dense()
+    )
     if kept.nnz and dropped.nnz:
         assert np.abs(kept.values).min() >= np.abs(dropped.values).max()
 
@@ -155,21 +242,38 @@ def test_top_k_splits_a_vector(vector, k):
 @given(sparse_vectors(), st.integers(1, 9))
 def test_every_makes_disjoint_shares(vector, step):
     shares = [vector.every(step, start) for start in range(step)]
-    np.testing.assert_array_equal(sum(share.to_dense() for share in shares), vector.to_dense())
+    np.testing.assert_array_equal(
+        sum(share.to_dense() for share in shares), vector.to_dense()
+    )
     assert sum(share.nnz for share in shares) == vector.nnz
 
 
 @given(st.data())
 def test_add_up_is_the_dense_sum_and_join_undoes_a_cut(data):
     first = data.draw(sparse_vectors())
-    vectors = [first, *(data.draw(sparse_vectors(length=first.length, dtype=first.dtype)) for _ in range(4))]
-    vectors = [SparseVector(each.indices, np.round(each.values % 9), each.length) for each in vectors]  # exact sums
+    vectors = [
+        first,
+        *(
+            data.draw(sparse_vectors(length=first.length, dtype=first.dtype))
+            for _ in range(4)
+        ),
+    ]
+    # exact sums
+    vectors = [
+        SparseVector(each.indices, np.round(each.values % 9), each.length)
+        for each in vectors
+    ]
     for count in range(1, 6):
         total = add_up(vectors[:count])
         total.validate()
-        np.testing.assert_array_equal(total.to_dense(), sum(each.to_dense() for each in vectors[:count]))
+        np.testing.assert_array_equal(
+            total.to_dense(), sum(each.to_dense() for each in vectors[:count])
+        )
     half = first.nnz // 2
-    parts = [SparseVector(first.indices[a:b], first.values[a:b], first.length) for a, b in ((0, half), (half, None))]
+    parts = [
+        SparseVector(first.indices[a:b], first.values[a:b], first.length)
+        for a, b in ((0, half), (half, None))
+    ]
     assert join(parts).indices.tolist() == first.indices.tolist()
     assert join(parts).values.tobytes() == first.values.tobytes()
 
@@ -184,13 +288,19 @@ def test_add_up_adds_in_the_order_of_the_vectors_whatever_they_have_elsewhere():
     ]
     assert add_up(vectors).values.tolist() == [0]  # (1e8 + 1) - 1e8: the one is lost
     assert add_up([vectors[0], vectors[3], vectors[2]]).values.tolist() == [1]
-    more = [SparseVector([3, 5, 7], np.r_[one, each.values, one], 10) for each in vectors if each.nnz]
+    more = [
+        SparseVector([3, 5, 7], np.r_[one, each.values, one], 10)
+        for each in vectors
+        if each.nnz
+    ]
     assert add_up(more).values.tolist() == [3, 0, 3]
     assert add_up([SparseVector.empty(10)] * 3).nnz == 0
 
 
 def test_add_up_rounds_float16_once():
-    parts = [SparseVector([0], np.array([value], np.float16), 1) for value in (2048, 1, 1)]
+    parts = [
+        SparseVector([0], np.array([value], np.float16), 1) for value in (2048, 1, 1)
+    ]
     assert add_up(parts).values.tolist() == [2050]  # 2048 + 1 is 2048 in float16
 
 
@@ -200,35 +310,53 @@ def test_filled_has_an_entry_at_every_position_of_the_range():
     assert piece.values.tolist() == [0, 1, 0, 2, 0]
 
 
-@given(st.one_of(sparse_vectors(), sparse_vectors(width=2), sparse_vectors(width=0)), st.data())
+@given(
+    st.one_of(sparse_vectors(), sparse_vectors(width=2), sparse_vectors(width=0)),
+    st.data(),
+)
 def test_divide_parts_the_entries(vector, data):
-    positions = np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=vector.nnz, max_size=vector.nnz)))
+    positions = np.flatnonzero(
+        data.draw(st.lists(st.booleans(), min_size=vector.nnz, max_size=vector.nnz))
+    )
     chosen, rest = vector.divide(positions)
     assert chosen.indices.tolist() == vector.indices[positions].tolist()
     assert chosen.values.tobytes() == vector.values[positions].tobytes()
     assert rest.indices.tolist() == np.delete(vector.indices, positions).tolist()
-    assert rest.values.tobytes() == np.delete(vector.values, positions, axis=0).tobytes()
-    assert (chosen.width, rest.dtype, chosen.length) == (vector.width, vector.dtype, vector.length)
+    assert (
+        rest.values.tobytes() == np.delete(vector.values, positions, axis=0).tobytes()
+    )
+    assert (chosen.width, rest.dtype, chosen.length) == (
+        vector.width,
+        vector.dtype,
+        vector.length,
+    )
 
 
 @pytest.mark.parametrize("sizes", [(40, 30), (0, 30), (40, 0), (1, 90), (90, 1)])
 def test_within_keeps_the_entries_where_another_vector_has_one(sizes):
     rng = np.random.default_rng(1)
     supports = [np.sort(rng.choice(90, size, replace=False)) for size in sizes]
-    vector, other = (SparseVector(support, np.arange(support.size) + 1.0, 90) for support in supports)
+    vector, other = (
+        SparseVector(support, np.arange(support.size) + 1.0, 90) for support in supports
+    )
     found, expected = within(vector, other), np.isin(supports[0], supports[1])
     assert found.indices.tolist() == supports[0][expected].tolist()
     assert found.values.tolist() == vector.values[expected].tolist()
 
 
-@given(st.one_of(sparse_vectors(), sparse_vectors(width=3)), st.sampled_from([np.float16, np.float32, np.float64]))
+@given(
+    st.one_of(sparse_vectors(), sparse_vectors(width=3)),
+    st.sampled_from([np.float16, np.float32, np.float64]),
+)
 @pytest.mark.parametrize("scale", [1.0, -0.5, np.float32(3)])
 def test_add_to_adds_in_place_and_rounds_once(scale, vector, dtype):
     values = np.round(vector.values.astype(np.float64) % 64)
     vector = SparseVector(vector.indices, values.astype(vector.dtype), vector.length)
     shape = (vector.length, *vector.values.shape[1:])
     array = np.random.default_rng(0).integers(-64, 65, shape).astype(dtype)
-    expected = (array + np.float64(scale) * vector.to_dense().astype(np.float64)).astype(dtype)
+    expected = (
+        array + np.float64(scale) * vector.to_dense().astype(np.float64)
+    ).astype(dtype)
     assert vector.add_to(array, scale=scale) is None
     assert array.dtype == dtype
     np.testing.assert_array_equal(array, expected)
@@ -241,7 +369,8 @@ def test_add_to_takes_any_shape_and_updates_parameters():
     SparseVector.empty(6).add_to(parameters)
     SparseVector.empty(0).add_to(np.empty((0, 3)))
     half = np.full(1, 2048, np.float16)
-    SparseVector([0], [1.5], 1).add_to(half)  # 1.5 in float16 first, or the sum in float16, would round twice
+    # 1.5 in float16 first, or the sum in float16, would round twice
+    SparseVector([0], [1.5], 1).add_to(half)
     assert half.tolist() == [2050]
 
 
@@ -254,13 +383,28 @@ def read_only_array():
 @pytest.mark.parametrize(
     ("array", "scale", "error", "message"),
     [
-        (np.zeros(5), 1.0, ValueError, r"the array has shape \(5,\): expected 6 values"),
+        (
+            np.zeros(5),
+            1.0,
+            ValueError,
+            r"the array has shape \(5,\): expected 6 values",
+        ),
         (np.zeros(12)[::2], 1.0, ValueError, "not C-contiguous"),
         (np.zeros((3, 2)).T, 1.0, ValueError, "not C-contiguous"),
         (read_only_array(), 1.0, ValueError, "read-only for NumPy"),
-        (np.zeros(6, int), 1.0, TypeError, "values are int64: expected float16, float32 or float64"),
+        (
+            np.zeros(6, int),
+            1.0,
+            TypeError,
+            "values are int64: expected float16, float32 or float64",
+        ),
         ([0.0] * 6, 1.0, TypeError, "expected an array"),
-        (np.zeros(6), np.nan, ValueError, r"scale is .*: expected -infinity < scale < infinity"),
+        (
+            np.zeros(6),
+            np.nan,
+            ValueError,
+            r"scale is .*: expected -infinity < scale < infinity",
+        ),
         (np.zeros(6), "2", TypeError, r"scale is .*: expected a number"),
     ],
 )
@@ -271,7 +415,9 @@ def test_add_to_refuses_what_it_cannot_add(array, scale, error, message):
 
 
 def test_add_to_wants_an_array_of_rows_and_indices_in_order():
-    with pytest.raises(ValueError, match=r"the array has shape \(6,\): expected shape \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"the array has shape \(6,\): expected shape \(3, 2\)"
+    ):
         SparseVector([1], [[1.0, 2.0]], 3).add_to(np.zeros(6))
     array = np.zeros(9)
     with pytest.raises(ValueError, match=r"indices\[2\] is 2 and follows 3"):
@@ -281,9 +427,16 @@ def test_add_to_wants_an_array_of_rows_and_indices_in_order():
 
 def test_sparse_matrices_are_refused_with_the_remedy():
     matrix = scipy.sparse.csr_array(np.array([[0, 2.0, 0, 3.0]]))
-    calls = SparseVector.from_dense, lambda m: SparseVector([1], m, 4), lambda m: SparseVector.from_entries(m, [1.0], 4)
+    calls = (
+        SparseVector.from_dense,
+        lambda m: SparseVector([1], m, 4),
+        lambda m: SparseVector.from_entries(m, [1.0], 4),
+    )
     for call in calls:
-        with pytest.raises(TypeError, match=r"expected a dense array; .*use SparseVector.from_scipy\(m\)"):
+        with pytest.raises(
+            TypeError,
+            match=r"expected a dense array; .*use SparseVector.from_scipy\(m\)",
+        ):
             call(matrix)
 
 
@@ -292,12 +445,23 @@ def test_sparse_matrices_are_refused_with_the_remedy():
 def test_scipy_s_matrices_become_vectors_and_back(form, kind):
     dense = np.array([[0, 2.0, 0, -3.0]], np.float32)
     row = SparseVector.from_scipy(kind(dense).asformat(form))
-    assert (row.indices.tolist(), row.values.tolist(), row.length) == ([1, 3], [2, -3], 4)
+    assert (row.indices.tolist(), row.values.tolist(), row.length) == (
+        [1, 3],
+        [2, -3],
+        4,
+    )
     column = SparseVector.from_scipy(kind(dense.T).asformat(form))
-    assert column.to_scipy().toarray().tolist() == row.to_scipy().toarray().tolist() == dense.tolist()
+    assert (
+        column.to_scipy().toarray().tolist()
+        == row.to_scipy().toarray().tolist()
+        == dense.tolist()
+    )
     rows = SparseVector([0, 2], np.array([[1, 2], [3, 4]], np.float32), 4)
     assert rows.to_scipy().toarray().tolist() == rows.to_dense().tolist()
     repeated = scipy.sparse.coo_matrix((np.ones(3), ([0, 0, 0], [5, 1, 5])), (1, 7))
     assert SparseVector.from_scipy(repeated).values.tolist() == [1, 2]
-    with pytest.raises(ValueError, match=r"got shape \(2, 4\): expected a row or column, as m.*np.unique"):
+    with pytest.raises(
+        ValueError,
+        match=r"got shape \(2, 4\): expected a row or column, as m.*np.unique",
+    ):
         SparseVector.from_scipy(kind(np.ones((2, 4))))

@@ -4,9 +4,10 @@
 python benchmarks/every_step/condense.py          # from docs/results/every_step.json and passes.json
 python benchmarks/every_step/condense.py --check  # writes nothing; exit status 1 where the file differs
 
-How many steps a method takes for the progress of a dense one follows from the losses at the end of whole trainings, as
-a schedule decides what a loss in between says: how many nats e times the steps are worth is said by the losses of dense
-training with AdamW after `STEPS` and after `LONG_STEPS`.
+How many steps a method takes for the progress of a dense one follows from the losses at
+the end of whole trainings, as a schedule decides what a loss in between says: how many
+nats e times the steps are worth is said by the losses of dense training with AdamW
+after `STEPS` and after `LONG_STEPS`.
 """
 
 import json
@@ -44,12 +45,17 @@ class Model:
     def best(self, method: str, optimizer: str) -> list[Any]:
         """Return the rows of a method at its best rate, one for each seed; those of signs for any optimiser."""
         own = of(self.rows, method=method, steps=STEPS)
-        return rows_at_best_rate(of(own, optimizer=optimizer) or of(own, optimizer="sgd"))
+        return rows_at_best_rate(
+            of(own, optimizer=optimizer) or of(own, optimizer="sgd")
+        )
 
     def lead(self, one: Sequence[Any], other: Sequence[Any]) -> float:
         """Return by how many nats the first of two ends below the second, over the seeds that both have."""
         losses = [{row["seed"]: row["loss"] for row in rows} for rows in (one, other)]
-        return fmean(losses[1][seed] - losses[0][seed] for seed in losses[0].keys() & losses[1].keys())
+        return fmean(
+            losses[1][seed] - losses[0][seed]
+            for seed in losses[0].keys() & losses[1].keys()
+        )
 
     def worth(self) -> float:
         """Return the nats that e times the steps are worth to dense training with AdamW."""
@@ -63,13 +69,33 @@ class Model:
         return math.exp(-self.lead(self.best(*one), self.best(*other)) / self.worth())
 
 
-def measurements(method: str, optimizer: str, models: Sequence[Model]) -> dict[str, Any]:
+def measurements(
+    method: str, optimizer: str, models: Sequence[Model]
+) -> dict[str, Any]:
     """Return what is known of a method with an optimiser, over all models that were trained with it."""
-    own, dense = ([model.best(name, optimizer) for model in models] for name in (method, advice.DENSE))
-    on_each = [round(model.steps((method, optimizer), (advice.DENSE, optimizer)), 2) for model in models]
-    rates = [one[0]["rate"] / other[0]["rate"] for one, other in zip(own, dense, strict=True)]
+    own, dense = (
+        [model.best(name, optimizer) for model in models]
+        for name in (method, advice.DENSE)
+    )
+    on_each = [
+        round(model.steps((method, optimizer), (advice.DENSE, optimizer)), 2)
+        for model in models
+    ]
+    rates = [
+        one[0]["rate"] / other[0]["rate"] for one, other in zip(own, dense, strict=True)
+    ]
     tried = [
-        len({row["rate"] for row in of(model.rows, method=method, optimizer=rows[0]["optimizer"], steps=STEPS)})
+        len(
+            {
+                row["rate"]
+                for row in of(
+                    model.rows,
+                    method=method,
+                    optimizer=rows[0]["optimizer"],
+                    steps=STEPS,
+                )
+            }
+        )
         for model, rows in zip(models, own, strict=True)
     ]
     return {
@@ -85,13 +111,32 @@ def measurements(method: str, optimizer: str, models: Sequence[Model]) -> dict[s
 def condensed() -> dict[str, Any]:
     """Return the content of the file."""
     rows = loaded("every_step")
-    models = {optimizer: [Model(*each, rows) for each in trained] for optimizer, trained in TRAINED.items()}
-    names = [name for name in advice.MESSAGES if name != advice.SIXTEEN]  # takes the steps of dense sums
-    methods = {each: {name: measurements(name, each, own) for name in names} for each, own in models.items()}
-    about = {key: [model.rows[0][key] for model in models["muon"]] for key in ("parameters", "ranks")}
-    times = [model.steps((advice.DENSE, "adamw"), (advice.DENSE, "muon")) for model in models["muon"]]
+    models = {
+        optimizer: [Model(*each, rows) for each in trained]
+        for optimizer, trained in TRAINED.items()
+    }
+    # takes the steps of dense sums
+    names = [name for name in advice.MESSAGES if name != advice.SIXTEEN]
+    methods = {
+        each: {name: measurements(name, each, own) for name in names}
+        for each, own in models.items()
+    }
+    about = {
+        key: [model.rows[0][key] for model in models["muon"]]
+        for key in ("parameters", "ranks")
+    }
+    times = [
+        model.steps((advice.DENSE, "adamw"), (advice.DENSE, "muon"))
+        for model in models["muon"]
+    ]
     reads = {row["method"]: round(row["reads"], 1) for row in loaded("passes")}
-    return {"steps": STEPS, **about, "muon": round(geometric_mean(times), 2), "methods": methods, "reads": reads}
+    return {
+        "steps": STEPS,
+        **about,
+        "muon": round(geometric_mean(times), 2),
+        "methods": methods,
+        "reads": reads,
+    }
 
 
 def text() -> str:

@@ -1,8 +1,9 @@
 """Means of the vectors of P ranks, as the exchanges of the library compute them, in one process.
 
-A mean has `start(shapes, ranks)`, for vectors that are tensors of these shapes one after the other, and
-`mean(vectors)`, which returns the mean (float32, flat) and the bits of a value that a rank sends. `pooled`: it depends
-on the mean of the vectors alone, so that one vector will do.
+A mean has `start(shapes, ranks)`, for vectors that are tensors of these shapes one
+after the other, and `mean(vectors)`, which returns the mean (float32, flat) and the
+bits of a value that a rank sends. `pooled`: it depends on the mean of the vectors
+alone, so that one vector will do.
 """
 
 from collections.abc import Sequence
@@ -50,14 +51,28 @@ class FewBits:
     def mean(self, vectors: Sequence[Floats]) -> tuple[Floats, float]:
         """Return the mean, and the bits of a value that a rank sends, one way."""
         ranks, total, sent = len(vectors), np.empty_like(vectors[0]), 0
-        corrected = [vector + residual for vector, residual in zip(vectors, self.residuals, strict=True)]
-        for owner, (start, end) in enumerate(pairwise(block_bounds(total.size, BLOCK, ranks))):
+        corrected = [
+            vector + residual
+            for vector, residual in zip(vectors, self.residuals, strict=True)
+        ]
+        for owner, (start, end) in enumerate(
+            pairwise(block_bounds(total.size, BLOCK, ranks))
+        ):
             shares = [values[start:end] for values in corrected]
             errors = [residual[start:end] for residual in self.residuals]
-            pairs = [pair for rank, pair in enumerate(zip(shares, errors, strict=True)) if rank != owner]
+            pairs = [
+                pair
+                for rank, pair in enumerate(zip(shares, errors, strict=True))
+                if rank != owner
+            ]
             size = end - start, self.bits, BLOCK, total
-            others = [quantise(share, error, few_bits_message(*size)) for share, error in pairs]
-            share = quantise(shares[owner], errors[owner], few_bits_message(*size), others)
+            others = [
+                quantise(share, error, few_bits_message(*size))
+                for share, error in pairs
+            ]
+            share = quantise(
+                shares[owner], errors[owner], few_bits_message(*size), others
+            )
             share.write(total[start:end])
             sent += share.codes.nbytes + share.scales.nbytes
         return total / np.float32(ranks), 8 * sent / total.size
@@ -71,8 +86,19 @@ class Sparse:
 
     pooled = False
 
-    def __init__(self, compressor: Compressor, decay: float = 1.0, basis: Any = None, over: str = "ranks") -> None:
-        self.compressor, self.decay, self.basis, self.over = compressor, decay, basis, over
+    def __init__(
+        self,
+        compressor: Compressor,
+        decay: float = 1.0,
+        basis: Any = None,
+        over: str = "ranks",
+    ) -> None:
+        self.compressor, self.decay, self.basis, self.over = (
+            compressor,
+            decay,
+            basis,
+            over,
+        )
 
     def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the residuals."""
@@ -80,7 +106,9 @@ class Sparse:
 
     def mean(self, vectors: Sequence[Floats]) -> tuple[Floats, float]:
         """Return the mean, and the bits of a value that rank 0 sends."""
-        sent = [self.selected(*each) for each in zip(self.feedbacks, vectors, strict=True)]
+        sent = [
+            self.selected(*each) for each in zip(self.feedbacks, vectors, strict=True)
+        ]
         total = np.zeros_like(vectors[0])
         for vector in sent:
             vector.add_to(total)
@@ -114,8 +142,9 @@ class Sparse:
 class PowerSgd:
     """PowerSGD (arXiv 1905.13727) as PyTorch's hook has it: error feedback, warm start, the first steps dense.
 
-    Both factors are linear in the ranks' matrices, so the mean of the matrices has the same result, and its error is
-    the mean of their errors. A matrix of which the factors are not less than half is sent as it is.
+    Both factors are linear in the ranks' matrices, so the mean of the matrices has the
+    same result, and its error is the mean of their errors. A matrix of which the
+    factors are not less than half is sent as it is.
     """
 
     pooled = True
@@ -126,12 +155,23 @@ class PowerSgd:
     def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the residual, and for each matrix that is compressed its bounds, its shape and its second factor."""
         draw, size = np.random.default_rng(0), size_of(shapes)
-        self.residual, self.factors, first, self.sent = np.zeros(size, np.float32), [], 0, size
+        self.residual, self.factors, first, self.sent = (
+            np.zeros(size, np.float32),
+            [],
+            0,
+            size,
+        )
         for shape in shapes:
             last = first + int(np.prod(shape))
             factors = self.rank * sum(shape)
             if len(shape) == 2 and 2 * factors < last - first:
-                self.factors.append([slice(first, last), shape, draw.standard_normal((shape[1], self.rank))])
+                self.factors.append(
+                    [
+                        slice(first, last),
+                        shape,
+                        draw.standard_normal((shape[1], self.rank)),
+                    ]
+                )
                 self.sent -= last - first - factors
             first = last
 

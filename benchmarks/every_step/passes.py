@@ -5,8 +5,9 @@
 
 On an idle machine; the file is kept, and methods that are missing in it are measured.
 
-One rank alone on one core, so that no messages are sent. The unit is a read of the vector at the memory rate of
-`mpicomp explain --train`. PowerSGD is that of the simulation, in NumPy, on square matrices of up to 512 rows.
+One rank alone on one core, so that no messages are sent. The unit is a read of the
+vector at the memory rate of `mpicomp explain --train`. PowerSGD is that of the
+simulation, in NumPy, on square matrices of up to 512 rows.
 """
 
 import json
@@ -37,7 +38,9 @@ def round_of_local_steps(name: str, length: int) -> Call:
     """Return a round without its steps."""
     parameters = np.zeros(length, np.float32)
     change = np.random.default_rng(1).standard_normal(length, np.float32)
-    outer = OuterLoop(construct(name, COMM), {"all": parameters}, **outer_settings(name))
+    outer = OuterLoop(
+        construct(name, COMM), {"all": parameters}, **outer_settings(name)
+    )
 
     def call() -> None:
         parameters[...] = change
@@ -58,24 +61,43 @@ def powersgd(gradient: Floats) -> Call:
 def main() -> int:
     """Measure, print and write."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--length", type=positive, default=16_000_000, help="values of the vector (%(default)s)")
-    parser.add_argument("--repeats", type=positive, default=9, help="of each call (%(default)s)")
+    parser.add_argument(
+        "--length",
+        type=positive,
+        default=16_000_000,
+        help="values of the vector (%(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=9, help="of each call (%(default)s)"
+    )
     parser.add_argument("--json", type=new_file, required=True, metavar="FILE")
     options = parser.parse_args()
     check_files(options)
     gradient = np.random.default_rng(0).standard_normal(options.length, np.float32)
     out = np.empty_like(gradient)
-    calls: dict[str, Call] = {name: partial(construct(name, COMM), gradient, out=out) for name in EXCHANGES}
+    calls: dict[str, Call] = {
+        name: partial(construct(name, COMM), gradient, out=out) for name in EXCHANGES
+    }
     calls |= {name: round_of_local_steps(name, options.length) for name in ROUNDS}
     calls |= {"powersgd-8": powersgd(gradient)}
     done = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-    calls = {name: call for name, call in calls.items() if name not in {row["method"] for row in done}}
+    calls = {
+        name: call
+        for name, call in calls.items()
+        if name not in {row["method"] for row in done}
+    }
     read = read_once(gradient)
-    found: list[Row] = compare(calls, {"copy": partial(np.copyto, out, gradient)}, options.repeats, floor=read)
+    found: list[Row] = compare(
+        calls, {"copy": partial(np.copyto, out, gradient)}, options.repeats, floor=read
+    )
     unit = gradient.nbytes / MEMORY
-    rows = [{"method": row["name"], "reads": row["seconds"] / unit, **row} for row in found]
+    rows = [
+        {"method": row["name"], "reads": row["seconds"] / unit, **row} for row in found
+    ]
     for row in rows:
-        print(f"{row['method']:18} {row['reads']:6.1f} reads, {1e3 * row['seconds']:.1f} ms")
+        print(
+            f"{row['method']:18} {row['reads']:6.1f} reads, {1e3 * row['seconds']:.1f} ms"
+        )
     return write_rows(options, [*done, *rows], {"length": options.length})
 
 

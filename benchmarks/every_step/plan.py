@@ -7,15 +7,18 @@ from losses import LONG_STEPS, SEED, STEPS
 
 KEY = "model", "method", "optimizer", "rate", "schedule", "seed", "steps"
 Training = tuple[str, str, str, float, str, int, int]  # what `KEY` names
-MODELS = {"gpt": 4, "manual": 2}  # ranks; the models are those of benchmarks/race/gpt.py
+# ranks; the models are those of benchmarks/race/gpt.py
+MODELS = {"gpt": 4, "manual": 2}
 SCHEDULES = {  # of the rate, and the model that is trained with each
     "linear": "gpt",  # to zero at the last step
-    "cosine": "manual",  # to a tenth of the rate, after a warm-up of a tenth of the steps
+    # to a tenth of the rate, after a warm-up of a tenth of the steps
+    "cosine": "manual",
     "constant": "gpt",
 }
 IN_BASIS = "in-basis-two-bit-8"
 ADAMW, SIGNS = (1e-3, 2e-3, 4e-3), (1e-3, 2e-3, 4e-3)
-TRIED: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {  # rates by schedule, method and optimiser
+# rates by schedule, method and optimiser
+TRIED: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {
     "linear": {
         ("dense", "adamw"): (2e-3, 4e-3),
         ("dense", "muon"): (8e-3, 4e-3, 16e-3),
@@ -43,18 +46,41 @@ TRIED: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {  # rates by sched
     },
 }
 AGAIN = {  # the rate of the second seed: the best for the first
-    "linear": {("dense", "adamw"): 2e-3, ("dense", "muon"): 8e-3, ("local-few-bits-10", "muon"): 16e-3},
-    "cosine": {("dense", "adamw"): 8e-3, ("dense", "muon"): 16e-3, ("local-few-bits-10", "muon"): 16e-3},
+    "linear": {
+        ("dense", "adamw"): 2e-3,
+        ("dense", "muon"): 8e-3,
+        ("local-few-bits-10", "muon"): 16e-3,
+    },
+    "cosine": {
+        ("dense", "adamw"): 8e-3,
+        ("dense", "muon"): 16e-3,
+        ("local-few-bits-10", "muon"): 16e-3,
+    },
 }
 LONG = {  # the rate of the long trainings
     "linear": {("dense", "adamw"): 2e-3, ("local-few-bits-10", "muon"): 8e-3},
-    "cosine": {("dense", "adamw"): 4e-3, ("dense", "muon"): 16e-3, ("local-few-bits-10", "muon"): 16e-3},
+    "cosine": {
+        ("dense", "adamw"): 4e-3,
+        ("dense", "muon"): 16e-3,
+        ("local-few-bits-10", "muon"): 16e-3,
+    },
 }
 
 OUTER = 0.3, 0.5, 0.7
 AT_A_CONSTANT_RATE: dict[str, tuple[float, ...]] = {
-    **dict.fromkeys(("dense", "few-bits-4", "local-sparse-10", "topk-0.01", "powersgd-8"), ADAMW),
-    **dict.fromkeys(("in-basis-8", IN_BASIS, "in-basis-4", "in-basis-8:basis=none", "in-basis-8:basis=Cosine"), SIGNS),
+    **dict.fromkeys(
+        ("dense", "few-bits-4", "local-sparse-10", "topk-0.01", "powersgd-8"), ADAMW
+    ),
+    **dict.fromkeys(
+        (
+            "in-basis-8",
+            IN_BASIS,
+            "in-basis-4",
+            "in-basis-8:basis=none",
+            "in-basis-8:basis=Cosine",
+        ),
+        SIGNS,
+    ),
     **dict.fromkeys(("local-few-bits-10", "local-in-basis-10"), ADAMW),
     "diloco-10": OUTER,
 }
@@ -78,7 +104,15 @@ AT_ONE_RATE = {
     1e-3: ("local-sparse-5",),
 }
 LION = 2.5e-4, 5e-4, 1e-3, 2e-3
-SECOND_SEED = "dense", "in-basis-8", IN_BASIS, "in-basis-4", "few-bits-8", "few-bits-4", "few-bits-2"
+SECOND_SEED = (
+    "dense",
+    "in-basis-8",
+    IN_BASIS,
+    "in-basis-4",
+    "few-bits-8",
+    "few-bits-4",
+    "few-bits-2",
+)
 THIRD_SEED = "dense", IN_BASIS, "few-bits-4"
 
 
@@ -96,7 +130,10 @@ def scheduled() -> Iterator[Training]:
     """Yield the trainings with a schedule of the rate."""
     for schedule, model in list(SCHEDULES.items())[:2]:
         for (method, optimizer), rates in TRIED[schedule].items():
-            yield from ((model, method, optimizer, rate, schedule, SEED, STEPS) for rate in rates)
+            yield from (
+                (model, method, optimizer, rate, schedule, SEED, STEPS)
+                for rate in rates
+            )
         for (method, optimizer), rate in AGAIN[schedule].items():
             yield model, method, optimizer, rate, schedule, SEED + 1, STEPS
         for (method, optimizer), rate in LONG[schedule].items():
@@ -106,16 +143,28 @@ def scheduled() -> Iterator[Training]:
 def at_a_constant_rate() -> Iterator[Training]:
     """Yield the trainings at a constant rate."""
 
-    def at(method: str, *rates: float, seed: int = SEED, steps: int = STEPS) -> Iterator[Training]:
-        return (("gpt", method, optimizer_of(method), rate, "constant", seed, steps) for rate in rates)
+    def at(
+        method: str, *rates: float, seed: int = SEED, steps: int = STEPS
+    ) -> Iterator[Training]:
+        return (
+            ("gpt", method, optimizer_of(method), rate, "constant", seed, steps)
+            for rate in rates
+        )
 
     for method, rates in AT_A_CONSTANT_RATE.items():
         yield from at(method, *rates)
     for rate, methods in AT_ONE_RATE.items():
         yield from chain.from_iterable(at(method, rate) for method in methods)
-    yield from chain.from_iterable(at(method, 2e-3, seed=SEED + 1) for method in SECOND_SEED)
-    yield from chain.from_iterable(at(method, 2e-3, seed=SEED + 2) for method in THIRD_SEED)
-    yield from chain.from_iterable(at(method, 2e-3, steps=LONG_STEPS) for method in (IN_BASIS, "few-bits-4", "dense"))
+    yield from chain.from_iterable(
+        at(method, 2e-3, seed=SEED + 1) for method in SECOND_SEED
+    )
+    yield from chain.from_iterable(
+        at(method, 2e-3, seed=SEED + 2) for method in THIRD_SEED
+    )
+    yield from chain.from_iterable(
+        at(method, 2e-3, steps=LONG_STEPS)
+        for method in (IN_BASIS, "few-bits-4", "dense")
+    )
     others = (5e-4, SEED + 1, STEPS), (5e-4, SEED, LONG_STEPS)
     for rate, seed, steps in [*((rate, SEED, STEPS) for rate in LION), *others]:
         yield "gpt", "dense", "lion", rate, "constant", seed, steps

@@ -1,7 +1,8 @@
 """The methods of `mpicomp_bench.methods` in the simulation: how P gradients become a step.
 
-A method is a class with the constructor's arguments as its settings. It is called with the parameters, the gradient of
-each rank (both float32; parameters flat and written in place) and the rate.
+A method is a class with the constructor's arguments as its settings. It is called with
+the parameters, the gradient of each rank (both float32; parameters flat and written in
+place) and the rate.
 """
 
 import math
@@ -39,7 +40,13 @@ class AdamW:
         """Update the parameters."""
         self.number += 1
         corrections = [1 - beta**self.number for beta in self.betas]
-        adamw(parameters, gradient, self.first, self.second, *map(np.float32, (*self.betas, *corrections, rate)))
+        adamw(
+            parameters,
+            gradient,
+            self.first,
+            self.second,
+            *map(np.float32, (*self.betas, *corrections, rate)),
+        )
 
 
 @njit
@@ -60,7 +67,10 @@ def adamw(
         first[i] += (one - beta1) * (gradient[i] - first[i])
         second[i] += (one - beta2) * (gradient[i] * gradient[i] - second[i])
         scale = np.sqrt(second[i] / correction2) + small
-        parameters[i] = parameters[i] * (one - rate * WEIGHT_DECAY) - rate / correction1 * first[i] / scale
+        parameters[i] = (
+            parameters[i] * (one - rate * WEIGHT_DECAY)
+            - rate / correction1 * first[i] / scale
+        )
 
 
 class Lion:
@@ -87,7 +97,8 @@ class Muon(AdamW):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden: list[tuple[slice, Floats, Floats]] = []  # places in the flat vector, the matrix, its gradient
+        # places in the flat vector, the matrix, its gradient
+        self.hidden: list[tuple[slice, Floats, Floats]] = []
 
     def start(self, shapes: Shapes) -> None:
         """Make the state for parameters of these shapes; a matrix is hidden where no side is shorter than the width.
@@ -105,9 +116,20 @@ class Muon(AdamW):
                 weight = torch.nn.Parameter(torch.empty(shape))
                 weight.grad = torch.empty(shape)
                 weights.append(weight)
-                self.hidden.append((place, weight.detach().view(-1).numpy(), weight.grad.view(-1).numpy()))
-        settings = {"weight_decay": float(WEIGHT_DECAY), "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
-        self.optimiser = torch.optim.Muon(weights, **settings)  # updates as large as AdamW's (arXiv 2502.16982)
+                self.hidden.append(
+                    (
+                        place,
+                        weight.detach().view(-1).numpy(),
+                        weight.grad.view(-1).numpy(),
+                    )
+                )
+        settings = {
+            "weight_decay": float(WEIGHT_DECAY),
+            "momentum": 0.95,
+            "adjust_lr_fn": "match_rms_adamw",
+        }
+        # updates as large as AdamW's (arXiv 2502.16982)
+        self.optimiser = torch.optim.Muon(weights, **settings)
 
     def update(self, parameters: Floats, gradient: Floats, rate: float) -> None:
         """Update the parameters."""
@@ -127,14 +149,20 @@ class EveryStep:
     """An optimiser's step by the mean gradient, as an exchange in every step computes it; `Dense` is the baseline."""
 
     def __init__(self, exchange: Any, optimiser: Any) -> None:
-        self.exchange, self.optimiser, self.pooled = exchange, optimiser, exchange.pooled
+        self.exchange, self.optimiser, self.pooled = (
+            exchange,
+            optimiser,
+            exchange.pooled,
+        )
 
     def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the state for parameters of these shapes."""
         self.exchange.start(shapes, ranks)
         self.optimiser.start(shapes)
 
-    def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
+    def step(
+        self, parameters: Floats, gradients: Sequence[Floats], rate: float
+    ) -> float:
         """Update the parameters, and return the bits of a value that a rank sends."""
         gradient, bits = self.exchange.mean(gradients)
         self.optimiser.update(parameters, gradient, rate)
@@ -144,8 +172,8 @@ class EveryStep:
 class Signs:
     """A step by the sign of the mean in a basis: DeMo (arXiv 2411.19870).
 
-    mean: as a `means.Sparse`. side: chunks are square tiles of two-dimensional tensors of this side, not consecutive
-    values of the flat vector.
+    mean: as a `means.Sparse`. side: chunks are square tiles of two-dimensional tensors
+    of this side, not consecutive values of the flat vector.
     """
 
     pooled = False
@@ -159,12 +187,19 @@ class Signs:
         self.exchange.start(shapes, ranks)
         self.rate: float | None = None
 
-    def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
+    def step(
+        self, parameters: Floats, gradients: Sequence[Floats], rate: float
+    ) -> float:
         """Update the parameters, and return the bits of a value that rank 0 sends."""
-        if self.rate not in (None, rate):  # in the paper the residual is of products with the rate
+        # in the paper the residual is of products with the rate
+        if self.rate not in (None, rate):
             self.exchange.rescale(self.rate / rate)
         self.rate = rate
-        mean, bits = self.exchange.mean(gradients if self.order is None else [each[self.order] for each in gradients])
+        mean, bits = self.exchange.mean(
+            gradients
+            if self.order is None
+            else [each[self.order] for each in gradients]
+        )
         signs = np.sign(mean)
         if self.order is not None:
             signs[self.order] = signs.copy()
@@ -176,13 +211,19 @@ class Signs:
 class Local:
     """Local steps on each rank, then the outer step of `OuterLoop` by the mean of the pseudo-gradients.
 
-    new_optimiser: of a rank. every: local steps. outer, momentum: of the outer step; with a momentum it is Nesterov's.
+    new_optimiser: of a rank. every: local steps. outer, momentum: of the outer step;
+    with a momentum it is Nesterov's.
     """
 
     pooled = False
 
     def __init__(
-        self, exchange: Any, new_optimiser: Callable[[], Any], every: int, outer: float = 1.0, momentum: float = 0.0
+        self,
+        exchange: Any,
+        new_optimiser: Callable[[], Any],
+        every: int,
+        outer: float = 1.0,
+        momentum: float = 0.0,
     ) -> None:
         self.every, self.outer, self.momentum, self.number = every, outer, momentum, 0
         self.exchange, self.new_optimiser = exchange, new_optimiser
@@ -196,19 +237,27 @@ class Local:
         self.velocity = np.zeros(size_of(shapes), np.float32)
         self.replicas: list[Floats] | None = None
 
-    def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
+    def step(
+        self, parameters: Floats, gradients: Sequence[Floats], rate: float
+    ) -> float:
         """Update the replicas, and after a round the parameters, which are the anchor."""
         if self.replicas is None:
             self.replicas = [parameters.copy() for _ in gradients]
-        for replica, optimiser, gradient in zip(self.replicas, self.optimisers, gradients, strict=True):
+        for replica, optimiser, gradient in zip(
+            self.replicas, self.optimisers, gradients, strict=True
+        ):
             optimiser.update(replica, gradient, rate)
         self.number += 1
         if self.number % self.every:
             return 0.0
-        mean, bits = self.exchange.mean([parameters - replica for replica in self.replicas])
+        mean, bits = self.exchange.mean(
+            [parameters - replica for replica in self.replicas]
+        )
         self.velocity *= np.float32(self.momentum)
         self.velocity += mean
-        parameters -= np.float32(self.outer) * (mean + np.float32(self.momentum) * self.velocity)
+        parameters -= np.float32(self.outer) * (
+            mean + np.float32(self.momentum) * self.velocity
+        )
         self.replicas = None
         return bits / self.every
 
@@ -216,7 +265,9 @@ class Local:
 class DiLoCo(Local):
     """Local steps at `INNER`; the rate is that of the outer step."""
 
-    def step(self, parameters: Floats, gradients: Sequence[Floats], rate: float) -> float:
+    def step(
+        self, parameters: Floats, gradients: Sequence[Floats], rate: float
+    ) -> float:
         """Update the replicas, and after a round the parameters; rate: of the outer step."""
         self.outer = rate
         return super().step(parameters, gradients, INNER)
@@ -225,7 +276,8 @@ class DiLoCo(Local):
 def tiled(shapes: Shapes, side: int) -> NDArray[np.intp]:
     """Return the positions in the flat vector in the order of the tiles: whole tiles, then what fills none.
 
-    A Hadamard transform of a tile's values in this order is the two-dimensional one of the tile.
+    A Hadamard transform of a tile's values in this order is the two-dimensional one of
+    the tile.
     """
     whole, rest, first = [], [], 0
     for shape in shapes:
@@ -235,7 +287,9 @@ def tiled(shapes: Shapes, side: int) -> NDArray[np.intp]:
             rest.append(places.ravel())
             continue
         rows, columns = (length // side * side for length in shape)
-        tiles = places[:rows, :columns].reshape(rows // side, side, columns // side, side)
+        tiles = places[:rows, :columns].reshape(
+            rows // side, side, columns // side, side
+        )
         whole.append(tiles.swapaxes(1, 2).ravel())
         rest += [places[rows:].ravel(), places[:rows, columns:].ravel()]
     return np.concatenate([*whole, *rest])
@@ -256,16 +310,31 @@ def mean_of(
     if isinstance(compressor, mpicomp.Dense):
         return Dense()
     decay = feedback.decay if isinstance(feedback, ErrorFeedback) else 1.0
-    return Sparse(compressor, decay, basis, over="contributors" if average == "contributors" else "ranks")
+    return Sparse(
+        compressor,
+        decay,
+        basis,
+        over="contributors" if average == "contributors" else "ranks",
+    )
 
 
-def powersgd(state: None, matrix_approximation_rank: int, start_powerSGD_iter: int) -> PowerSgd:  # noqa: N803
+def powersgd(
+    state: None,
+    matrix_approximation_rank: int,
+    start_powerSGD_iter: int,  # noqa: N803
+) -> PowerSgd:
     """Return the mean of PyTorch's hook with these arguments."""
     return PowerSgd(matrix_approximation_rank, start_powerSGD_iter)
 
 
 HOOKS = SimpleNamespace(PowerSGDState=powersgd, powerSGD_hook=None)
-NAMES = {"GradientExchange": mean_of, "powerSGD_hook": HOOKS, "Cosine": Cosine, "none": lambda chunk: None}  # no basis
+# no basis
+NAMES = {
+    "GradientExchange": mean_of,
+    "powerSGD_hook": HOOKS,
+    "Cosine": Cosine,
+    "none": lambda chunk: None,
+}
 OWN = "beta2", "tile", "mean"  # settings that the library does not have
 
 
@@ -282,20 +351,26 @@ add(  # which the library refuses: nothing is gained
 def made(name: str, optimiser: str = "adamw") -> Any:
     """Return a new method of the simulation by its name; raises ValueError if there is none.
 
-    optimiser: of `OPTIMISERS`; signs are a step of their own. Beside the settings of the line: beta2, of AdamW;
-    mean=contributors, of a sign; tile=True, see `Signs`.
+    optimiser: of `OPTIMISERS`; signs are a step of their own. Beside the settings of
+    the line: beta2, of AdamW; mean=contributors, of a sign; tile=True, see `Signs`.
     """
     stem, _, given = name.partition(":")
     settings = dict(each.partition("=")[::2] for each in given.split(",") if each)
     own = {key: settings.pop(key) for key in OWN if key in settings}
-    name = ":".join(filter(None, [stem, ",".join(f"{key}={value}" for key, value in settings.items())]))
+    name = ":".join(
+        filter(
+            None, [stem, ",".join(f"{key}={value}" for key, value in settings.items())]
+        )
+    )
     found, outer = method(name), outer_settings(name)
     mean = construct(name, None, **NAMES) if found.line else Dense()
     if 'average="sign"' in found.line:
         mean.over = own.get("mean", mean.over)
         chunk = re.search(r"chunk=(\d+)", found.line)
         return Signs(mean, round(int(chunk[1]) ** 0.5) if "tile" in own else None)
-    new = partial(OPTIMISERS[optimiser], **{key: float(own[key]) for key in own if key == "beta2"})
+    new = partial(
+        OPTIMISERS[optimiser], **{key: float(own[key]) for key in own if key == "beta2"}
+    )
     if outer:
         local = DiLoCo if stem.startswith("diloco") else Local
         return local(mean, new, outer["every"], momentum=outer.get("momentum", 0))

@@ -5,9 +5,11 @@
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json        # the rows that are missing
     python benchmarks/every_step/simulate.py --methods few-bits-2 --optimizer muon --rates 0.008 --json build/rows.json
 
-The rank's gradients are those of the race: the same start, and batches of each rank and step by the seed. One model
-computes the gradients of all ranks, one after the other: replicas are equal, but for local steps. A row is one
-training; the file is written after each, and a row in it is not trained again. 300 steps take 1 to 4 minutes on a core.
+The rank's gradients are those of the race: the same start, and batches of each rank and
+step by the seed. One model computes the gradients of all ranks, one after the other:
+replicas are equal, but for local steps. A row is one training; the file is written
+after each, and a row in it is not trained again. 300 steps take 1 to 4 minutes on a
+core.
 """
 
 import argparse
@@ -47,7 +49,8 @@ class Replicas:
         network = self.trainer.network
         with torch.no_grad():
             flat = parameters_to_vector(network.parameters())
-            vector_to_parameters(flat, network.parameters())  # the parameters become views of it
+            # the parameters become views of it
+            vector_to_parameters(flat, network.parameters())
         self.parameters = flat.numpy()
         self.shapes = [tuple(each.shape) for each in network.parameters()]
 
@@ -56,7 +59,8 @@ class Replicas:
         batches = [self.trainer.batch(number, rank) for rank in range(self.ranks)]
         if method.pooled:
             return [self.gradient(torch.cat(batches))]
-        replicas = getattr(method, "replicas", None)  # between exchanges: the ranks' own parameters
+        # between exchanges: the ranks' own parameters
+        replicas = getattr(method, "replicas", None)
         if replicas is None:
             return [self.gradient(batch) for batch in batches]
         anchor, found = self.parameters.copy(), []
@@ -71,7 +75,9 @@ class Replicas:
         network = self.trainer.network
         network.zero_grad()
         network(batch).backward()
-        return torch.cat([each.grad.reshape(-1) for each in network.parameters()]).numpy()
+        return torch.cat(
+            [each.grad.reshape(-1) for each in network.parameters()]
+        ).numpy()
 
 
 def part_of_rate(schedule: str, done: float) -> float:
@@ -79,7 +85,10 @@ def part_of_rate(schedule: str, done: float) -> float:
     if schedule == "linear":
         return 1 - done
     if schedule == "cosine":
-        return min((done + 0.005) / WARM, 0.55 + 0.45 * math.cos(math.pi * max(0.0, done - WARM) / (1 - WARM)))
+        return min(
+            (done + 0.005) / WARM,
+            0.55 + 0.45 * math.cos(math.pi * max(0.0, done - WARM) / (1 - WARM)),
+        )
     return 1.0
 
 
@@ -95,23 +104,55 @@ def trained(row: Row) -> Row:
         bits = method.step(replicas.parameters, gradients, rate) or bits
         if (number + 1) * EVALUATIONS % row["steps"] < EVALUATIONS:
             curve.append([number + 1, replicas.trainer.loss()])
-    outcome = {"bits": bits, "loss": curve[-1][1], "curve": curve, "seconds": perf_counter() - began}
+    outcome = {
+        "bits": bits,
+        "loss": curve[-1][1],
+        "curve": curve,
+        "seconds": perf_counter() - began,
+    }
     return {**row, "parameters": int(np.size(replicas.parameters)), **outcome}
 
 
 def parsed() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = Parser(description=__doc__)
-    add_list(parser, "--methods", [], "such as in-basis-8:chunk=64; all of the plan by default ")
-    add_list(parser, "--rates", [], "of the optimiser, with --methods ", type=above_zero)
-    parser.add_argument("--model", choices=MODELS, default="gpt", help="and its text; with --methods (%(default)s)")
-    about = "of the mean, or of local steps; signs have none; with --methods (%(default)s)"
+    add_list(
+        parser,
+        "--methods",
+        [],
+        "such as in-basis-8:chunk=64; all of the plan by default ",
+    )
+    add_list(
+        parser, "--rates", [], "of the optimiser, with --methods ", type=above_zero
+    )
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        default="gpt",
+        help="and its text; with --methods (%(default)s)",
+    )
+    about = (
+        "of the mean, or of local steps; signs have none; with --methods (%(default)s)"
+    )
     parser.add_argument("--optimizer", choices=OPTIMISERS, default="adamw", help=about)
     about = "linear: to 0 at the last step; cosine: to a tenth, after a warm-up; with --methods (%(default)s)"
     parser.add_argument("--schedule", choices=SCHEDULES, default="constant", help=about)
-    parser.add_argument("--seed", type=int, default=0, help="with --methods (%(default)s)")
-    parser.add_argument("--steps", type=positive, default=300, help="of a training, with --methods (%(default)s)")
-    parser.add_argument("--json", type=new_file, required=True, metavar="FILE", help="read, and written after each row")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="with --methods (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=300,
+        help="of a training, with --methods (%(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=new_file,
+        required=True,
+        metavar="FILE",
+        help="read, and written after each row",
+    )
     options = parser.parse_args()
     try:
         [made(name, options.optimizer) for name in options.methods]
@@ -124,8 +165,16 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     """Train what is missing."""
     options = parsed()
-    rows: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-    about = [options.optimizer], options.rates, [options.schedule], [options.seed], [options.steps]
+    rows: list[Row] = (
+        json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    )
+    about = (
+        [options.optimizer],
+        options.rates,
+        [options.schedule],
+        [options.seed],
+        [options.steps],
+    )
     given = product([options.model], options.methods, *about)
     for training in given if options.methods else plan():
         row: Row = dict(zip(KEY, training, strict=True))

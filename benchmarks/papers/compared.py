@@ -3,14 +3,18 @@
 
     python benchmarks/papers/compared.py --length 1e6 --densities 0.001 --compressors TopK RedSync torch.topk
 
-They derive from `mpicomp.Compressor` alone, as a compressor outside the library does, and take NumPy's arrays.
+They derive from `mpicomp.Compressor` alone, as a compressor outside the library does,
+and take NumPy's arrays.
 
-Sources: J. Fang, H. Fu, G. Yang, C.-J. Hsieh, RedSync, JPDC 133, 2019 (arXiv 1808.04357); S. Shi, X. Chu, K. C. Cheung,
-S. See, "Understanding top-k sparsification in distributed deep learning", 2019 (arXiv 1911.08772) for GaussianK; S. Shi
-et al., "Towards scalable distributed training of deep learning on public cloud clusters", MLSys 2021, for MSTopK.
+Sources: J. Fang, H. Fu, G. Yang, C.-J. Hsieh, RedSync, JPDC 133, 2019 (arXiv
+1808.04357); S. Shi, X. Chu, K. C. Cheung, S. See, "Understanding top-k sparsification
+in distributed deep learning", 2019 (arXiv 1911.08772) for GaussianK; S. Shi et al.,
+"Towards scalable distributed training of deep learning on public cloud clusters", MLSys
+2021, for MSTopK.
 
-Differences from the papers: the entries above the mean are compacted once, and the search counts among these alone;
-excess entries are dropped by magnitude, ties go to the lowest index.
+Differences from the papers: the entries above the mean are compacted once, and the
+search counts among these alone; excess entries are dropped by magnitude, ties go to the
+lowest index.
 """
 
 import sys
@@ -75,7 +79,8 @@ class RedSync(Compared):
         """Return the k largest magnitudes."""
         mean, largest = mean_and_largest(dense)
         candidates = entries(dense, np.abs(dense) >= mean)
-        if candidates.nnz <= k:  # the search begins at the mean: below it, an exact selection
+        # the search begins at the mean: below it, an exact selection
+        if candidates.nnz <= k:
             return top_k(SparseVector.from_dense(dense), k)[0], mean, 1
         low, high, magnitudes = 0.0, 1.0, np.abs(candidates.values).astype(np.float64)
         threshold, rounds, count = mean, 0, candidates.nnz
@@ -86,14 +91,18 @@ class RedSync(Compared):
                 low, threshold = middle, mean + middle * (largest - mean)
             else:
                 high = middle
-        return top_k(candidates.divide(np.flatnonzero(magnitudes >= threshold))[0], k)[0], threshold, rounds
+        return (
+            top_k(candidates.divide(np.flatnonzero(magnitudes >= threshold))[0], k)[0],
+            threshold,
+            rounds,
+        )
 
 
 class MSTopK(Compared):
     """Select exactly k entries by two thresholds, which a bisection makes converge.
 
-    All entries that reach the upper threshold are sent, and as many of those between the two thresholds as make k, with
-    the lowest indices.
+    All entries that reach the upper threshold are sent, and as many of those between
+    the two thresholds as make k, with the lowest indices.
     """
 
     def selected(self, dense: Vector, k: int) -> tuple[SparseVector, float, int]:
@@ -102,7 +111,10 @@ class MSTopK(Compared):
         candidates = entries(dense, np.abs(dense) >= low)
         if candidates.nnz < k:
             candidates, low = SparseVector.from_dense(dense), 0.0
-        high, magnitudes = np.nextafter(largest, np.inf), np.abs(candidates.values).astype(np.float64)
+        high, magnitudes = (
+            np.nextafter(largest, np.inf),
+            np.abs(candidates.values).astype(np.float64),
+        )
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             if np.count_nonzero(magnitudes >= middle) >= k:
@@ -110,7 +122,9 @@ class MSTopK(Compared):
             else:
                 high = middle
         above = magnitudes >= high
-        between = np.flatnonzero((magnitudes >= low) & ~above)[: max(0, k - np.count_nonzero(above))]
+        between = np.flatnonzero((magnitudes >= low) & ~above)[
+            : max(0, k - np.count_nonzero(above))
+        ]
         chosen = np.sort(np.concatenate([np.flatnonzero(above), between]))
         return candidates.divide(chosen)[0], low, BISECTIONS
 
@@ -118,9 +132,9 @@ class MSTopK(Compared):
 class GaussianK(Compared):
     """Select by the quantile of a normal distribution, corrected up to three times.
 
-    An entry is selected if its distance from the mean exceeds Phi^-1(1 - density / 2) standard deviations; that
-    distance is halved while under 2/3 k entries are selected, and multiplied by 1.5 while over 4/3 k are; then the k
-    largest are kept.
+    An entry is selected if its distance from the mean exceeds Phi^-1(1 - density / 2)
+    standard deviations; that distance is halved while under 2/3 k entries are selected,
+    and multiplied by 1.5 while over 4/3 k are; then the k largest are kept.
     """
 
     def selected(self, dense: Vector, k: int) -> tuple[SparseVector, float, int]:
@@ -128,7 +142,10 @@ class GaussianK(Compared):
         if k == dense.size:
             return SparseVector.from_dense(dense), 0.0, 1
         mean, deviation = dense.mean(dtype=np.float64), dense.std(dtype=np.float64)
-        distance, rounds = float(NormalDist().inv_cdf(1 - k / dense.size / 2) * deviation), 1
+        distance, rounds = (
+            float(NormalDist().inv_cdf(1 - k / dense.size / 2) * deviation),
+            1,
+        )
         while True:
             chosen = (dense > mean + distance) | (dense < mean - distance)
             count = np.count_nonzero(chosen)
@@ -145,8 +162,14 @@ class TorchTopK(Compared):
         """Return the k largest magnitudes."""
         import torch
 
-        indices = np.sort(torch.topk(torch.from_numpy(dense).abs(), k, sorted=False).indices.numpy())
-        return SparseVector(indices, dense[indices], dense.size), float(np.abs(dense[indices]).min()), 1
+        indices = np.sort(
+            torch.topk(torch.from_numpy(dense).abs(), k, sorted=False).indices.numpy()
+        )
+        return (
+            SparseVector(indices, dense[indices], dense.size),
+            float(np.abs(dense[indices]).min()),
+            1,
+        )
 
 
 def mean_and_largest(dense: Vector) -> tuple[float, float]:

@@ -15,7 +15,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from rendering import Panel, draw
 
 STEP, FIGURE, LOSS, SECONDS = range(4)  # of a point of a curve
-CODED_BITS = {"conv": 8}  # of an entry in AdaComp's own format, by the kind of layer: a bin of 50; of 500
+# of an entry in AdaComp's own format, by the kind of layer: a bin of 50; of 500
+CODED_BITS = {"conv": 8}
 WIDE_BITS = 16
 
 
@@ -38,8 +39,15 @@ def curve(row: Row, axis: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 def layer_rates(row: Row) -> dict[str, list[float]]:
     """Return the rates of compression of each layer but the biases: 32 bits over those of AdaComp's own format."""
-    names = [name for name in row["trainings"][0]["tensors"] if not name.endswith("bias")]
-    return {name: [32 / (bits_of(name) * each["tensors"][name]) for each in row["trainings"]] for name in names}
+    names = [
+        name for name in row["trainings"][0]["tensors"] if not name.endswith("bias")
+    ]
+    return {
+        name: [
+            32 / (bits_of(name) * each["tensors"][name]) for each in row["trainings"]
+        ]
+        for name in names
+    }
 
 
 def bits_of(layer: str) -> int:
@@ -59,8 +67,15 @@ def adacomp(rows: Sequence[Row], path: Path) -> None:
     first = {"lines": [{"label": "adacomp", "x": places, "y": means, "yerr": errors, "linestyle": ""}],
              "xticks": (places, list(rates)), "yscale": "log", "xlabel": "layer",
              "ylabel": "rate of compression, paper's format", "xlim": (-0.5, len(rates) - 0.5)}  # fmt: skip
-    lines = [{"label": row["name"], **dict(zip("xy", curve(row, FIGURE, 1), strict=True))} for row in (dense, sparse)]
-    ylabel = "test accuracy, %" if sparse["task"] == "images" else "held-out loss, bits a character"
+    lines = [
+        {"label": row["name"], **dict(zip("xy", curve(row, FIGURE, 1), strict=True))}
+        for row in (dense, sparse)
+    ]
+    ylabel = (
+        "test accuracy, %"
+        if sparse["task"] == "images"
+        else "held-out loss, bits a character"
+    )
     draw([[first, {"lines": lines, "xlabel": "step", "ylabel": ylabel}]], path)
 
 
@@ -73,11 +88,35 @@ def densities(rows: Sequence[Row], path: Path) -> None:
             lines = []
             for place, name in enumerate(names):
                 for row in rows:
-                    if (row["task"], row["density"], row["name"]) == (task, density, name):
-                        mean, low, high = np.mean([each["achieved"] for each in row["trainings"]], axis=0) / density
+                    if (row["task"], row["density"], row["name"]) == (
+                        task,
+                        density,
+                        name,
+                    ):
+                        mean, low, high = (
+                            np.mean(
+                                [each["achieved"] for each in row["trainings"]], axis=0
+                            )
+                            / density
+                        )
                         error = [[mean - low], [high - mean]]
-                        lines.append({"label": name, "x": [place], "y": [mean], "yerr": error, "linestyle": ""})
-            band = [{"label": "target", "x": [-0.5, len(names) - 0.5], "y": [1, 1], "linestyle": ":"}]
+                        lines.append(
+                            {
+                                "label": name,
+                                "x": [place],
+                                "y": [mean],
+                                "yerr": error,
+                                "linestyle": "",
+                            }
+                        )
+            band = [
+                {
+                    "label": "target",
+                    "x": [-0.5, len(names) - 0.5],
+                    "y": [1, 1],
+                    "linestyle": ":",
+                }
+            ]
             panels.append({"lines": lines + band, "title": f"{task}, target {100 * density:g} %", "xticks": ([], []),
                            "yscale": "log", "ylim": (0.05, 20), "ylabel": "achieved / target density"})  # fmt: skip
         grid.append(panels)
@@ -95,10 +134,22 @@ def overhead_and_links(rows: Sequence[Row], path: Path) -> None:
         lines = []
         names = different(timed, "compressor")
         for place, name in enumerate(names):
-            own = [1 / row["speedup"] for row in timed if (row["length"], row["compressor"]) == (length, name)]
+            own = [
+                1 / row["speedup"]
+                for row in timed
+                if (row["length"], row["compressor"]) == (length, name)
+            ]
             middle = float(np.median(own))
             error = [[middle - min(own)], [max(own) - middle]]
-            lines.append({"label": name, "x": [place], "y": [middle], "yerr": error, "linestyle": ""})
+            lines.append(
+                {
+                    "label": name,
+                    "x": [place],
+                    "y": [middle],
+                    "yerr": error,
+                    "linestyle": "",
+                }
+            )
         top.append({"lines": lines, "title": f"captured gradients, n = {length:g}", "xticks": ([], []),
                     "yscale": "log", "ylabel": "time / exact top-k of mpicomp"})  # fmt: skip
     bottom = []
@@ -116,7 +167,11 @@ def feedback(row: Row) -> str:
     """Return the feedback of a method both ways, for a reader; "" for dense."""
     if row["name"] == "dense":
         return ""
-    averaging = f", averaging every {row['averaging_period']} steps" if row.get("averaging_period") else ""
+    averaging = (
+        f", averaging every {row['averaging_period']} steps"
+        if row.get("averaging_period")
+        else ""
+    )
     return f"{'step-ahead' if 'step-ahead' in row['name'] else 'error feedback'}{averaging}"
 
 
@@ -128,9 +183,13 @@ def step_ahead(rows: Sequence[Row], path: Path) -> None:
         for signs in (False, True):
             lines = []
             for row in rows:
-                if row["task"] == task and (row["name"] == "dense" or row["name"].startswith("sign") == signs):
+                if row["task"] == task and (
+                    row["name"] == "dense" or row["name"].startswith("sign") == signs
+                ):
                     x, y = curve(row, LOSS)
-                    lines.append({"label": feedback(row) or "no compression", "x": x, "y": y})
+                    lines.append(
+                        {"label": feedback(row) or "no compression", "x": x, "y": y}
+                    )
             title = f"{task}, {'scaled sign' if signs else 'top-k 1 %'} both ways"
             panels.append({"lines": lines, "title": title, "xlabel": "step", "ylabel": "training loss, nats",
                            "yscale": "log"})  # fmt: skip
@@ -149,31 +208,64 @@ def warm_up(rows: Sequence[Row], path: Path) -> None:
     grid: list[list[Panel]] = [[], []]
     for task in different(rows, "task"):
         for panels, axis, ylabel, scale in zip(
-            grid, (FIGURE, LOSS), ("test accuracy, %", "training loss, nats"), ("linear", "log"), strict=True
+            grid,
+            (FIGURE, LOSS),
+            ("test accuracy, %", "training loss, nats"),
+            ("linear", "log"),
+            strict=True,
         ):
             own = longest(rows, task)
-            lines = [{"label": label(row), **dict(zip("xy", curve(row, axis), strict=True))} for row in own]
+            lines = [
+                {"label": label(row), **dict(zip("xy", curve(row, axis), strict=True))}
+                for row in own
+            ]
             limits = {"ylim": (70, 100)} if axis == FIGURE else {}
             panels.append(
-                {"lines": lines, "title": task, "xlabel": "step", "ylabel": ylabel, "yscale": scale, **limits}
+                {
+                    "lines": lines,
+                    "title": task,
+                    "xlabel": "step",
+                    "ylabel": ylabel,
+                    "yscale": scale,
+                    **limits,
+                }
             )
     draw(grid, path)
 
 
 def scaling(rows: Sequence[Row], path: Path) -> None:
     """Draw the time of a dense sum, and of Top-k by an allgather, over that of gTop-k, by the number of hosts."""
-    seconds = {(row["length"], row["algorithm"], row["ranks"]): row["seconds"] for row in rows}
+    seconds = {
+        (row["length"], row["algorithm"], row["ranks"]): row["seconds"] for row in rows
+    }
     sizes, panels = sorted(different(rows, "ranks")), []
-    for baseline, model in ("MPI_Allreduce", dense_model), ("MPI_Allgatherv", allgather_model):
+    for baseline, model in (
+        ("MPI_Allreduce", dense_model),
+        ("MPI_Allgatherv", allgather_model),
+    ):
         lines = []
-        for length, algorithm in dict.fromkeys(key[:2] for key in seconds if not key[1].startswith("MPI")):
+        for length, algorithm in dict.fromkeys(
+            key[:2] for key in seconds if not key[1].startswith("MPI")
+        ):
             measured = [size for size in sizes if (length, algorithm, size) in seconds]
-            ratios = [seconds[length, baseline, size] / seconds[length, algorithm, size] for size in measured]
-            lines.append({"label": f"{algorithm}, n = {length:g}", "x": measured, "y": ratios})
+            ratios = [
+                seconds[length, baseline, size] / seconds[length, algorithm, size]
+                for size in measured
+            ]
+            lines.append(
+                {"label": f"{algorithm}, n = {length:g}", "x": measured, "y": ratios}
+            )
         modelled = {"x": sizes, "y": [model(size) for size in sizes], "linestyle": "--"}
         lines.append({"label": "the paper's model, bytes alone", **modelled})
-        ticks = {"xticks": (sizes, list(map(str, sizes))), "xscale": "log", "yscale": "log", "xlabel": "hosts"}
-        panels.append({"lines": lines, "ylabel": f"time of {baseline} / time of gTop-k", **ticks})
+        ticks = {
+            "xticks": (sizes, list(map(str, sizes))),
+            "xscale": "log",
+            "yscale": "log",
+            "xlabel": "hosts",
+        }
+        panels.append(
+            {"lines": lines, "ylabel": f"time of {baseline} / time of gTop-k", **ticks}
+        )
     draw([panels], path)
 
 
@@ -189,7 +281,11 @@ def allgather_model(size: int) -> float:
 
 def selection(row: Row) -> str:
     """Return the name of a method, or of its metric."""
-    return str(row["name"]).removeprefix("aggregation-aware:metric=").removesuffix(",votes=True")
+    return (
+        str(row["name"])
+        .removeprefix("aggregation-aware:metric=")
+        .removesuffix(",votes=True")
+    )
 
 
 def aggregates(rows: Sequence[Row], path: Path) -> None:
@@ -201,9 +297,18 @@ def aggregates(rows: Sequence[Row], path: Path) -> None:
         for place, row in enumerate(own):
             about = {"label": selection(row), "linestyle": ""}
             sizes.append({**about, "x": [place], "y": [union(row)]})
-            ends.append({**about, "x": [row["nbytes"] / 1e3], "y": [curve(row, LOSS)[1][-1]]})
+            ends.append(
+                {**about, "x": [row["nbytes"] / 1e3], "y": [curve(row, LOSS)[1][-1]]}
+            )
         title = f"{task}, P = {ranks}, 1 %"
-        grid[0].append({"lines": sizes, "title": title, "xticks": ([], []), "ylabel": "entries of the sum / k"})
+        grid[0].append(
+            {
+                "lines": sizes,
+                "title": title,
+                "xticks": ([], []),
+                "ylabel": "entries of the sum / k",
+            }
+        )
         grid[1].append({"lines": ends, "xlabel": "kB that the busiest rank sends a step", "yscale": "log",
                         "ylabel": "training loss after 300 steps, nats"})  # fmt: skip
     draw(grid, path)
@@ -219,13 +324,28 @@ def local_steps(rows: Sequence[Row], path: Path) -> None:
     panels = []
     for task in different(rows, "task"):
         lines = []
-        for name, density in dict.fromkeys((row["name"], row["density"]) for row in rows if row["every"]):
-            own = [row for row in rows if (row["task"], row["name"], row["density"]) == (task, name, density)]
+        for name, density in dict.fromkeys(
+            (row["name"], row["density"]) for row in rows if row["every"]
+        ):
+            own = [
+                row
+                for row in rows
+                if (row["task"], row["name"], row["density"]) == (task, name, density)
+            ]
             label = f"{name}{f', {100 * density:g} %' if density else ''}"
             spread = {"yerr": [row["spread"] for row in own]}
-            lines.append({"label": label, "x": different(own, "every"), "y": [row["figure"] for row in own], **spread})
+            lines.append(
+                {
+                    "label": label,
+                    "x": different(own, "every"),
+                    "y": [row["figure"] for row in own],
+                    **spread,
+                }
+            )
         ylabel = "bits a character" if task == "text" else "test accuracy, %"
-        panels.append({"lines": lines, "title": task, "xlabel": "local steps", "ylabel": ylabel})
+        panels.append(
+            {"lines": lines, "title": task, "xlabel": "local steps", "ylabel": ylabel}
+        )
     draw([panels], path)
 
 
@@ -235,11 +355,22 @@ def every_step(rows: Sequence[Row], path: Path) -> None:
     for task in different(rows, "task"):
         own = [row for row in rows if row["task"] == task]
         lines = [
-            {"label": row["name"], "x": [row["nbytes"]], "y": [row["figure"]], "yerr": [row["spread"]], "linestyle": ""}
+            {
+                "label": row["name"],
+                "x": [row["nbytes"]],
+                "y": [row["figure"]],
+                "yerr": [row["spread"]],
+                "linestyle": "",
+            }
             for row in own
         ]
         ylabel = "bits a character" if task == "text" else "test accuracy, %"
-        about = {"title": task, "xlabel": "bytes that the busiest rank sends a step", "xscale": "log", "ylabel": ylabel}
+        about = {
+            "title": task,
+            "xlabel": "bytes that the busiest rank sends a step",
+            "xscale": "log",
+            "ylabel": ylabel,
+        }
         panels.append({"lines": lines, **about})
     draw([panels], path)
 

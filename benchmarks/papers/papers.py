@@ -6,9 +6,10 @@
     python benchmarks/papers/papers.py E3 --list       # prints the commands
     python benchmarks/papers/papers.py --figures       # the figures of all files
 
-Each run is a command of benchmarks/training, of compared.py beside this file, or of `mpicomp bench`. Those that the
-file has are not run again: an interrupted experiment continues. The rows of all experiments are committed: --again
-repeats one. README.md beside this file has the experiments.
+Each run is a command of benchmarks/training, of compared.py beside this file, or of
+`mpicomp bench`. Those that the file has are not run again: an interrupted experiment
+continues. The rows of all experiments are committed: --again repeats one. README.md
+beside this file has the experiments.
 """
 
 import json
@@ -30,7 +31,12 @@ from mpicomp_bench.output import as_json, machine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS, DRAWN = ROOT / "docs" / "results" / "papers", ROOT / "docs" / "figures"
-TESTBED = [sys.executable, str(ROOT / "benchmarks" / "testbed" / "testbed.py"), "--name", "papers"]
+TESTBED = [
+    sys.executable,
+    str(ROOT / "benchmarks" / "testbed" / "testbed.py"),
+    "--name",
+    "papers",
+]
 PROGRAMS = Path(sys.executable).parent
 ENVIRONMENT = {
     "PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}",
@@ -39,7 +45,8 @@ ENVIRONMENT = {
     "MPICOMP_WAIT": "backoff",
 }
 TIME_LIMIT = 3600.0  # seconds of a run
-COMMON = "task", "ranks", "steps", "batch", "seeds", "parameters"  # of a run, that its rows get
+# of a run, that its rows get
+COMMON = "task", "ranks", "steps", "batch", "seeds", "parameters"
 
 
 @contextmanager
@@ -59,13 +66,32 @@ def rows_of(run: Run) -> list[Row]:
     """Run, and return the rows."""
     with tempfile.TemporaryDirectory() as folder, launcher(run) as launched:
         file = Path(folder, "rows.json")
-        program = [str(ROOT / run.script)] if run.script else ["-m", "mpicomp_bench", "bench"]
-        words = [sys.executable, "-m", "mpi4py", *program, *run.options, "--json", str(file)]
+        program = (
+            [str(ROOT / run.script)] if run.script else ["-m", "mpicomp_bench", "bench"]
+        )
+        words = [
+            sys.executable,
+            "-m",
+            "mpi4py",
+            *program,
+            *run.options,
+            "--json",
+            str(file),
+        ]
         environment = {**os.environ, **ENVIRONMENT}
-        subprocess.run([*launched, *words], env=environment, stdout=sys.stderr, check=True, timeout=TIME_LIMIT)
+        subprocess.run(
+            [*launched, *words],
+            env=environment,
+            stdout=sys.stderr,
+            check=True,
+            timeout=TIME_LIMIT,
+        )
         about = json.loads(file.read_text())
     common = {name: about[name] for name in COMMON if name in about}
-    return [{"command": run.command, "link": run.rate, **common, **row} for row in about["rows"]]
+    return [
+        {"command": run.command, "link": run.rate, **common, **row}
+        for row in about["rows"]
+    ]
 
 
 def complete(name: str, path: Path) -> list[Row]:
@@ -90,10 +116,22 @@ def rows_in(path: Path) -> list[Row]:
 def main() -> int:
     """Run what is missing, and draw."""
     parser = Parser(description=__doc__)
-    parser.add_argument("experiments", nargs="*", metavar="E", help=f"some of {', '.join(EXPERIMENTS)}")
-    parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
-    parser.add_argument("--again", action="store_true", help="run all commands, and leave the committed rows alone")
-    parser.add_argument("--figures", action="store_true", help="run nothing, and draw what there is; all by default")
+    parser.add_argument(
+        "experiments", nargs="*", metavar="E", help=f"some of {', '.join(EXPERIMENTS)}"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the commands, and run nothing"
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="run all commands, and leave the committed rows alone",
+    )
+    parser.add_argument(
+        "--figures",
+        action="store_true",
+        help="run nothing, and draw what there is; all by default",
+    )
     options = parser.parse_args()
     if unknown := [name for name in options.experiments if name not in EXPERIMENTS]:
         parser.error(f"got {unknown[0]}: expected some of {', '.join(EXPERIMENTS)}")

@@ -37,7 +37,10 @@ class Task(NamedTuple):
     load: Callable[[], text.Text]
 
 
-TASKS = {"gpt": Task(Sizes(), text.library), "manual": Task(Sizes(width=128, batch=12), text.manual)}
+TASKS = {
+    "gpt": Task(Sizes(), text.library),
+    "manual": Task(Sizes(width=128, batch=12), text.manual),
+}
 
 
 class Block(nn.Module):
@@ -47,15 +50,27 @@ class Block(nn.Module):
         super().__init__()
         width = sizes.width
         self.heads = sizes.heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.before_attention, self.before_mlp = (
+            nn.LayerNorm(width),
+            nn.LayerNorm(width),
+        )
+        self.attention, self.projection = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, of the shape (batch, context, width) of its input."""
         parts = self.attention(self.before_attention(x)).chunk(3, dim=-1)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        heads = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts
+        )
+        heads = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
         x = x + self.projection(heads.transpose(1, 2).flatten(2))
         return x + self.mlp(self.before_mlp(x))
 
@@ -65,9 +80,15 @@ class Gpt(nn.Module):
 
     def __init__(self, symbols: int, sizes: Sizes) -> None:
         super().__init__()
-        self.symbols, self.places = nn.Embedding(symbols, sizes.width), nn.Embedding(sizes.context, sizes.width)
+        self.symbols, self.places = (
+            nn.Embedding(symbols, sizes.width),
+            nn.Embedding(sizes.context, sizes.width),
+        )
         self.blocks = nn.Sequential(*(Block(sizes) for _ in range(sizes.layers)))
-        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, symbols, bias=False)
+        self.norm, self.head = (
+            nn.LayerNorm(sizes.width),
+            nn.Linear(sizes.width, symbols, bias=False),
+        )
 
     def forward(self, windows: Tensor) -> Tensor:
         """Return the mean cross entropy in nats of windows of shape (batch, context + 1)."""
@@ -80,12 +101,22 @@ class Gpt(nn.Module):
 def muon_and_adamw(network: Gpt, rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers, and AdamW at the same rate for all other parameters.
 
-    Muon's updates are as large as AdamW's (arXiv 2502.16982), so that one rate fits both.
+    Muon's updates are as large as AdamW's (arXiv 2502.16982), so that one rate fits
+    both.
     """
     hidden = [weight for weight in network.blocks.parameters() if weight.ndim == 2]
-    others = [each for each in network.parameters() if all(each is not weight for weight in hidden)]
+    others = [
+        each
+        for each in network.parameters()
+        if all(each is not weight for weight in hidden)
+    ]
     adamw = torch.optim.AdamW(others, lr=rate, weight_decay=WEIGHT_DECAY)
-    return [torch.optim.Muon(hidden, lr=rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"), adamw]
+    return [
+        torch.optim.Muon(
+            hidden, lr=rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
+        ),
+        adamw,
+    ]
 
 
 class Trainer:
@@ -97,7 +128,8 @@ class Trainer:
         sizes = task.sizes
         self.text, self.sizes, self.seed, self.rank = task.load(), sizes, seed, rank
         self.network = Gpt(self.text.count, sizes)
-        self.model: nn.Module = self.network  # that computes the loss of a batch: the replica, or what wraps it
+        # that computes the loss of a batch: the replica, or what wraps it
+        self.model: nn.Module = self.network
         self.optimizers: list[torch.optim.Optimizer] = []
         windows = self.text.judges(WINDOWS, sizes.context + 1)
         self.judges = torch.from_numpy(np.array_split(windows, size)[rank])
@@ -114,7 +146,9 @@ class Trainer:
             self.optimizers = muon_and_adamw(self.network, rate)
         else:
             kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]
-            self.optimizers = [kind(self.network.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)]
+            self.optimizers = [
+                kind(self.network.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
+            ]
 
     def set_rate(self, part: float) -> None:
         """Take a part of the rate; what an exchange of signs keeps is scaled, as its products with the rate stay."""
@@ -126,7 +160,8 @@ class Trainer:
 
     def average(self, name: str, comm: Any) -> None:
         """Let every step average the gradients over the ranks, by a method."""
-        buckets = {"bucket_cap_mb": 1000} if name.startswith("powersgd") else {}  # with several it fails over gloo
+        # with several it fails over gloo
+        buckets = {"bucket_cap_mb": 1000} if name.startswith("powersgd") else {}
         self.model = DistributedDataParallel(self.network, **buckets)
         if is_in_every_step(name):
             from collectives.torch import attach
@@ -134,7 +169,9 @@ class Trainer:
             self.exchange = construct(name, comm)
             attach(self.model, self.exchange)
         elif method(name).line:
-            hook = construct(name, comm, default_hooks=default_hooks, powerSGD_hook=powerSGD_hook)
+            hook = construct(
+                name, comm, default_hooks=default_hooks, powerSGD_hook=powerSGD_hook
+            )
             self.model.register_comm_hook(*hook)
 
     def step(self, number: int) -> None:
@@ -147,7 +184,9 @@ class Trainer:
     def batch(self, number: int, rank: int) -> Tensor:
         """Return the windows of a rank in a step, of shape (batch, context + 1)."""
         seed = [self.seed, rank, number]
-        return torch.from_numpy(self.text.windows(seed, self.sizes.batch, self.sizes.context + 1))
+        return torch.from_numpy(
+            self.text.windows(seed, self.sizes.batch, self.sizes.context + 1)
+        )
 
     @torch.no_grad()
     def loss(self) -> float:

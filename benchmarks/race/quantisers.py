@@ -2,11 +2,13 @@
 
     python benchmarks/race/quantisers.py --json docs/results/quantisers.json
 
-One process trains the GPT of the race: rounds of local AdamW steps, each followed by the selection of the k largest
-magnitudes in every chunk of the pseudo-gradient plus residual, as in local-sparse but for one rank. The rest stays in
-the residual, which decays. The error of a quantiser is sum((v - q)^2) / sum(v^2) over the selected values v of a
-tensor. The table has its mean over rounds and over the tensors of a kind, and for comparison the errors on random
-values: normal, Laplace, and Student's t with 3 degrees of freedom.
+One process trains the GPT of the race: rounds of local AdamW steps, each followed by
+the selection of the k largest magnitudes in every chunk of the pseudo-gradient plus
+residual, as in local-sparse but for one rank. The rest stays in the residual, which
+decays. The error of a quantiser is sum((v - q)^2) / sum(v^2) over the selected values v
+of a tensor. The table has its mean over rounds and over the tensors of a kind, and for
+comparison the errors on random values: normal, Laplace, and Student's t with 3 degrees
+of freedom.
 """
 
 import argparse
@@ -50,7 +52,8 @@ def four_bins(values: Array) -> Array:
 def lloyd(values: Array, bits: int) -> Array:
     """Return signs times 2**bits magnitudes, which Lloyd's rule finds in at most 20 rounds.
 
-    It starts from one magnitude, the mean, and splits every group at its mean once for each bit.
+    It starts from one magnitude, the mean, and splits every group at its mean once for
+    each bit.
     """
     magnitudes = np.abs(values)
     bounds = np.array([])
@@ -62,7 +65,10 @@ def lloyd(values: Array, bits: int) -> Array:
         if np.array_equal(moved, bounds):
             break
         bounds = moved
-    return np.sign(values) * centres(magnitudes, bounds)[np.searchsorted(bounds, magnitudes)]
+    return (
+        np.sign(values)
+        * centres(magnitudes, bounds)[np.searchsorted(bounds, magnitudes)]
+    )
 
 
 def centres(magnitudes: Array, bounds: Array) -> Array:
@@ -114,7 +120,11 @@ def errors(values: Array) -> dict[str, float]:
 def drawn(k: int) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the errors on values that a generator draws, 256 chunks of them."""
     rng, size = np.random.default_rng(0), CHUNK * 256
-    drawn = {"normal": rng.standard_normal(size), "Laplace": rng.laplace(size=size), "t(3)": rng.standard_t(3, size)}
+    drawn = {
+        "normal": rng.standard_normal(size),
+        "Laplace": rng.laplace(size=size),
+        "t(3)": rng.standard_t(3, size),
+    }
     for name, values in drawn.items():
         yield name, errors(values[selected(values, k)])
 
@@ -153,11 +163,31 @@ def main() -> int:
     """Capture, and print the table."""
     parser = Parser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--every", type=positive, default=15, help="local steps of a round (%(default)s)")
+    add(
+        "--every",
+        type=positive,
+        default=15,
+        help="local steps of a round (%(default)s)",
+    )
     add("--rounds", type=positive, default=20, help="(%(default)s)")
-    add("--k", type=positive, default=64, help=f"selected of every chunk of {CHUNK} (%(default)s)")
-    add("--seed", type=int, default=0, help="of the start and of the batches (%(default)s)")
-    add("--json", type=new_file, metavar="FILE", help="write the errors to a file as well")
+    add(
+        "--k",
+        type=positive,
+        default=64,
+        help=f"selected of every chunk of {CHUNK} (%(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the start and of the batches (%(default)s)",
+    )
+    add(
+        "--json",
+        type=new_file,
+        metavar="FILE",
+        help="write the errors to a file as well",
+    )
     options = parser.parse_args()
     check_files(options)
     by_kind: dict[str, list[dict[str, float]]] = {}
@@ -166,10 +196,21 @@ def main() -> int:
         by_kind.setdefault("all tensors", []).append(found)
     by_kind |= {name: [found] for name, found in drawn(options.k)}
     rows = [
-        {"quantiser": name, "bits": bits, "errors": {kind: mean(found, name) for kind, found in by_kind.items()}}
+        {
+            "quantiser": name,
+            "bits": bits,
+            "errors": {kind: mean(found, name) for kind, found in by_kind.items()},
+        }
         for name, (bits, _) in QUANTISERS.items()
     ]
-    cells = [[row["quantiser"], str(row["bits"]), *(f"{one:.4f}" for one in row["errors"].values())] for row in rows]
+    cells = [
+        [
+            row["quantiser"],
+            str(row["bits"]),
+            *(f"{one:.4f}" for one in row["errors"].values()),
+        ]
+        for row in rows
+    ]
     print(*table(["quantiser", "bits", *by_kind], cells), sep="\n")
     about = {name: getattr(options, name) for name in ("every", "rounds", "k", "seed")}
     return write_rows(options, rows, about)

@@ -5,9 +5,10 @@
     sudo env PATH=$PATH python benchmarks/race/race.py --rates 20mbit --delay 10 --json docs/results/race.json
     python benchmarks/race/race.py --show --schedule linear --json docs/results/race.json --plot docs/figures/race.svg
 
-Every method trains the same model from the same start on the same batches for the same number of seconds. Rows that the
-JSON file has already are not measured again, so an interrupted run continues. Each sitting has a row `alone`, of ranks
-that never communicate, which says how fast the machine was. README.md beside this file has the
+Every method trains the same model from the same start on the same batches for the same
+number of seconds. Rows that the JSON file has already are not measured again, so an
+interrupted run continues. Each sitting has a row `alone`, of ranks that never
+communicate, which says how fast the machine was. README.md beside this file has the
 methods.
 """
 
@@ -44,10 +45,21 @@ from rendering import new_figure
 HERE = Path(__file__).resolve().parent
 TESTBED, RANK = HERE.parent / "testbed" / "testbed.py", HERE / "rank.py"
 HOOKS = ["dense", "fp16", "powersgd-2", "powersgd-8"]
-EXCHANGES = ["topk-0.01", "few-bits-8", "few-bits-4", "in-basis-8", "in-basis-two-bit-8"]
-LOCAL = ["diloco-10", *(f"local-sparse-{every}" for every in (2, 5, 10)), "local-few-bits-10"]
+EXCHANGES = [
+    "topk-0.01",
+    "few-bits-8",
+    "few-bits-4",
+    "in-basis-8",
+    "in-basis-two-bit-8",
+]
+LOCAL = [
+    "diloco-10",
+    *(f"local-sparse-{every}" for every in (2, 5, 10)),
+    "local-few-bits-10",
+]
 METHODS = [*HOOKS, *EXCHANGES, *LOCAL]
-PATIENCE = 300.0  # seconds that a training takes beside its own: imports, compilation, evaluation
+# seconds that a training takes beside its own: imports, compilation, evaluation
+PATIENCE = 300.0
 ENVIRONMENT = {  # of the ranks; mpirun is that of the environment of this Python
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -60,27 +72,74 @@ def parsed() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="of the GPT; signs have SGD (%(default)s)")
+    add(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="of the GPT; signs have SGD (%(default)s)",
+    )
     about = "of the learning rate; linear: to 0 at the end of the time (%(default)s)"
     add("--schedule", choices=("constant", "linear"), default="constant", help=about)
-    add("--batch", type=positive, default=4, help="windows of 64 characters of a rank and step (%(default)s)")
+    add(
+        "--batch",
+        type=positive,
+        default=4,
+        help="windows of 64 characters of a rank and step (%(default)s)",
+    )
     add("--hosts", type=positive, default=4, help="one rank each (%(default)s)")
     add_list(parser, "--rates", ["100mbit", "1gbit"], "of the links ")
-    add("--delay", type=not_negative, default=0.0, metavar="MS", help="of the links, one way (%(default)g ms)")
-    add("--seconds", type=above_zero, default=80.0, help="of each training, without evaluation (%(default)s)")
-    add("--seeds", type=positive, default=2, help="trainings of each method (%(default)s)")
+    add(
+        "--delay",
+        type=not_negative,
+        default=0.0,
+        metavar="MS",
+        help="of the links, one way (%(default)g ms)",
+    )
+    add(
+        "--seconds",
+        type=above_zero,
+        default=80.0,
+        help="of each training, without evaluation (%(default)s)",
+    )
+    add(
+        "--seeds",
+        type=positive,
+        default=2,
+        help="trainings of each method (%(default)s)",
+    )
     add_list(parser, "--methods", METHODS, "of those in README.md ")
     about = "a name that its rows keep; each has a row alone (today's date)"
     add("--sitting", default=date.today().isoformat(), metavar="NAME", help=about)
-    add("--again", action="store_true", help="also measure what the file has of other sittings only")
+    add(
+        "--again",
+        action="store_true",
+        help="also measure what the file has of other sittings only",
+    )
     add("--name", default="race", help="of the testbed (%(default)s)")
-    add("--json", type=new_file, required=True, metavar="FILE", help="the rows: read at the start, written after each")
-    add("--plot", type=new_figure, metavar="FILE", help="draw the curves to a file (needs matplotlib)")
-    add("--show", action="store_true", help="measure nothing: table and figure of the rows with this schedule")
+    add(
+        "--json",
+        type=new_file,
+        required=True,
+        metavar="FILE",
+        help="the rows: read at the start, written after each",
+    )
+    add(
+        "--plot",
+        type=new_figure,
+        metavar="FILE",
+        help="draw the curves to a file (needs matplotlib)",
+    )
+    add(
+        "--show",
+        action="store_true",
+        help="measure nothing: table and figure of the rows with this schedule",
+    )
     options = parser.parse_args()
     for name in options.methods:
         if not is_known(name):
-            parser.error(f"got --methods {name}: there is no such method; see README.md")
+            parser.error(
+                f"got --methods {name}: there is no such method; see README.md"
+            )
     check_files(options)
     return options
 
@@ -94,10 +153,21 @@ def wanted(options: argparse.Namespace) -> list[Row]:
 def row_of(rate: str, seed: int, method: str, options: argparse.Namespace) -> Row:
     """Return a row without its outcome."""
     training = {"model": "gpt", "batch": options.batch, "schedule": options.schedule}
-    of_links = {"hosts": options.hosts, "rate": rate, "delay": options.delay, "limit": options.seconds}
+    of_links = {
+        "hosts": options.hosts,
+        "rate": rate,
+        "delay": options.delay,
+        "limit": options.seconds,
+    }
     optimizer = optimizer_of(method, options.optimizer)
     learning = rate_of(method, optimizer, options.schedule)._asdict()
-    about = {"seed": seed, "method": method, "optimizer": optimizer, **learning, "sitting": options.sitting}
+    about = {
+        "seed": seed,
+        "method": method,
+        "optimizer": optimizer,
+        **learning,
+        "sitting": options.sitting,
+    }
     return {**training, **of_links, **about}
 
 
@@ -110,7 +180,9 @@ def testbed(options: argparse.Namespace, *arguments: str) -> list[str]:
 def hosts(options: argparse.Namespace, rate: str) -> Iterator[None]:
     """Have hosts with links of a rate."""
     late = [f"--delay={options.delay:g}ms"] if options.delay else []
-    if status := subprocess.run(testbed(options, "up", str(options.hosts), rate, *late), check=False).returncode:
+    if status := subprocess.run(
+        testbed(options, "up", str(options.hosts), rate, *late), check=False
+    ).returncode:
         sys.exit(status)
     try:
         yield
@@ -124,10 +196,18 @@ def measured(row: Row, options: argparse.Namespace) -> Row | None:
         file = Path(folder, "row.json")
         settings = [f"--{name}={row[name]}" for name in ("seed", "batch", "schedule")]
         settings.append(f"--optimizer={options.optimizer}")
-        rank = [str(RANK), *settings, f"--methods={row['method']}", f"--seconds={row['limit']}", f"--json={file}"]
+        rank = [
+            str(RANK),
+            *settings,
+            f"--methods={row['method']}",
+            f"--seconds={row['limit']}",
+            f"--json={file}",
+        ]
         command = testbed(options, "run", sys.executable, "-m", "mpi4py", *rank)
         environment = {**os.environ, **ENVIRONMENT}
-        process = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=sys.stderr, start_new_session=True
+        )
         try:
             status: int | str = process.wait(PATIENCE + 3 * row["limit"])
         except subprocess.TimeoutExpired:
@@ -137,19 +217,28 @@ def measured(row: Row, options: argparse.Namespace) -> Row | None:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
         if status == 0:
-            return {**row, **json.loads(file.read_text())[0]}  # with the learning rate that the ranks took
-    sys.stderr.write(f"race: {row['method']} at {row['rate']}, seed {row['seed']}, failed: {status}\n")
+            # with the learning rate that the ranks took
+            return {**row, **json.loads(file.read_text())[0]}
+    sys.stderr.write(
+        f"race: {row['method']} at {row['rate']}, seed {row['seed']}, failed: {status}\n"
+    )
     return None
 
 
 def race(rows: list[Row], options: argparse.Namespace) -> int:
     """Measure the rows that are missing, and write the file after each; return how many failed."""
-    counted = [row for row in rows if not options.again or row["sitting"] == options.sitting]
+    counted = [
+        row for row in rows if not options.again or row["sitting"] == options.sitting
+    ]
     present, failed = {*map(key, counted)}, 0
     missing = [row for row in wanted(options) if key(row) not in present]
     alone = [row_of(row["rate"], 0, ALONE, options) for row in missing[:1]]
     names = "method", "model", "batch", "optimizer", "sitting"
-    missing = [row for row in alone if not of([*rows, *missing], **{name: row[name] for name in names})] + missing
+    missing = [
+        row
+        for row in alone
+        if not of([*rows, *missing], **{name: row[name] for name in names})
+    ] + missing
     for rate in dict.fromkeys(row["rate"] for row in missing):
         with hosts(options, rate):
             for row in [row for row in missing if row["rate"] == rate]:
@@ -160,7 +249,9 @@ def race(rows: list[Row], options: argparse.Namespace) -> int:
                 rows.append(done)
                 seconds, steps, _, loss = done["curve"][-1]
                 told = f"{loss:.3f} after {seconds:.1f} s, {steps} steps"
-                sys.stderr.write(f"{rate} {row['delay']:g} ms, seed {row['seed']} {name_of(row)}: {told}\n")
+                sys.stderr.write(
+                    f"{rate} {row['delay']:g} ms, seed {row['seed']} {name_of(row)}: {told}\n"
+                )
                 write_rows(options, rows, {"torch": metadata.version("torch")})
     return failed
 
@@ -173,14 +264,20 @@ def is_alone_over(row: Row, links: set[tuple[Any, ...]]) -> bool:
 def main() -> int:
     """Measure what is missing, and print the tables and draw the figure of what is there."""
     options = parsed()
-    rows: list[Row] = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    rows: list[Row] = (
+        json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    )
     failed = 0 if options.show else race(rows, options)
     order = {method: place for place, method in enumerate(METHODS)}
     rows.sort(key=lambda row: order.get(row["method"], len(order)))
     asked = {key(row) for row in wanted(options)}
     links = {each[: len(SETTING)] for each in asked}
     of_schedule = of(rows, schedule=options.schedule)
-    shown = [row for row in of_schedule if options.show or key(row) in asked or is_alone_over(row, links)]
+    shown = [
+        row
+        for row in of_schedule
+        if options.show or key(row) in asked or is_alone_over(row, links)
+    ]
     for setting, by_method in settings(shown).items():
         print(table(setting, by_method, sittings(rows, setting)))
     return write(options, plot=partial(plot, shown)) or int(failed > 0)

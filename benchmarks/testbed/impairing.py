@@ -2,13 +2,15 @@
 
     python impairing.py CONTROL P '{"loss": 0.01, ...}'    started by testbed.py, in the namespace of the switch
 
-A frame meets the faults of one link, that of the host which sent it, and then leaves by the port at which its receiver
-was last seen. What happens to the n-th frame of a link follows from a seed and the number of its host. Whoever connects
-to the Unix socket CONTROL is told in JSON what each link did so far.
+A frame meets the faults of one link, that of the host which sent it, and then leaves by
+the port at which its receiver was last seen. What happens to the n-th frame of a link
+follows from a seed and the number of its host. Whoever connects to the Unix socket
+CONTROL is told in JSON what each link did so far.
 
-Times are in seconds, shares between 0 and 1. A frame that is held back waits up to HOLD longer than the others; whether
-one overtakes it depends on what follows, so `reordered` counts the frames that did leave behind a later one, for
-whatever reason: jitter reorders too, as that of netem.
+Times are in seconds, shares between 0 and 1. A frame that is held back waits up to HOLD
+longer than the others; whether one overtakes it depends on what follows, so `reordered`
+counts the frames that did leave behind a later one, for whatever reason: jitter
+reorders too, as that of netem.
 """
 
 import errno
@@ -24,12 +26,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 HOLD = 2e-3
-FRAME, BURST = 2048, 32  # bytes of the longest frame, and frames that are read from a port at a time
-QUEUE = 64_000_000  # bytes between the kernel and this program, a port and direction: nothing is lost by accident
+# bytes of the longest frame, and frames that are read from a port at a time
+FRAME, BURST = 2048, 32
+# bytes between the kernel and this program, a port and direction: nothing is lost by
+# accident
+QUEUE = 64_000_000
 ANY_PROTOCOL = 0x0003  # ETH_P_ALL
 SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
-FULL = errno.ENOBUFS, errno.EAGAIN  # what the shaped queue of a port, or its socket, says when there is no room
+# what the shaped queue of a port, or its socket, says when there is no room
+FULL = errno.ENOBUFS, errno.EAGAIN
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class Faults:
     duplicate: float = 0.0
     reorder: float = 0.0  # share of frames that are held back
     delay: float = 0.0
-    jitter: float = 0.0  # the delay is drawn evenly from delay - jitter to delay + jitter
+    # the delay is drawn evenly from delay - jitter to delay + jitter
+    jitter: float = 0.0
     seed: int = 0
 
 
@@ -68,7 +75,8 @@ class ImpairedLink:
     def fate(self) -> list[float]:
         """Return after how many seconds the next frame leaves: once, twice, or never."""
         faults, counts, draw = self.faults, self.counts, self._random.random
-        lost, doubled, held, jitter, hold = draw(), draw(), draw(), draw(), draw()  # as many for each frame
+        # as many for each frame
+        lost, doubled, held, jitter, hold = draw(), draw(), draw(), draw(), draw()
         counts.frames += 1
         if lost < faults.loss:
             counts.dropped += 1
@@ -92,16 +100,24 @@ class Switch:
 
     def __init__(self, size: int, faults: Faults) -> None:
         self.ports = [opened(f"port{number}") for number in range(size + 1)]
-        self.links = [ImpairedLink(number, faults if number else Faults()) for number in range(size + 1)]
+        self.links = [
+            ImpairedLink(number, faults if number else Faults())
+            for number in range(size + 1)
+        ]
         self._seen: dict[bytes, int] = {}  # Ethernet address -> port
-        self._waiting: list[tuple[float, int, int, bytes]] = []  # a heap: due, number of the frame, port, frame
+        # a heap: due, number of the frame, port, frame
+        self._waiting: list[tuple[float, int, int, bytes]] = []
         self._frames = 0
 
     def serve(self, control: socket.socket) -> None:
         """Pass frames for ever, and tell who asks what the links did."""
         numbers = {port: number for number, port in enumerate(self.ports)}
         while True:
-            wait = max(0.0, self._waiting[0][0] - time.monotonic()) if self._waiting else None
+            wait = (
+                max(0.0, self._waiting[0][0] - time.monotonic())
+                if self._waiting
+                else None
+            )
             ready, _, _ = select.select([*self.ports, control], [], [], wait)
             for each in ready:
                 if each is control:
@@ -125,7 +141,8 @@ class Switch:
         while self._waiting and self._waiting[0][0] <= now:
             _, order, source, frame = heapq.heappop(self._waiting)
             self.links[source].left(order)
-            port = self._seen.get(frame[:6])  # a group address is never that of a sender
+            # a group address is never that of a sender
+            port = self._seen.get(frame[:6])
             others = [number for number in range(len(self.ports)) if number != source]
             for number in others if port is None else [port]:
                 self._send(number, source, frame)
@@ -143,12 +160,15 @@ class Switch:
             link.counts.overflowed += missed(port)
         asking, _ = control.accept()
         with asking:
-            asking.sendall(json.dumps([asdict(link.counts) for link in self.links[1:]]).encode())
+            asking.sendall(
+                json.dumps([asdict(link.counts) for link in self.links[1:]]).encode()
+            )
 
 
 def opened(device: str) -> socket.socket:
     """Return a socket that gets each frame which comes in at a device, and sends whole frames out of it."""
-    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # 0: nothing comes before the settings are made
+    # 0: nothing comes before the settings are made
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     for direction in SO_SNDBUFFORCE, SO_RCVBUFFORCE:
         port.setsockopt(socket.SOL_SOCKET, direction, QUEUE)

@@ -19,7 +19,10 @@ PATIENCE = 5.0  # seconds for the relay to begin, and to end
 
 def shape(space: str, device: str, rate: float) -> None:
     """Let a device send at most at a rate; the bucket holds a millisecond, as timers are late."""
-    bucket, queue = clamp(rate / 8000, 32768, 1_000_000), clamp(rate / 160, 300_000, 50_000_000)
+    bucket, queue = (
+        clamp(rate / 8000, 32768, 1_000_000),
+        clamp(rate / 160, 300_000, 50_000_000),
+    )
     tbf = f"qdisc add dev {device} root handle 1: tbf rate {rate:.0f} burst {bucket} limit {queue}"
     tc(space, tbf, "the kernel has no sch_tbf")
 
@@ -31,7 +34,19 @@ def clamp(number: float, low: int, high: int) -> int:
 
 def has_netem(space: str) -> bool:
     """Return whether the kernel has sch_netem, by a try in a namespace."""
-    tried = ["tc", "-netns", space, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    tried = [
+        "tc",
+        "-netns",
+        space,
+        "qdisc",
+        "add",
+        "dev",
+        "lo",
+        "root",
+        "netem",
+        "delay",
+        "1ms",
+    ]
     found = subprocess.run(tried, capture_output=True, check=False).returncode == 0
     if found:
         tc(space, "qdisc delete dev lo root", "the kernel does not let go of a netem")
@@ -40,35 +55,61 @@ def has_netem(space: str) -> bool:
 
 def impair(space: str, device: str, faults: Faults) -> None:
     """Let sch_netem do to what a device sends, below its shaping, what the faults say."""
-    tc(space, f"qdisc add dev {device} parent 1: netem {netem(faults)}", "the kernel's sch_netem refuses these faults")
+    tc(
+        space,
+        f"qdisc add dev {device} parent 1: netem {netem(faults)}",
+        "the kernel's sch_netem refuses these faults",
+    )
 
 
 def netem(faults: Faults) -> str:
     """Return the faults as options of netem, which reorders by sending some frames at once and the others late.
 
-    With a delay those that are to be reordered leave at once. Without one they are late, by HOLD, and all others leave
-    at once.
+    With a delay those that are to be reordered leave at once. Without one they are
+    late, by HOLD, and all others leave at once.
     """
     reorder, delay = faults.reorder, faults.delay
     if reorder and not delay:
         reorder, delay = 1 - reorder, HOLD
     shares = {"loss": faults.loss, "duplicate": faults.duplicate, "reorder": reorder}
     late = f"delay {delay * 1e6:.0f}us {faults.jitter * 1e6:.0f}us " if delay else ""
-    return late + " ".join([*(f"{name} {share:.4%}" for name, share in shares.items() if share), "limit 100000"])
+    return late + " ".join(
+        [
+            *(f"{name} {share:.4%}" for name, share in shares.items() if share),
+            "limit 100000",
+        ]
+    )
 
 
 def dropped_by_netem(space: str, device: str) -> dict[str, int]:
     """Return what the kernel counts of a netem, which is frames and losses; nothing where there is none."""
-    listed = json.loads(tc(space, f"-statistics -json qdisc show dev {device}", "the kernel does not count"))
+    listed = json.loads(
+        tc(
+            space,
+            f"-statistics -json qdisc show dev {device}",
+            "the kernel does not count",
+        )
+    )
     found = [each for each in listed if each["kind"] == "netem"]
-    return {"frames": found[0]["packets"] + found[0]["drops"], "dropped": found[0]["drops"]} if found else {}
+    return (
+        {
+            "frames": found[0]["packets"] + found[0]["drops"],
+            "dropped": found[0]["drops"],
+        }
+        if found
+        else {}
+    )
 
 
 class Relay:
     """The switch in user space of impairing.py: a process in the namespace of the switch, known by its files."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        self.control, self.pid, self.log = folder / "relay", folder / "relay.pid", folder / "relay.log"
+        self.control, self.pid, self.log = (
+            folder / "relay",
+            folder / "relay.pid",
+            folder / "relay.log",
+        )
 
     @property
     def made(self) -> bool:
@@ -77,7 +118,13 @@ class Relay:
 
     def start(self, space: str, size: int, faults: Faults) -> None:
         """Start it between the ports of P hosts, which are there and up, and wait until it passes frames."""
-        program = [sys.executable, str(HERE / "impairing.py"), str(self.control), str(size), json.dumps(asdict(faults))]
+        program = [
+            sys.executable,
+            str(HERE / "impairing.py"),
+            str(self.control),
+            str(size),
+            json.dumps(asdict(faults)),
+        ]
         with self.log.open("w") as log:
             process = subprocess.Popen(
                 inside(space, *program),
@@ -98,7 +145,9 @@ class Relay:
             try:
                 asking.connect(str(self.control))
             except OSError as error:
-                fail(f"the relay does not answer ({error}); it said: {self.log.read_text()}")
+                fail(
+                    f"the relay does not answer ({error}); it said: {self.log.read_text()}"
+                )
             with asking.makefile() as answer:
                 return json.load(answer)
 
@@ -108,7 +157,8 @@ class Relay:
             return
         pid = int(self.pid.read_text())
         try:
-            process = os.pidfd_open(pid)  # stays this process, whoever is given its number later
+            # stays this process, whoever is given its number later
+            process = os.pidfd_open(pid)
         except ProcessLookupError:
             return
         try:

@@ -4,7 +4,8 @@ import subprocess
 import sys
 from typing import NoReturn
 
-CONGESTION_CONTROL = ("cubic", "reno")  # BBR, the default of some kernels, takes the pauses of MPI for a slow link
+# BBR, the default of some kernels, takes the pauses of MPI for a slow link
+CONGESTION_CONTROL = ("cubic", "reno")
 TCP = {"tcp_slow_start_after_idle": "0", "tcp_no_metrics_save": "1"}
 
 
@@ -12,8 +13,12 @@ def make_namespace(name: str) -> None:
     """Make a network namespace with a loopback interface, and the TCP settings of a cluster."""
     call(["ip", "netns", "add", name])
     ip(name, "link set lo up")
-    allowed = call(inside(name, "cat", "/proc/sys/net/ipv4/tcp_allowed_congestion_control")).split()
-    control = next((each for each in CONGESTION_CONTROL if each in allowed), CONGESTION_CONTROL[0])
+    allowed = call(
+        inside(name, "cat", "/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    ).split()
+    control = next(
+        (each for each in CONGESTION_CONTROL if each in allowed), CONGESTION_CONTROL[0]
+    )
     for setting, value in {"tcp_congestion_control": control, **TCP}.items():
         write = f"echo {value} > /proc/sys/net/ipv4/{setting}"
         call(inside(name, "sh", "-c", write), f"the kernel refuses {setting} = {value}")

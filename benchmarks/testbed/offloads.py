@@ -2,8 +2,9 @@
 
     python offloads.py DEVICE
 
-Both ends of a veth pair leave this to hardware that is not there, which does no harm as long as frames stay inside the
-kernel. A frame that a program reads has to be what would be on a wire: complete, and no longer than the MTU.
+Both ends of a veth pair leave this to hardware that is not there, which does no harm as
+long as frames stay inside the kernel. A frame that a program reads has to be what would
+be on a wire: complete, and no longer than the MTU.
 """
 
 import array
@@ -13,7 +14,8 @@ import struct
 import sys
 
 SIOCETHTOOL = 0x8946
-OFFLOADS = {"tx checksum": 0x17, "tso": 0x1F, "gso": 0x24}  # ETHTOOL_S*: number of the command that sets each
+# ETHTOOL_S*: number of the command that sets each
+OFFLOADS = {"tx checksum": 0x17, "tso": 0x1F, "gso": 0x24}
 
 
 def switch_off(device: str) -> None:
@@ -21,7 +23,8 @@ def switch_off(device: str) -> None:
     with socket.socket() as asking:
         for command in OFFLOADS.values():
             value = array.array("I", [command, 0])  # struct ethtool_value
-            request = struct.pack("16sP16x", device.encode(), value.buffer_info()[0])  # struct ifreq
+            # struct ifreq
+            request = struct.pack("16sP16x", device.encode(), value.buffer_info()[0])
             fcntl.ioctl(asking, SIOCETHTOOL, request)
 
 

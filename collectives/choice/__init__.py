@@ -1,7 +1,8 @@
 """The choice of the algorithm of a collective called with "auto" (docs/collectives.md, "Predicted costs").
 
-Pure functions of values known to all ranks, so all ranks make the same choice: formulas give the cost of each
-algorithm, the constants of links, memory and cores turn it into seconds, and the fastest is taken.
+Pure functions of values known to all ranks, so all ranks make the same choice: formulas
+give the cost of each algorithm, the constants of links, memory and cores turn it into
+seconds, and the fastest is taken.
 """
 
 from functools import lru_cache
@@ -14,16 +15,30 @@ from mpicomp.vector import SparseVector
 
 
 def algorithm_for(
-    collective: str, vector: SparseVector, group: Group, entries: float, *, whole: bool = True, **about: Any
+    collective: str,
+    vector: SparseVector,
+    group: Group,
+    entries: float,
+    *,
+    whole: bool = True,
+    **about: Any,
 ) -> str:
     """Return the algorithm for a vector and a group, with so many entries of each rank; see `choose` and `Case`."""
     per_node = -(-group.size // len(group.node_sizes))
-    case = Case(group.size, vector.length, entries, per_node, value_nbytes=vector.value_nbytes, **about)
+    case = Case(
+        group.size,
+        vector.length,
+        entries,
+        per_node,
+        value_nbytes=vector.value_nbytes,
+        **about,
+    )
     return _chosen(collective, case, group.link.choice, whole)
 
 
 @lru_cache(maxsize=1024)
-def _chosen(collective: str, case: Case, links: Links, whole: bool) -> str:  # rounding takes 3 us
+# rounding takes 3 us
+def _chosen(collective: str, case: Case, links: Links, whole: bool) -> str:
     return choose(collective, case.rounded(), links, whole=whole)
 
 
@@ -31,14 +46,19 @@ def _chosen(collective: str, case: Case, links: Links, whole: bool) -> str:  # r
 def choose(collective: str, case: Case, links: Links, *, whole: bool = True) -> str:
     """Return the algorithm with the shortest predicted time, of equally fast ones the first.
 
-    whole: these are all ranks of the communicator, so MPI's own allreduce is a candidate.
+    whole: these are all ranks of the communicator, so MPI's own allreduce is a
+    candidate.
     """
     taken = predicted(collective, case, links)
-    names = [name for name in taken if name != "dense_mpi" or (whole and case.value_nbytes)]
+    names = [
+        name for name in taken if name != "dense_mpi" or (whole and case.value_nbytes)
+    ]
     return min(names, key=lambda name: taken[name][0])
 
 
-def predicted(collective: str, case: Case, links: Links) -> dict[str, tuple[float, Cost]]:
+def predicted(
+    collective: str, case: Case, links: Links
+) -> dict[str, tuple[float, Cost]]:
     """Return seconds and cost of each algorithm that has a formula, for a node's link that all of its ranks share."""
     constants = constants_of(case, links)
     costs = {name: formula(case) for name, formula in FORMULAS[collective].items()}
@@ -46,7 +66,10 @@ def predicted(collective: str, case: Case, links: Links) -> dict[str, tuple[floa
     if 1 < case.nodes < case.ranks:
         for name, formula in ON_NODES[collective].items():
             inner, outer, lanes = formula(case, links)
-            taken[name] = seconds(inner, links.inside()) + seconds(outer, links.between(lanes)), plus(inner, outer)
+            taken[name] = (
+                seconds(inner, links.inside()) + seconds(outer, links.between(lanes)),
+                plus(inner, outer),
+            )
     if collective == "sparse_allreduce":
         for name, (its_own, cost) in taken.items():
             first = metadata_cost(case, name)

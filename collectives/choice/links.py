@@ -1,6 +1,7 @@
 """The links between nodes, as the choice takes them: latency and rate, named, given or measured.
 
-docs/collectives.md, "Predicted costs", says when they are measured, and why they are rounded.
+docs/collectives.md, "Predicted costs", says when they are measured, and why they are
+rounded.
 """
 
 import math
@@ -17,22 +18,28 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Cost = tuple[float, float, float, float]  # rounds, messages, bytes and merged entries of the busiest rank
-Constants = tuple[float, float, float, float]  # seconds of a round, of a further message of it, a byte, an entry
+# rounds, messages, bytes and merged entries of the busiest rank
+Cost = tuple[float, float, float, float]
+# seconds of a round, of a further message of it, a byte, an entry
+Constants = tuple[float, float, float, float]
 
 VARIABLE = "MPICOMP_NETWORK"
-# Seconds; benchmarks/fit_choice.py prints what docs/results/choice-*.json gives for those inside a node.
+# Seconds; benchmarks/fit_choice.py prints what docs/results/choice-*.json gives for
+# those inside a node.
 OWN_LATENCY = 10e-6  # that this library spends on a message between nodes
 MESSAGE, MERGED = 8e-6, 3e-9  # of a further message of a round, and of a merged entry
 LATENCY_INSIDE, BYTE_INSIDE = 15e-6, 1.5e-10  # of a round, and of a byte, inside a node
-SWITCH = 50e-6  # of a round, for each further rank that shares a core: the others wait for it
+# of a round, for each further rank that shares a core: the others wait for it
+SWITCH = 50e-6
 STEP = 10.0  # measured figures are rounded to powers of it
 SHORT_TRIPS, TRIPS = 20, 3  # round trips of a short message, and of each longer one
 LONG_ENOUGH = 1e-3  # seconds of a message from which no longer one is sent
-SHORTEST, LONGEST, GROWTH = 1 << 16, 1 << 24, 4  # bytes of the messages that measure the rate
+# bytes of the messages that measure the rate
+SHORTEST, LONGEST, GROWTH = 1 << 16, 1 << 24, 4
 _OWN = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit(?::(\d+(?:\.\d+)?)(ns|us|ms|s))?")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_PAYLOAD = 0.944  # of the bits on a link; the rest are headers and gaps of TCP over Ethernet
+# of the bits on a link; the rest are headers and gaps of TCP over Ethernet
+_PAYLOAD = 0.944
 TAG = 0  # nothing else has been sent on the library's duplicate by then
 
 
@@ -40,7 +47,8 @@ TAG = 0  # nothing else has been sent on the library's duplicate by then
 class Links:
     """Links between nodes. latency: seconds of a short message. rate: bytes a second of the link of a node.
 
-    crowding: ranks that share a core, on the node with the most; below 1 for ranks faster than a core, as a GPU is.
+    crowding: ranks that share a core, on the node with the most; below 1 for ranks
+    faster than a core, as a GPU is.
     """
 
     latency: float
@@ -49,7 +57,12 @@ class Links:
 
     def between(self, ranks: int) -> Constants:
         """Return the constants of messages that `ranks` ranks of each node send at once."""
-        return self.latency + OWN_LATENCY, MESSAGE, ranks / self.rate, MERGED * self.crowding
+        return (
+            self.latency + OWN_LATENCY,
+            MESSAGE,
+            ranks / self.rate,
+            MERGED * self.crowding,
+        )
 
     def inside(self) -> Constants:
         """Return the constants of messages inside a node; a further message takes half as long as a round."""
@@ -76,8 +89,8 @@ def seconds(cost: Cost, constants: Constants) -> float:
 def links_of(text: str) -> Links:
     """Return the links of a named network, or of a rate with or without a delay: "25gbit", "10gbit:50us".
 
-    Without a delay: that of the fastest named network with TCP that is not faster, or of the slowest one. Raises
-    ValueError for other texts.
+    Without a delay: that of the fastest named network with TCP that is not faster, or
+    of the slowest one. Raises ValueError for other texts.
 
     >>> links_of("10gbit:50us")
     Links(latency=5e-05, rate=1180000000.0, crowding=1.0)
@@ -93,20 +106,31 @@ def links_of(text: str) -> Links:
     if found[3]:
         return Links(float(found[3]) * _UNITS[found[4]], rate)
     known = [each for name, each in NETWORKS.items() if name.endswith("bit")]
-    return Links(next((each.latency for each in reversed(known) if each.rate <= rate), known[0].latency), rate)
+    return Links(
+        next(
+            (each.latency for each in reversed(known) if each.rate <= rate),
+            known[0].latency,
+        ),
+        rate,
+    )
 
 
-def agreed_links(comm: "MPI.Intracomm", nodes: Sequence[int], crowding: float = 1.0) -> Links:
+def agreed_links(
+    comm: "MPI.Intracomm", nodes: Sequence[int], crowding: float = 1.0
+) -> Links:
     """Return the links between the nodes, the same on all ranks. Collective, blocks.
 
-    These are the links that MPICOMP_NETWORK names on rank 0, else `measured` ones. nodes: for each rank, the first rank
-    of its node. Raises ValueError on all ranks for a bad MPICOMP_NETWORK.
+    These are the links that MPICOMP_NETWORK names on rank 0, else `measured` ones.
+    nodes: for each rank, the first rank of its node. Raises ValueError on all ranks for
+    a bad MPICOMP_NETWORK.
     """
     text = comm.bcast(os.environ.get(VARIABLE, ""))
     try:
         found = links_of(text or "1gbit")
     except ValueError as error:
-        raise ValueError(f"the environment variable {VARIABLE} is not a network: {error}") from None
+        raise ValueError(
+            f"the environment variable {VARIABLE} is not a network: {error}"
+        ) from None
     if not text and len(set(nodes)) > 1:
         found = measured(comm, nodes)
     return replace(found, crowding=crowding)
@@ -128,19 +152,28 @@ def rounded(latency: float, rate: float) -> Links:
     """Return links with both figures at powers of `STEP` times those of 1 Gbit/s."""
     near = NETWORKS["1gbit"]
     pairs = (latency, near.latency), (rate, near.rate)
-    return Links(*[known * STEP ** round(math.log(figure / known, STEP)) for figure, known in pairs])
+    return Links(
+        *[
+            known * STEP ** round(math.log(figure / known, STEP))
+            for figure, known in pairs
+        ]
+    )
 
 
 def _timed(comm: "MPI.Intracomm", partner: int, *, leads: bool) -> tuple[float, float]:
     """Return the seconds of a short message and of a byte between two ranks, of which one leads."""
     latency = _trip(comm, partner, 1, SHORT_TRIPS, leads=leads)
     nbytes = SHORTEST
-    while (taken := _trip(comm, partner, nbytes, TRIPS, leads=leads)) < LONG_ENOUGH and nbytes < LONGEST:
+    while (
+        taken := _trip(comm, partner, nbytes, TRIPS, leads=leads)
+    ) < LONG_ENOUGH and nbytes < LONGEST:
         nbytes *= GROWTH
     return latency, max(taken - latency, taken / 2) / nbytes
 
 
-def _trip(comm: "MPI.Intracomm", partner: int, nbytes: int, trips: int, *, leads: bool) -> float:
+def _trip(
+    comm: "MPI.Intracomm", partner: int, nbytes: int, trips: int, *, leads: bool
+) -> float:
     """Return half of the fastest of some round trips, as the leading rank saw it: the link did not delay the others."""
     buffer, fastest = np.zeros(nbytes, np.uint8), np.full(1, np.inf)
     for _ in range(trips):

@@ -35,37 +35,48 @@ from mpicomp.tensors import ALONE, DICT, by_name, check_same_form, in_form, outs
 class GradientExchange:
     """Exchange gradients between the ranks of `comm`: each gets the mean of the vectors sent by all ranks.
 
-    comm: any mpi4py intracommunicator. compressor: selects the entries to send; each named tensor gets a copy. Or, for
-    gradients in a dict, a function of the name and the shape of a tensor that returns its compressor. feedback: keeps
-    the other entries; one object for each exchange, `ErrorFeedback()` by default; each named tensor gets a copy.
-    collective: `sparse_allreduce`, the default, `gtopk_allreduce`, `sparse_allgather`, with keyword arguments bound by
-    `functools.partial`; it runs in its nonblocking form. Or a function of (vector, comm); a rank that failed passes an
-    exception as the vector, and all ranks have to raise. It returns the same sum on all ranks: a SparseVector, (sum,
-    rejected), (sum, votes), a list of every rank's vector, or a Request for these.
+    comm: any mpi4py intracommunicator. compressor: selects the entries to send; each
+    named tensor gets a copy. Or, for gradients in a dict, a function of the name and
+    the shape of a tensor that returns its compressor. feedback: keeps the other
+    entries; one object for each exchange, `ErrorFeedback()` by default; each named
+    tensor gets a copy. collective: `sparse_allreduce`, the default, `gtopk_allreduce`,
+    `sparse_allgather`, with keyword arguments bound by `functools.partial`; it runs in
+    its nonblocking form. Or a function of (vector, comm); a rank that failed passes an
+    exception as the vector, and all ranks have to raise. It returns the same sum on all
+    ranks: a SparseVector, (sum, rejected), (sum, votes), a list of every rank's vector,
+    or a Request for these.
 
-    Or a collective of dense arrays with `Dense()`, which None stands for then: `quantised_allreduce`, with its bits
-    bound, whose `rejected` is the next residual, or `dense_allreduce`. bits: 8, 4, 2 or 1, short for the former.
+    Or a collective of dense arrays with `Dense()`, which None stands for then:
+    `quantised_allreduce`, with its bits bound, whose `rejected` is the next residual,
+    or `dense_allreduce`. bits: 8, 4, 2 or 1, short for the former.
 
-    average: True divides the sum by the number of ranks, False does not; "contributors" divides each entry by the
-    number of ranks that sent it, which `sparse_allreduce` and `sparse_allgather` count; "sign" returns the sign of the
-    sum, 1, -1 or 0. Tensors that are sent dense (small ones, and those of `Dense`) are divided by the number of ranks.
-    basis: compress the coefficients of each tensor in an orthonormal basis, such as `Hadamard()`, keep the residual in
-    it, and transform the mean back: a dense array. small: named tensors with fewer values are sent dense; by default
-    1024, and 0 in a basis and for dense arrays. bucket_nbytes: bytes of the gradients in one message, about. log:
-    called with the `Statistics` of each step that was kept; an error in it becomes a warning.
+    average: True divides the sum by the number of ranks, False does not; "contributors"
+    divides each entry by the number of ranks that sent it, which `sparse_allreduce` and
+    `sparse_allgather` count; "sign" returns the sign of the sum, 1, -1 or 0. Tensors
+    that are sent dense (small ones, and those of `Dense`) are divided by the number of
+    ranks. basis: compress the coefficients of each tensor in an orthonormal basis, such
+    as `Hadamard()`, keep the residual in it, and transform the mean back: a dense
+    array. small: named tensors with fewer values are sent dense; by default 1024, and 0
+    in a basis and for dense arrays. bucket_nbytes: bytes of the gradients in one
+    message, about. log: called with the `Statistics` of each step that was kept; an
+    error in it becomes a warning.
 
-    nonfinite: "skip" skips a step on all ranks if a gradient of any rank contains NaN or an infinity, which takes one
-    more pass over the gradients. Residuals do not change, all means are zero, so that an optimiser without momentum
-    changes nothing (with sparse=True they are empty), and `finite` is False until a step is kept. "raise" raises.
+    nonfinite: "skip" skips a step on all ranks if a gradient of any rank contains NaN
+    or an infinity, which takes one more pass over the gradients. Residuals do not
+    change, all means are zero, so that an optimiser without momentum changes nothing
+    (with sparse=True they are empty), and `finite` is False until a step is kept.
+    "raise" raises.
 
-    The object holds the residuals: use one for each model, and the same settings and calls on every rank. The first
-    step compares settings and tensors between the ranks. A step is kept by all ranks or by none. Raises TypeError or
-    ValueError for bad arguments.
+    The object holds the residuals: use one for each model, and the same settings and
+    calls on every rank. The first step compares settings and tensors between the ranks.
+    A step is kept by all ranks or by none. Raises TypeError or ValueError for bad
+    arguments.
 
     >>> GradientExchange(comm, TopK(k=2))(gradient).tolist()  # the residual is now [0.5, 0, 0.25, 0]
     [0.0, -3.0, 0.0, 2.0]
 
-    Every value in four bits, on the way to the sum and back; bins as AdaComp's authors use them:
+    Every value in four bits, on the way to the sum and back; bins as AdaComp's authors
+    use them:
 
     >>> exchange = GradientExchange(comm, bits=4)
     >>> exchange = GradientExchange(comm, lambda name, shape: AdaComp(50 if len(shape) == 4 else 500))
@@ -94,43 +105,73 @@ class GradientExchange:
         takes_arrays = self._reduction.takes_arrays
         if compressor is None and takes_arrays:
             compressor = Dense()
-        if small is None:  # arrays need no exception, and in a basis small tensors are as good as others
+        # arrays need no exception, and in a basis small tensors are as good as others
+        if small is None:
             small = 0 if takes_arrays or basis is not None else 1024
-        small, bucket_nbytes = to_integer("small", small, least=0), to_integer("bucket_nbytes", bucket_nbytes, least=0)
-        self.comm, self.compressor, self.feedback, self.average, self.log = comm, compressor, feedback, average, log
+        small, bucket_nbytes = (
+            to_integer("small", small, least=0),
+            to_integer("bucket_nbytes", bucket_nbytes, least=0),
+        )
+        self.comm, self.compressor, self.feedback, self.average, self.log = (
+            comm,
+            compressor,
+            feedback,
+            average,
+            log,
+        )
         self.basis = basis
-        self.steps = self.skipped = 0  # that were kept, also before the state that was loaded; that were skipped
-        self._changes: list[str] = []  # calls that changed the state after the last step, the same on all ranks
+        # that were kept, also before the state that was loaded; that were skipped
+        self.steps = self.skipped = 0
+        # calls that changed the state after the last step, the same on all ranks
+        self._changes: list[str] = []
         self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
-        self._first: Statistics | None = None  # of the first step, which compiles and connects
+        # of the first step, which compiles and connects
+        self._first: Statistics | None = None
         self._later: Statistics | None = None  # of all others
         rest = average, nonfinite, basis, takes_arrays
         self._layout = Layout(compressor, feedback, small, bucket_nbytes, *rest)  # type: ignore[arg-type]
         self._checked = checking.is_enabled()
-        self._refused = NotFiniteError if nonfinite == "skip" else ValueError if self._checked else None
+        self._refused = (
+            NotFiniteError
+            if nonfinite == "skip"
+            else ValueError
+            if self._checked
+            else None
+        )
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
-        self._order: list[str] = []  # of the named tensors in the buckets, before any were held
+        # of the named tensors in the buckets, before any were held
+        self._order: list[str] = []
         self._buckets: list[Bucket] = []
         self._held: list[Bucket] = []  # of tensors that `hold` leaves out
-        self._begin = partial(Step, reduction=self._reduction, refused=self._refused, checked=self._checked)
+        self._begin = partial(
+            Step,
+            reduction=self._reduction,
+            refused=self._refused,
+            checked=self._checked,
+        )
         self._step: Step | None = None  # the one under way
 
     def __call__(self, gradient: Any, *, out: Any = None, sparse: bool = False) -> Any:
         """Exchange `gradient` and return the mean over the ranks, as the same kind of array.
 
-        gradient: one array of any shape; or a list or tuple of arrays of one dtype, which are compressed as one vector
-        (returns a list); or a dict of arrays by name, each compressed separately, as `start` and `finish` do (returns
-        the means of all registered tensors, those of `gradient` first). In host memory or on a CUDA device; see
-        `mpicomp.arrays` for the kinds. The same shapes and dtypes on every rank and in every step.
+        gradient: one array of any shape; or a list or tuple of arrays of one dtype,
+        which are compressed as one vector (returns a list); or a dict of arrays by
+        name, each compressed separately, as `start` and `finish` do (returns the means
+        of all registered tensors, those of `gradient` first). In host memory or on a
+        CUDA device; see `mpicomp.arrays` for the kinds. The same shapes and dtypes on
+        every rank and in every step.
 
-        out: the output buffers, in the form of `gradient`: C-contiguous, of the same shapes and dtypes, or the gradient
-        itself; they are returned. A dict may omit names. sparse: return the mean as a SparseVector, or a list or dict
-        of these, with indices into each array in C order, without a pass over all values. See `SparseVector.add_to`.
+        out: the output buffers, in the form of `gradient`: C-contiguous, of the same
+        shapes and dtypes, or the gradient itself; they are returned. A dict may omit
+        names. sparse: return the mean as a SparseVector, or a list or dict of these,
+        with indices into each array in C order, without a pass over all values. See
+        `SparseVector.add_to`.
 
-        Raises KeyError, TypeError or ValueError for a bad gradient or `out`, RuntimeError within a step, and
-        `CollectiveError` on the other ranks; OverflowError on all ranks if the sum leaves its range. Nothing changes.
+        Raises KeyError, TypeError or ValueError for a bad gradient or `out`,
+        RuntimeError within a step, and `CollectiveError` on the other ranks;
+        OverflowError on all ranks if the sum leaves its range. Nothing changes.
         """
         try:
             check_between_steps(self)
@@ -141,39 +182,55 @@ class GradientExchange:
         except Exception as error:
             self.fail(error)
         self._step = self._begin(self.comm, arrays, outs)
-        return in_form(form, self._run(form, "sparse" if sparse else "dense").results, arrays)
+        return in_form(
+            form, self._run(form, "sparse" if sparse else "dense").results, arrays
+        )
 
     @defer_interrupt
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Register the tensors, in the order in which their gradients become ready; all ranks call it, once.
 
-        tensors: arrays by name; only kind, shape and dtype are used. Without this call the first step registers them.
+        tensors: arrays by name; only kind, shape and dtype are used. Without this call
+        the first step registers them.
 
-        Raises TypeError or ValueError for bad tensors, or the error of a `compressor` function, and `CollectiveError`
-        on the other ranks, or on all if tensors or settings differ; RuntimeError if tensors are registered.
+        Raises TypeError or ValueError for bad tensors, or the error of a `compressor`
+        function, and `CollectiveError` on the other ranks, or on all if tensors or
+        settings differ; RuntimeError if tensors are registered.
         """
         if self._buckets:
-            raise RuntimeError("the tensors are registered: expected one call, before the first step")
+            raise RuntimeError(
+                "the tensors are registered: expected one call, before the first step"
+            )
         if self.is_in_step:
-            self.fail(RuntimeError("a step is in progress: register the tensors before the first of them is started"))
+            self.fail(
+                RuntimeError(
+                    "a step is in progress: register the tensors before the first of them is started"
+                )
+            )
         self._register(DICT, tensors)
 
     def start(self, name: str, array: Any, *, out: Any = None) -> None:
         """Pass the gradient of a tensor; its bucket is sent once it is full and all earlier buckets were sent.
 
-        name: of a tensor, once a step. array: of the registered shape and dtype; None for zeros. Do not change it
-        before `finish`, which raises its errors, and sends the buckets if no tensors are registered. out: as in a call.
+        name: of a tensor, once a step. array: of the registered shape and dtype; None
+        for zeros. Do not change it before `finish`, which raises its errors, and sends
+        the buckets if no tensors are registered. out: as in a call.
 
-        Raises KeyError, TypeError or ValueError for an unknown or a repeated name; the step continues.
+        Raises KeyError, TypeError or ValueError for an unknown or a repeated name; the
+        step continues.
         """
         if self._step is not None and name in self._step.arrays:
-            raise ValueError(f"{name!r} was started before in this step: expected each tensor once")
+            raise ValueError(
+                f"{name!r} was started before in this step: expected each tensor once"
+            )
         if self._form is not None:
             check_same_form(DICT, {name: array}, self._form, self._names)
         self.start_together({name: array}, {name: out})
 
     @defer_interrupt
-    def start_together(self, arrays: Mapping[str, Any], outs: Mapping[str, Any] | None = None) -> None:
+    def start_together(
+        self, arrays: Mapping[str, Any], outs: Mapping[str, Any] | None = None
+    ) -> None:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
         step = self._step = self._step or self._begin(self.comm, {}, {})
         with self._ended_on_error():
@@ -190,8 +247,9 @@ class GradientExchange:
     def finish(self, *, sparse: bool = False) -> dict[str, Any]:
         """Wait for the sums of this step, and return the means by name, as the registered kinds of array.
 
-        A tensor that was not started on this rank counts as zero, such as all of them on a rank without a batch, but
-        entries of its residual may be sent. sparse, errors: as of a call.
+        A tensor that was not started on this rank counts as zero, such as all of them
+        on a rank without a batch, but entries of its residual may be sent. sparse,
+        errors: as of a call.
         """
         return self._run(DICT, "sparse" if sparse else "dense").results
 
@@ -204,7 +262,8 @@ class GradientExchange:
         try:
             if not self._buckets:
                 self._step = None
-                gather_objects(error, self.comm, OPERATION)  # as the others, which compare what they have
+                # as the others, which compare what they have
+                gather_objects(error, self.comm, OPERATION)
             self._run(DICT, "dense", error)
             raise error
         finally:
@@ -218,7 +277,11 @@ class GradientExchange:
         if not self._buckets:
             return parameters
         form, arrays = by_name(parameters)
-        points = {name: point for bucket in self.buckets for name, point in bucket.ahead(arrays).items()}
+        points = {
+            name: point
+            for bucket in self.buckets
+            for name, point in bucket.ahead(arrays).items()
+        }
         return in_form(form, points, arrays)
 
     @property
@@ -230,36 +293,52 @@ class GradientExchange:
     def compressors(self) -> dict[str, Compressor]:
         """The compressors in use by name of the tensor, such as to look at a `report`; one vector is "gradient"."""
         found = (bucket.compressor.compressors for bucket in self.buckets)
-        return {ALONE if name is None else name: each for some in found for name, each in some.items()}
+        return {
+            ALONE if name is None else name: each
+            for some in found
+            for name, each in some.items()
+        }
 
     def report(self) -> str:
         """Return lines to print: bytes and milliseconds of an exchange, in the mean of all but the first one."""
-        itemsize = next((tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0)
+        itemsize = next(
+            (tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0
+        )
         return report(self._first, self._later, self.skipped, self.comm, itemsize)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's exchange: arrays by name, which np.savez can store.
 
-        Each rank saves its own state, at any time: within a step it is the state before that step. A run resumed from
-        it continues bitwise. Rank, number of ranks, step and settings are in the part of each tensor; the order of
-        named tensors (`register` them in it first) and residuals in place (save the gradients) are not.
+        Each rank saves its own state, at any time: within a step it is the state before
+        that step. A run resumed from it continues bitwise. Rank, number of ranks, step
+        and settings are in the part of each tensor; the order of named tensors
+        (`register` them in it first) and residuals in place (save the gradients) are
+        not.
         """
         with set_back(self._step.snapshots if self._step else []):
-            return whole_state(self.buckets, self._layout.settings(self.comm, self.steps))
+            return whole_state(
+                self.buckets, self._layout.settings(self.comm, self.steps)
+            )
 
     @defer_interrupt
-    def load_state_dict(self, state: Mapping[str, Any], *, same_settings: bool = True) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, same_settings: bool = True
+    ) -> None:
         """Load a `state_dict` of this rank and number of ranks; if it raises, nothing changes.
 
-        All ranks call it, with states of one step: the next step raises CollectiveError on all of them otherwise.
-        same_settings: False also accepts a state with other settings, such as another density or decay.
+        All ranks call it, with states of one step: the next step raises CollectiveError
+        on all of them otherwise. same_settings: False also accepts a state with other
+        settings, such as another density or decay.
 
-        Raises ValueError for the state of another rank, number of ranks (see `load_state_dicts`), or other settings,
-        naming both, and for an incomplete state or one that does not fit; RuntimeError within a step.
+        Raises ValueError for the state of another rank, number of ranks (see
+        `load_state_dicts`), or other settings, naming both, and for an incomplete state
+        or one that does not fit; RuntimeError within a step.
         """
         check_between_steps(self)
         settings = self._layout.settings(self.comm, self.steps)
-        self.steps = load_whole_state(self.buckets, state, settings, same_settings=same_settings)
+        self.steps = load_whole_state(
+            self.buckets, state, settings, same_settings=same_settings
+        )
         self._changes = ["load_state_dict"]
 
     def load_state_dicts(
@@ -272,69 +351,90 @@ class GradientExchange:
     ) -> None:
         """Load the states that `ranks` ranks saved, in a job of any size.
 
-        load(rank): returns the `state_dict` of a rank of the job that saved. Rank r of P calls it for the ranks r, r +
-        P, r + 2P, ..., one after the other, and adds up their residuals and velocities; a rank beyond `ranks` for r
-        modulo `ranks`, and it starts with a residual of zero. Residuals in place are not part of a state.
+        load(rank): returns the `state_dict` of a rank of the job that saved. Rank r of
+        P calls it for the ranks r, r + P, r + 2P, ..., one after the other, and adds up
+        their residuals and velocities; a rank beyond `ranks` for r modulo `ranks`, and
+        it starts with a residual of zero. Residuals in place are not part of a state.
 
-        conserve: "sum" conserves the sum of the residuals over the ranks, right with a learning rate proportional to
-        the number of ranks if average=True divides by it; "mean" their mean, for a constant learning rate.
+        conserve: "sum" conserves the sum of the residuals over the ranks, right with a
+        learning rate proportional to the number of ranks if average=True divides by it;
+        "mean" their mean, for a constant learning rate.
 
-        Raises the errors of `load_state_dict`, ValueError for states of different steps, OverflowError if a sum leaves
-        the range of its dtype. Nothing changes then.
+        Raises the errors of `load_state_dict`, ValueError for states of different
+        steps, OverflowError if a sum leaves the range of its dtype. Nothing changes
+        then.
 
         >>> exchange = GradientExchange(comm, TopK(k=2))
         >>> mean = exchange(gradient)
         >>> states = [exchange.state_dict()]  # or the file of each rank that saved
         >>> exchange.load_state_dicts(1, lambda rank: states[rank])
         """
-        state = redistributed(self._layout.settings(self.comm, self.steps), ranks, load, conserve)
+        state = redistributed(
+            self._layout.settings(self.comm, self.steps), ranks, load, conserve
+        )
         self.load_state_dict(state, same_settings=same_settings)
 
     @defer_interrupt
     def hold(self, names: Iterable[str]) -> None:
         """Leave named tensors out of the following steps, such as frozen layers; all ranks call it.
 
-        names: all that are left out from now on; none takes all up again. Nothing of them is sent, no mean is returned,
-        and their residuals and compressors do not change.
+        names: all that are left out from now on; none takes all up again. Nothing of
+        them is sent, no mean is returned, and their residuals and compressors do not
+        change.
 
-        Raises KeyError, ValueError if no tensor is left, CollectiveError on the other ranks, or on all if the names
-        differ; RuntimeError within a step. Nothing changes then.
+        Raises KeyError, ValueError if no tensor is left, CollectiveError on the other
+        ranks, or on all if the names differ; RuntimeError within a step. Nothing
+        changes then.
         """
         check_between_steps(self)
         settings = self._layout.settings(self.comm, self.steps)
-        found = outcome_of(self._layout.rearranged, self.buckets, self._order, names, settings)
+        found = outcome_of(
+            self._layout.rearranged, self.buckets, self._order, names, settings
+        )
         is_error = isinstance(found, Exception)
         held = [] if is_error else [name for each in found[1] for name in each.names]
         try:
             call = f"{OPERATION}.hold({', '.join(held[:3])})"
-            everyone = gather_objects(found if is_error else {"names": str(held)}, self.comm, call)
-        except Exception as error:  # the other ranks may be in a step, and have taken this call for its first sum
+            everyone = gather_objects(
+                found if is_error else {"names": str(held)}, self.comm, call
+            )
+        # the other ranks may be in a step, and have taken this call for its first sum
+        except Exception as error:
             if not self._buckets:
                 raise
             step = self._step = self._begin(self.comm, {}, {})
-            step.started.append(Started(self._buckets[0], self._reduction, None, {}, None, error))
+            step.started.append(
+                Started(self._buckets[0], self._reduction, None, {}, None, error)
+            )
             self.fail(error)
         check_same("tensors to hold", everyone)
         self._buckets, self._held = found
-        self._names = {name for bucket in self._buckets for name in bucket.names_of_tensors}
+        self._names = {
+            name for bucket in self._buckets for name in bucket.names_of_tensors
+        }
 
     def continue_on(self, comm: Any) -> None:
         """Continue with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
 
-        comm: of ranks that have this exchange; all of them call. The residuals of dead ranks are lost; the mean is then
-        over the ranks of `comm`. Raises RuntimeError within a step; CollectiveError on all ranks if they have kept
-        different steps; RankFailedError and CollectiveTimeoutError as a step does. Nothing changes then.
+        comm: of ranks that have this exchange; all of them call. The residuals of dead
+        ranks are lost; the mean is then over the ranks of `comm`. Raises RuntimeError
+        within a step; CollectiveError on all ranks if they have kept different steps;
+        RankFailedError and CollectiveTimeoutError as a step does. Nothing changes then.
         """
         check_between_steps(self)
         mine = {"steps kept": str(self.steps), "buckets": str(len(self._buckets))}
-        check_same("state, or load a checkpoint", gather_objects(mine, comm, f"{OPERATION}.continue_on"))
+        check_same(
+            "state, or load a checkpoint",
+            gather_objects(mine, comm, f"{OPERATION}.continue_on"),
+        )
         self.comm = comm
 
     @defer_interrupt
     def reset(self) -> None:
         """Clear the residual on this rank, whose mass is lost, and the compressors' memory of aggregates.
 
-        All ranks call it: the next step raises CollectiveError on all of them otherwise. RuntimeError within a step.
+        All ranks call it: the next step raises CollectiveError on all of them
+        otherwise. RuntimeError within a step.
         """
         check_between_steps(self)
         for bucket in self.buckets:
@@ -345,8 +445,9 @@ class GradientExchange:
     def rescale(self, factor: float) -> None:
         """Multiply residuals in gradient units by `factor`, the old learning rate over the new one.
 
-        All ranks call it: the next step raises CollectiveError on all of them otherwise. Raises RuntimeError within a
-        step, and the errors of a feedback's `rescale`; nothing changes then.
+        All ranks call it: the next step raises CollectiveError on all of them
+        otherwise. Raises RuntimeError within a step, and the errors of a feedback's
+        `rescale`; nothing changes then.
         """
         check_between_steps(self)
         with restored_on_error(self.buckets):
@@ -374,7 +475,8 @@ class GradientExchange:
     def _ended_on_error(self) -> Iterator[None]:
         """End the current step if the block raises: an Exception on all ranks, anything else on this rank alone."""
         try:
-            with np.errstate(all="ignore"):  # they may be set differently by rank: see `step`
+            # they may be set differently by rank: see `step`
+            with np.errstate(all="ignore"):
                 yield
         except BaseException as error:
             step, self._step = self._step, None
@@ -382,13 +484,18 @@ class GradientExchange:
                 step.undo()
             if self._checked and isinstance(error, Exception):
                 name_step(error, self.steps, self.comm.rank)
-            clear_frames(error.__traceback__)  # else they, the error and the arrays of the step hold each other
+            # else they, the error and the arrays of the step hold each other
+            clear_frames(error.__traceback__)
             raise
 
     def _register(self, form: str, arrays: Mapping[str, Any]) -> None:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
         names = [name for bucket in self._buckets for name in bucket.names_of_tensors]
-        self._form, self._names, self._order = form, {*names}, names if form == DICT else []
+        self._form, self._names, self._order = (
+            form,
+            {*names},
+            names if form == DICT else [],
+        )
 
     @property
     def is_in_step(self) -> bool:
@@ -408,7 +515,12 @@ class GradientExchange:
             return
         self.steps, self._changes = self.steps + 1, []
         if self._checked:
-            weighed = [entry for each in step.finished if each.started.audit for entry in each.started.audit.entries]
+            weighed = [
+                entry
+                for each in step.finished
+                if each.started.audit
+                for entry in each.started.audit.entries
+            ]
             balance(gather_objects(weighed, self.comm, OPERATION), self.steps - 1)
         self.statistics = step.statistics(self.residual_norm if self.log else None)
         if self._first is None:
@@ -419,7 +531,9 @@ class GradientExchange:
             if self.log:
                 self.log(self.statistics)
         except Exception as error:  # the other ranks have kept the step
-            warnings.warn(f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2
+            )
 
 
 def check_between_steps(exchange: GradientExchange) -> None:

@@ -2,10 +2,13 @@
 
 The rules, in the order in which they apply:
 
-1. Named tensors are in rank 0's order, of its gradients in the first step or of `register`; so do buckets start.
-2. A named tensor of fewer than `small` values is sent dense, in one bucket for each dtype, after the others.
-3. A bucket contains tensors of one dtype, up to about `bucket_nbytes`; a tensor is never divided. Each is a segment of
-   the bucket's vector: its entries compete with each other only.
+1. Named tensors are in rank 0's order, of its gradients in the first step or of
+   `register`; so do buckets start.
+2. A named tensor of fewer than `small` values is sent dense, in one bucket for each
+   dtype, after the others.
+3. A bucket contains tensors of one dtype, up to about `bucket_nbytes`; a tensor is
+   never divided. Each is a segment of the bucket's vector: its entries compete with
+   each other only.
 
 One array, or the arrays of a list, are one bucket of one segment.
 """
@@ -27,7 +30,8 @@ from mpicomp.feedback import Feedback
 from mpicomp.feedback.base import check_feedback
 from mpicomp.tensors import ALONE, DICT, Tensor, check_same_form, describe, signatures
 
-Choose = Callable[[str, tuple[int, ...]], Compressor]  # of the name and the shape of a tensor
+# of the name and the shape of a tensor
+Choose = Callable[[str, tuple[int, ...]], Compressor]
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,14 @@ class Layout:
     takes_arrays: bool  # the collective sums dense arrays
 
     def __post_init__(self) -> None:
-        compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # what it chooses is checked then
+        # what it chooses is checked then
+        compressor: Any = Dense() if is_choice(self.compressor) else self.compressor
         check_compressor(compressor)
         check_feedback(self.feedback)
         if not isinstance(self.basis, Basis | None):
-            raise TypeError(f"basis is {self.basis!r}: expected an object such as Hadamard(chunk=256), or None")
+            raise TypeError(
+                f"basis is {self.basis!r}: expected an object such as Hadamard(chunk=256), or None"
+            )
         if self.basis is not None and not self.feedback.has_gradient_units:
             raise ValueError(
                 f"got basis={self.basis!r} and {self.feedback!r}, whose residual is in the units of values: expected a "
@@ -67,19 +74,30 @@ class Layout:
     def settings(self, comm: Any, steps: int) -> dict[str, Any]:
         """Return what a saved state names besides the parts of each segment: its place, and settings."""
         place = {"rank": comm.rank, "ranks": comm.size, "steps": steps}
-        return place | {"average": self.average, "small": self.small, "basis": self.basis}
+        return place | {
+            "average": self.average,
+            "small": self.small,
+            "basis": self.basis,
+        }
 
     def buckets(self, form: str, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
         """Return the buckets of this rank's tensors, in the order in which they start.
 
-        The ranks compare tensors and settings first. Raises this rank's error on it, and CollectiveError on the others;
-        CollectiveError on all if they differ.
+        The ranks compare tensors and settings first. Raises this rank's error on it,
+        and CollectiveError on the others; CollectiveError on all if they differ.
         """
         found = outcome_of(self._described, form, arrays)
-        compared = "average", "small", "bucket_nbytes", "nonfinite", "basis"  # compressors and feedback may differ
-        settings = {"gradients": form} | {name: repr(vars(self)[name]) for name in compared}
+        # compressors and feedback may differ
+        compared = "average", "small", "bucket_nbytes", "nonfinite", "basis"
+        settings = {"gradients": form} | {
+            name: repr(vars(self)[name]) for name in compared
+        }
         failed = isinstance(found, Exception)
-        mine: Any = found if failed else {"tensors": signatures(found[0], form), "settings": settings}
+        mine: Any = (
+            found
+            if failed
+            else {"tensors": signatures(found[0], form), "settings": settings}
+        )
         everyone = gather_objects(mine, comm, OPERATION)
         for what in "settings", "tensors":
             check_same(what, [each[what] for each in everyone])
@@ -87,13 +105,22 @@ class Layout:
             here = {pair[0].name: pair for pair in zip(*found, strict=form == DICT)}
             ordered = [here[name] for name in everyone[0]["tensors"]] if here else []
             buckets = self.named(ordered) or [self.alone(found[0])]
-        if self.average == CONTRIBUTORS:  # of a tensor that is sent whole no votes are counted
-            kinds = {name: type(each.compressor_of(name).chain()[-1]) for each in buckets for name in each.names}
+        # of a tensor that is sent whole no votes are counted
+        if self.average == CONTRIBUTORS:
+            kinds = {
+                name: type(each.compressor_of(name).chain()[-1])
+                for each in buckets
+                for name in each.names
+            }
             whole = {name: str(issubclass(kind, Dense)) for name, kind in kinds.items()}
-            check_same("tensors that are sent whole", gather_objects(whole, comm, OPERATION))
+            check_same(
+                "tensors that are sent whole", gather_objects(whole, comm, OPERATION)
+            )
         return buckets
 
-    def _described(self, form: str, arrays: Mapping[str, Any]) -> tuple[list[Tensor], list[Compressor]]:
+    def _described(
+        self, form: str, arrays: Mapping[str, Any]
+    ) -> tuple[list[Tensor], list[Compressor]]:
         """Return the tensors, and a compressor for each named one."""
         tensors = describe(arrays, form)
         if form == DICT:
@@ -106,7 +133,8 @@ class Layout:
 
     def alone(self, tensors: Sequence[Tensor]) -> Bucket:
         """Return the bucket of tensors that form one segment, with the caller's own parts."""
-        compressor: Any = Dense() if is_choice(self.compressor) else self.compressor  # no tensor yet: none was chosen
+        # no tensor yet: none was chosen
+        compressor: Any = Dense() if is_choice(self.compressor) else self.compressor
         return Bucket([ALONE], tensors, [compressor], self.feedback, basis=self.basis)
 
     def _compressor(self, tensor: Tensor) -> Compressor:
@@ -115,7 +143,10 @@ class Layout:
             return Dense()
         given: Any = self.compressor
         if is_choice(given):
-            given, name = given(tensor.name, tensor.shape), f"compressor for {tensor.name!r}"
+            given, name = (
+                given(tensor.name, tensor.shape),
+                f"compressor for {tensor.name!r}",
+            )
             check_compressor(given, name)
             self._check_sum(given, name)
         return deepcopy(given)  # type: ignore[no-any-return]
@@ -130,34 +161,71 @@ class Layout:
                 small.setdefault(tensor.dtype, []).append((tensor, compressor))
                 continue
             size = tensor.size * tensor.dtype.itemsize
-            if not groups or groups[-1][0][0].dtype != tensor.dtype or nbytes + size > self.bucket_nbytes:
+            if (
+                not groups
+                or groups[-1][0][0].dtype != tensor.dtype
+                or nbytes + size > self.bucket_nbytes
+            ):
                 groups.append([])
                 nbytes = 0
             groups[-1].append((tensor, compressor))
             nbytes += size
-        return [self._bucket(each) for each in groups] + [self._bucket(each, dense=True) for each in small.values()]
+        return [self._bucket(each) for each in groups] + [
+            self._bucket(each, dense=True) for each in small.values()
+        ]
 
     def rearranged(
-        self, buckets: Sequence[Bucket], order: Sequence[str], names: Iterable[str], settings: Mapping[str, Any]
+        self,
+        buckets: Sequence[Bucket],
+        order: Sequence[str],
+        names: Iterable[str],
+        settings: Mapping[str, Any],
     ) -> tuple[list[Bucket], list[Bucket]]:
         """Return buckets of the tensors that are not in `names`, and of those that are, with copies of the states."""
         held = dict.fromkeys([names] if isinstance(names, str) else names)
-        found = {each.name: (each, bucket.compressor_of(each.name)) for bucket in buckets for each in bucket.tensors}
-        parts = {name: (found[name][0], deepcopy(found[name][1])) for name in order}  # a resumed run has these buckets
+        found = {
+            each.name: (each, bucket.compressor_of(each.name))
+            for bucket in buckets
+            for each in bucket.tensors
+        }
+        # a resumed run has these buckets
+        parts = {name: (found[name][0], deepcopy(found[name][1])) for name in order}
         check_same_form(DICT, held, DICT, parts)
         if held.keys() == parts.keys():
-            raise ValueError("no named tensor is left to exchange: expected one at least")
+            raise ValueError(
+                "no named tensor is left to exchange: expected one at least"
+            )
         left, out = (
-            self.named([pair for name, pair in parts.items() if (name in held) is is_held]) for is_held in (False, True)
+            self.named(
+                [pair for name, pair in parts.items() if (name in held) is is_held]
+            )
+            for is_held in (False, True)
         )
-        load_whole_state([*left, *out], whole_state(buckets, settings), settings, same_settings=False)
+        load_whole_state(
+            [*left, *out], whole_state(buckets, settings), settings, same_settings=False
+        )
         return left, out
 
-    def _bucket(self, group: Sequence[tuple[Tensor, Compressor]], *, dense: bool = False) -> Bucket:
+    def _bucket(
+        self, group: Sequence[tuple[Tensor, Compressor]], *, dense: bool = False
+    ) -> Bucket:
         """Return a bucket with a feedback of its own."""
-        tensors, compressors = [tensor for tensor, _ in group], [compressor for _, compressor in group]
-        names, basis = [tensor.name for tensor in tensors], None if dense else self.basis
-        return Bucket(names, tensors, compressors, deepcopy(self.feedback), dense=dense, basis=basis)
+        tensors, compressors = (
+            [tensor for tensor, _ in group],
+            [compressor for _, compressor in group],
+        )
+        names, basis = (
+            [tensor.name for tensor in tensors],
+            None if dense else self.basis,
+        )
+        return Bucket(
+            names,
+            tensors,
+            compressors,
+            deepcopy(self.feedback),
+            dense=dense,
+            basis=basis,
+        )
 
 
 def is_choice(compressor: Any) -> bool:

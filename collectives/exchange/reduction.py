@@ -19,14 +19,16 @@ from mpicomp.bucket import Compressed, Mean
 from mpicomp.feedback.base import check_range
 from mpicomp.vector import SparseVector, add_up, count_up, whole
 
-CONTRIBUTORS, SIGN = "contributors", "sign"  # average: by the number of ranks that sent an entry; the mean's sign
+# average: by the number of ranks that sent an entry; the mean's sign
+CONTRIBUTORS, SIGN = "contributors", "sign"
 
 
 class Received(NamedTuple):
     """The result of a sum on this rank.
 
-    rejected: what this rank has to keep: None, entries, or an array. votes: the number of ranks that sent each entry,
-    None if they were not counted. entries: the number of them that were received.
+    rejected: what this rank has to keep: None, entries, or an array. votes: the number
+    of ranks that sent each entry, None if they were not counted. entries: the number of
+    them that were received.
     """
 
     total: Mean
@@ -46,9 +48,10 @@ class Received(NamedTuple):
 class Reduction:
     """The sum of an exchange.
 
-    call: the collective's nonblocking form. average: of `GradientExchange`. takes_arrays: it sums arrays, not vectors.
-    writes: it returns (sum, rejected), and writes both to arrays given as `out`. owns: a rank sums its `own_share` of a
-    vector, and does not send it.
+    call: the collective's nonblocking form. average: of `GradientExchange`.
+    takes_arrays: it sums arrays, not vectors. writes: it returns (sum, rejected), and
+    writes both to arrays given as `out`. owns: a rank sums its `own_share` of a vector,
+    and does not send it.
     """
 
     call: Callable[..., Any]
@@ -70,9 +73,10 @@ class Reduction:
     def received(self, outcome: Any, length: int) -> Received:
         """Return the parts of what the collective returned for vectors of a length.
 
-        outcome: the sum of arrays, with what was rejected if it `writes`; of vectors a SparseVector, a dense array,
-        (sum, rejected), (sum, votes), or a list, which is added up in rank order. float16 is converted to float32
-        first, so that it is rounded once. Raises TypeError for anything else, ValueError for another length.
+        outcome: the sum of arrays, with what was rejected if it `writes`; of vectors a
+        SparseVector, a dense array, (sum, rejected), (sum, votes), or a list, which is
+        added up in rank order. float16 is converted to float32 first, so that it is
+        rounded once. Raises TypeError for anything else, ValueError for another length.
         """
         result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
         if self.takes_arrays:
@@ -86,28 +90,52 @@ class Reduction:
                 "the votes, a list of them, or a Request for one; give a collective such as gtopk_allreduce"
             )
         if any([part.length != length for part in parts]):
-            raise ValueError(f"the collective returned {parts}: expected a sum of length {length}")
-        rejected, votes = (more, None) if isinstance(more, SparseVector) else (None, more)
+            raise ValueError(
+                f"the collective returned {parts}: expected a sum of length {length}"
+            )
+        rejected, votes = (
+            (more, None) if isinstance(more, SparseVector) else (None, more)
+        )
         if self.average == CONTRIBUTORS and isinstance(result, list):
             votes = count_up(parts).values
         wide = np.promote_types(parts[0].dtype, np.float32)
         if len(parts) > 1 or parts[0].dtype != wide:
-            parts = [SparseVector(part.indices, part.values.astype(wide, copy=False), part.length) for part in parts]
-        return Received(add_up(parts), rejected, votes, sum([part.nnz for part in parts]))
+            parts = [
+                SparseVector(
+                    part.indices, part.values.astype(wide, copy=False), part.length
+                )
+                for part in parts
+            ]
+        return Received(
+            add_up(parts), rejected, votes, sum([part.nnz for part in parts])
+        )
 
-    def mean(self, received: Received, dtype: Any, ranks: int, dense: Sequence[tuple[int, int]]) -> Mean:
+    def mean(
+        self,
+        received: Received,
+        dtype: Any,
+        ranks: int,
+        dense: Sequence[tuple[int, int]],
+    ) -> Mean:
         """Return the mean in a dtype; of an array in its place.
 
-        dense: ranges of which every rank sends all values. Raises OverflowError if a value is not finite.
+        dense: ranges of which every rank sends all values. Raises OverflowError if a
+        value is not finite.
         """
         total = received.total
         if not isinstance(total, SparseVector):
-            mean = np.divide(total, ranks, out=total) if self.average in (True, CONTRIBUTORS) else total
+            mean = (
+                np.divide(total, ranks, out=total)
+                if self.average in (True, CONTRIBUTORS)
+                else total
+            )
             check_range(mean, "sum over the ranks")
             return mean
         values, by_entry = total.values, self.average == CONTRIBUTORS
         if ranks > 1 and self.average in (True, CONTRIBUTORS):
-            values = values / (contributors(total, received.votes, ranks, dense) if by_entry else ranks)
+            values = values / (
+                contributors(total, received.votes, ranks, dense) if by_entry else ranks
+            )
         vector = total.with_values(values.astype(dtype, copy=False))
         try:
             vector.validate()
@@ -129,7 +157,9 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
     known = declared_by(collective)
     takes_arrays = known is not None and known.takes_arrays
     return Reduction(
-        nonblocking_sum(with_votes(collective) if average == CONTRIBUTORS else collective),
+        nonblocking_sum(
+            with_votes(collective) if average == CONTRIBUTORS else collective
+        ),
         average,
         takes_arrays=takes_arrays,
         writes=takes_arrays and "out" in signature(known).parameters,  # type: ignore[arg-type]

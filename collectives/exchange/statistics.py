@@ -9,9 +9,10 @@ from collectives.runtime.link import link_if_any
 class Statistics(NamedTuple):
     """Statistics of one step on this rank, or the sums of several. Times in seconds.
 
-    length: values in the gradient. sent: entries contributed by this rank; received: entries of the sum, or of all
-    parts. nbytes: bytes of the contributed indices and values; wire_nbytes: of the messages sent, as counted by
-    `collectives.traffic`. residual_norm: Euclidean norm of this rank's residuals; None without a `log`.
+    length: values in the gradient. sent: entries contributed by this rank; received:
+    entries of the sum, or of all parts. nbytes: bytes of the contributed indices and
+    values; wire_nbytes: of the messages sent, as counted by `collectives.traffic`.
+    residual_norm: Euclidean norm of this rank's residuals; None without a `log`.
     """
 
     length: int
@@ -36,26 +37,45 @@ class Statistics(NamedTuple):
         return self if other is None else Statistics(*map(add, self[:-1], other[:-1]))
 
 
-def report(first: Statistics | None, later: Statistics | None, skipped: int, comm: Any, size: int) -> str:
+def report(
+    first: Statistics | None,
+    later: Statistics | None,
+    skipped: int,
+    comm: Any,
+    size: int,
+) -> str:
     """Return lines to print: the averages of exchanges on this rank, compared with a dense allreduce.
 
-    first: of the exchange that includes compilation and connections, which is left out unless it is the only one; None
-    without any. later: the sum of the others. skipped: the number of exchanges that were skipped. size: bytes of a
-    value. Dense: 2 (P-1)/P n v bytes for n values of v bytes.
+    first: of the exchange that includes compilation and connections, which is left out
+    unless it is the only one; None without any. later: the sum of the others. skipped:
+    the number of exchanges that were skipped. size: bytes of a value. Dense: 2 (P-1)/P
+    n v bytes for n values of v bytes.
     """
     more = f" ({skipped} more skipped)" if skipped else ""
     total = later or first
     if total is None:
         return f"no exchange yet{more}"
     ranks, kept, link = comm.size, total.steps, link_if_any(comm)
-    what = "the first exchange" if later is None else f"{kept} exchange{'s' * (kept > 1)} after the first"
+    what = (
+        "the first exchange"
+        if later is None
+        else f"{kept} exchange{'s' * (kept > 1)} after the first"
+    )
     dense = 2 * (ranks - 1) * total.length * size // ranks
     share = f" ({total.wire_nbytes / dense:.3%})" if dense else ""
     is_on_one_node = link is not None and len({*link.nodes}) == 1 < ranks
-    fewer = "; between nodes entries are coded in fewer" if is_on_one_node and total.density < 1 else ""
+    fewer = (
+        "; between nodes entries are coded in fewer"
+        if is_on_one_node and total.density < 1
+        else ""
+    )
     times = total.compress_seconds, total.communicate_seconds, total.restore_seconds
-    compress, communicate, restore = (f"{1e3 * seconds / kept:.3f}" for seconds in times)
-    sent = f"{total.wire_nbytes // kept}, a dense allreduce {dense // kept}{share}{fewer}"
+    compress, communicate, restore = (
+        f"{1e3 * seconds / kept:.3f}" for seconds in times
+    )
+    sent = (
+        f"{total.wire_nbytes // kept}, a dense allreduce {dense // kept}{share}{fewer}"
+    )
     return (
         f"{what}{more} on {ranks} ranks, {total.length // kept} values, density {total.density:.4g}\n"
         f"bytes sent by this rank each time: {sent}\n"

@@ -1,9 +1,10 @@
 """A step of the exchange: all of it on all ranks, or none of it.
 
-`run` is the only place that has an order. All that can fail on one rank is done before the ranks agree, and changes no
-state that outlives the step, except that of compressors, which is restored; what follows writes to allocated memory,
-and swaps. A rank with an error contributes it in place of a vector. NumPy's floating-point errors are off, as ranks may
-have different settings; overflow is checked instead.
+`run` is the only place that has an order. All that can fail on one rank is done before
+the ranks agree, and changes no state that outlives the step, except that of
+compressors, which is restored; what follows writes to allocated memory, and swaps. A
+rank with an error contributes it in place of a vector. NumPy's floating-point errors
+are off, as ranks may have different settings; overflow is checked instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +35,9 @@ OPERATION = "GradientExchange"  # what the ranks' agreements are called in error
 class Started(NamedTuple):
     """A bucket whose sum was started.
 
-    compressed: what this rank sends; None if it failed, and contributed its error. buffers: for the mean, by tensor
-    name. audit: of the debug mode. outcome: a Request; or what a collective that blocks returned, or its error.
+    compressed: what this rank sends; None if it failed, and contributed its error.
+    buffers: for the mean, by tensor name. audit: of the debug mode. outcome: a Request;
+    or what a collective that blocks returned, or its error.
     """
 
     bucket: Bucket
@@ -54,8 +56,8 @@ class Started(NamedTuple):
 class Finished(NamedTuple):
     """A bucket that only has to be committed.
 
-    entries, rejected: their numbers. results: new ones, by tensor name. writes: the caller's buffers, and what to write
-    to them.
+    entries, rejected: their numbers. results: new ones, by tensor name. writes: the
+    caller's buffers, and what to write to them.
     """
 
     started: Started
@@ -69,8 +71,9 @@ class Finished(NamedTuple):
 class Step:
     """One step: the gradients and output buffers by name, and what became of the buckets.
 
-    refused: the error for gradients that are not finite, which are then looked for before residuals are added; None
-    for what compressors raise. checked: the debug mode.
+    refused: the error for gradients that are not finite, which are then looked for
+    before residuals are added; None for what compressors raise. checked: the debug
+    mode.
     """
 
     def __init__(
@@ -87,34 +90,59 @@ class Step:
         self.started: list[Started] = []
         self.finished: list[Finished] = []  # none in a step that failed or was skipped
         self.results: dict[str, Any] = {}  # of `run`, by name
-        self.snapshots: list[Snapshot] = []  # the compressors' attributes before the step
-        self._comm, self._reduction, self._refused, self._checked = comm, reduction, refused, checked
+        # the compressors' attributes before the step
+        self.snapshots: list[Snapshot] = []
+        self._comm, self._reduction, self._refused, self._checked = (
+            comm,
+            reduction,
+            refused,
+            checked,
+        )
         self._of_arrays = dense_reduction(reduction.average)  # of small tensors
         self._sent_before = traffic(comm).nbytes
         self._compressing = self._communicating = self._restoring = 0.0  # seconds
 
-    def run(self, buckets: Sequence[Bucket], form: str, place: str, error: Exception | None = None) -> None:
+    def run(
+        self,
+        buckets: Sequence[Bucket],
+        form: str,
+        place: str,
+        error: Exception | None = None,
+    ) -> None:
         """Keep the step on all ranks; or raise on all, or skip it on all.
 
-        form: of the results, "dense", "sparse" or "vectors". place: of this rank, which must be that of all. error: of
-        this rank, which raises it.
+        form: of the results, "dense", "sparse" or "vectors". place: of this rank, which
+        must be that of all. error: of this rank, which raises it.
         """
         try:
-            with all_or_none(self._comm, OPERATION, place):  # an error of any rank raises on all
-                self.start(buckets, is_complete=True, error=error)  # residuals added, entries selected, sums started
+            # an error of any rank raises on all
+            with all_or_none(self._comm, OPERATION, place):
+                # residuals added, entries selected, sums started
+                self.start(buckets, is_complete=True, error=error)
                 sums = self._sums(error)
                 check_apart([array for each in self.started for array in each.written])
-                finished = [self._finish(each, total, form) for each, total in sums]  # beside the state before the step
+                # beside the state before the step
+                finished = [self._finish(each, total, form) for each, total in sums]
             self.finished = finished
         finally:
             if not self.finished:
                 self.undo()
-        self.results = self._commit() if finished else self._skip(buckets, form)  # cannot fail
+        # cannot fail
+        self.results = self._commit() if finished else self._skip(buckets, form)
 
-    def start(self, buckets: Sequence[Bucket], *, is_complete: bool = False, error: Exception | None = None) -> None:
+    def start(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        is_complete: bool = False,
+        error: Exception | None = None,
+    ) -> None:
         """Start the full buckets in order; all of them if all gradients have been added."""
         for bucket in buckets[len(self.started) :]:
-            if not (is_complete or all([name in self.arrays for name in bucket.names_of_tensors])):
+            if not (
+                is_complete
+                or all([name in self.arrays for name in bucket.names_of_tensors])
+            ):
                 break
             self.started.append(self._start(bucket, error))
 
@@ -126,21 +154,31 @@ class Step:
 
     def _start(self, bucket: Bucket, error: Exception | None) -> Started:
         """Compress this rank's gradients, and start the sum; an error of this rank is contributed."""
-        began, reduction = perf_counter(), self._of_arrays if bucket.dense else self._reduction
+        began, reduction = (
+            perf_counter(),
+            self._of_arrays if bucket.dense else self._reduction,
+        )
         prepared: Any = error or outcome_of(self._prepare, bucket, reduction)
         if isinstance(prepared, Exception):
             prepared = (prepared, {}), None, {}, None
         (contribution, options), compressed, buffers, audit = prepared
         ready = perf_counter()
-        outcome = outcome_of(partial(reduction.call, contribution, self._comm, **options))
+        outcome = outcome_of(
+            partial(reduction.call, contribution, self._comm, **options)
+        )
         self._compressing += ready - began
         self._communicating += perf_counter() - ready
         return Started(bucket, reduction, compressed, buffers, audit, outcome)
 
-    def _prepare(self, bucket: Bucket, reduction: Reduction) -> tuple[Any, Compressed, dict[str, Array], Audit | None]:
+    def _prepare(
+        self, bucket: Bucket, reduction: Reduction
+    ) -> tuple[Any, Compressed, dict[str, Array], Audit | None]:
         """Return the arguments of the sum, and what `Started` holds: all that can fail on one rank before the sum."""
         self.snapshots += bucket.compressor.snapshot()
-        audit, buffers = Audit(bucket) if self._checked else None, bucket.outputs(self.outs)
+        audit, buffers = (
+            Audit(bucket) if self._checked else None,
+            bucket.outputs(self.outs),
+        )
         gradient = bucket.gradient(self.arrays)
         if self._refused is not None:
             bucket.check_finite(self.arrays, self._refused)
@@ -150,7 +188,11 @@ class Step:
             if reduction.takes_arrays:
                 compressed = bucket.correct(gradient)
             else:
-                own = own_share(bucket.length, self._comm.rank, self._comm.size) if reduction.owns else (0, 0)
+                own = (
+                    own_share(bucket.length, self._comm.rank, self._comm.size)
+                    if reduction.owns
+                    else (0, 0)
+                )
                 compressed = bucket.compress(gradient, own)
         except ValueError:
             if bucket.basis is not None:  # to name the gradient, and not a coefficient
@@ -164,7 +206,10 @@ class Step:
         """Wait for all sums and return them, none if the step is skipped; raise the first error that is no skip."""
         began = perf_counter()
         outcomes = [each.outcome for each in self.started]
-        outcomes = [outcome_of(each.wait) if isinstance(each, Request) else each for each in outcomes]
+        outcomes = [
+            outcome_of(each.wait) if isinstance(each, Request) else each
+            for each in outcomes
+        ]
         self._communicating += perf_counter() - began
         errors = [each for each in (error, *outcomes) if isinstance(each, Exception)]
         for each in errors:
@@ -182,14 +227,20 @@ class Step:
         dtype, ranks = compressed.corrected.dtype, self._comm.size
         mean = reduction.mean(received, dtype, ranks, bucket.compressor.whole)
         if isinstance(mean, SparseVector):
-            bucket.compressor.observe(mean, None if received.votes is None else received.votes / ranks)
+            bucket.compressor.observe(
+                mean, None if received.votes is None else received.votes / ranks
+            )
         if compressed.sent is None:
             bucket.feedback.settle_all(compressed.corrected, received.rejected)
         else:
-            bucket.feedback.settle(compressed.corrected, compressed.sent, received.rejected)
+            bucket.feedback.settle(
+                compressed.corrected, compressed.sent, received.rejected
+            )
         results, writes = _results(started, mean, form)
         self._restoring += perf_counter() - began
-        return Finished(started, mean, received.entries, received.rejected_entries, results, writes)
+        return Finished(
+            started, mean, received.entries, received.rejected_entries, results, writes
+        )
 
     def _commit(self) -> dict[str, Any]:
         """Commit all buckets, and return the results by name, complete on any stream of a device."""
@@ -215,7 +266,9 @@ class Step:
                 tensor.writable(out, tensor.name).fill(0)
                 results[tensor.name] = out
             elif form == "sparse":
-                results[tensor.name] = SparseVector.empty(tensor.size, tensor.dtype, beside=tensor.xp.empty(0))
+                results[tensor.name] = SparseVector.empty(
+                    tensor.size, tensor.dtype, beside=tensor.xp.empty(0)
+                )
             else:
                 results[tensor.name] = tensor.wrapped(tensor.new())
         staging.complete(bucket.tensors[0].xp for bucket in buckets)
@@ -245,7 +298,9 @@ class Step:
         )
 
 
-def _results(started: Started, mean: Mean, form: str) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
+def _results(
+    started: Started, mean: Mean, form: str
+) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
     """Return new results by tensor name, and what to write to the caller's buffers."""
     bucket, is_sign = started.bucket, started.reduction.average == SIGN
     if form == "dense":
@@ -254,10 +309,18 @@ def _results(started: Started, mean: Mean, form: str) -> tuple[dict[str, Any], l
             check_range(mean, "mean out of the basis")
         return bucket.dense_results(signs(mean) if is_sign else mean, started.buffers)
     if form == "sparse" and (bucket.basis is not None or started.reduction.writes):
-        what = f"in the basis {bucket.basis!r} a mean" if bucket.basis else "the mean of dense arrays"
-        raise ValueError(f"got sparse=True, and {what} has all values: expected sparse=False")
+        what = (
+            f"in the basis {bucket.basis!r} a mean"
+            if bucket.basis
+            else "the mean of dense arrays"
+        )
+        raise ValueError(
+            f"got sparse=True, and {what} has all values: expected sparse=False"
+        )
     if started.buffers:
-        raise ValueError("got out= and sparse=True: a sparse mean is returned, and not written to an array")
+        raise ValueError(
+            "got out= and sparse=True: a sparse mean is returned, and not written to an array"
+        )
     if form == "vectors":
         return {}, []
     vector = mean if isinstance(mean, SparseVector) else whole(mean)

@@ -1,8 +1,8 @@
 """Deadlines: the notices of ranks that waited too long (docs/reliability.md, "Deadlines").
 
-A rank that gives up sends all others a notice of the ranks it waits for, and receives theirs: ranks that wait too give
-up at once and answer. So the error names the ranks that did not respond, or, if all did, which rank waits for which
-(`state.Faults`).
+A rank that gives up sends all others a notice of the ranks it waits for, and receives
+theirs: ranks that wait too give up at once and answer. So the error names the ranks
+that did not respond, or, if all did, which rank waits for which (`state.Faults`).
 """
 
 import time
@@ -12,7 +12,15 @@ import numpy as np
 
 from collectives.faults import ulfm
 from collectives.faults.state import Faults
-from collectives.runtime.messages import LINE, Arrival, Pending, Sending, new_status, notice_tag, send_pieces
+from collectives.runtime.messages import (
+    LINE,
+    Arrival,
+    Pending,
+    Sending,
+    new_status,
+    notice_tag,
+    send_pieces,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -21,18 +29,25 @@ GRACE = 1.0  # seconds in which the others may answer; no longer than the timeou
 
 
 def exchange_notices(
-    comm: "MPI.Intracomm", faults: Faults, notice: str, timeout: float | None, abandoned: list[Pending]
+    comm: "MPI.Intracomm",
+    faults: Faults,
+    notice: str,
+    timeout: float | None,
+    abandoned: list[Pending],
 ) -> None:
     """Send a notice to all other ranks, and receive theirs, until all awaited ones have arrived or the time is up.
 
-    abandoned: the messages are appended to it, as MPI may own them while their receivers are absent.
+    abandoned: the messages are appended to it, as MPI may own them while their
+    receivers are absent.
     """
     text = notice.encode()
     message = np.frombuffer(text.ljust(-(-len(text) // LINE) * LINE), np.uint8)
     for rank in range(comm.size):
         try:
             if rank != comm.rank:
-                abandoned.append(Sending(*send_pieces(comm, message, rank, notice_tag(comm))))
+                abandoned.append(
+                    Sending(*send_pieces(comm, message, rank, notice_tag(comm)))
+                )
         except Exception as error:
             if not ulfm.is_failure(error):
                 raise
@@ -49,7 +64,8 @@ def has_notice(comm: "MPI.Intracomm", status: "MPI.Status | None" = None) -> boo
 
     try:
         return comm.Iprobe(MPI.ANY_SOURCE, notice_tag(comm), status)
-    except MPI.Exception as error:  # a rank died: what waits for it raises, or the deadline passes
+    # a rank died: what waits for it raises, or the deadline passes
+    except MPI.Exception as error:
         if not ulfm.is_failure(error):
             raise
         return False

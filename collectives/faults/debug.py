@@ -1,7 +1,7 @@
 """The debug mode of the collectives, MPICOMP_CHECK=1 (docs/reliability.md): calls are compared, results audited.
 
-The variable is read once for each communicator, at its first operation. `mpicomp.checking` has the masses and their
-tolerance, `runtime.group` the checksums.
+The variable is read once for each communicator, at its first operation.
+`mpicomp.checking` has the masses and their tolerance, `runtime.group` the checksums.
 """
 
 import sys
@@ -22,16 +22,25 @@ from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
-Promise = Callable[[Any], tuple[list[Any], list[Any]]]  # of a result: the vectors of all ranks, and of this rank
+# of a result: the vectors of all ranks, and of this rank
+Promise = Callable[[Any], tuple[list[Any], list[Any]]]
 
 
-def checked(group: Group, steps: Steps[T], contributed: Any, promise: Promise | None) -> Steps[T]:
+def checked(
+    group: Group, steps: Steps[T], contributed: Any, promise: Promise | None
+) -> Steps[T]:
     """Run an operation with the checks of the debug mode; return its result, or raise on all ranks.
 
-    contributed: the vector, or the array that MPI sums. promise: see `collectives.collective.collective`.
+    contributed: the vector, or the array that MPI sums. promise: see
+    `collectives.collective.collective`.
     """
-    call = [group.signature["operation"], _caller()]  # now: later the caller's frames are gone
-    return _compared(group, call, steps if promise is None else _audited(group, steps, contributed, promise))
+    # now: later the caller's frames are gone
+    call = [group.signature["operation"], _caller()]
+    return _compared(
+        group,
+        call,
+        steps if promise is None else _audited(group, steps, contributed, promise),
+    )
 
 
 def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
@@ -40,12 +49,21 @@ def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
         return (yield from run_or_notify(group, steps))
 
 
-def _audited(group: Group, steps: Steps[T], contributed: Any, promise: Promise) -> Steps[T]:
+def _audited(
+    group: Group, steps: Steps[T], contributed: Any, promise: Promise
+) -> Steps[T]:
     is_array = not isinstance(contributed, SparseVector)
-    before = _weighed("its contribution", lambda: ([contributed], []), is_array=is_array)  # now: it may be written to
+    # now: it may be written to
+    before = _weighed(
+        "its contribution", lambda: ([contributed], []), is_array=is_array
+    )
     result = yield from steps
     after = _weighed("its result", lambda: promise(result), is_array=is_array)
-    account = {**after, "contributed": before.get("same"), "fault": before["fault"] or after["fault"]}
+    account = {
+        **after,
+        "contributed": before.get("same"),
+        "fault": before["fault"] or after["fault"],
+    }
     accounts = yield from group.gather_objects(account)
     where = f"{_where(group)}{group.signature['operation']}: "
     _audit(accounts, group.signature.get("dtype") or "float32", where)
@@ -60,20 +78,28 @@ def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
     """Raise CheckError on all ranks if they call different operations; a call is its name and its line."""
     if len({name for name, _ in calls}) > 1:
         callers = ranks_by_value(enumerate(f"{name} at {line}" for name, line in calls))
-        who = "; ".join(f"{call} on {named_ranks(ranks)}" for call, ranks in callers.items())
+        who = "; ".join(
+            f"{call} on {named_ranks(ranks)}" for call, ranks in callers.items()
+        )
         raise CheckError(f"{where}must be the same operation on all ranks, got {who}")
 
 
-def _weighed(what: str, parts: Callable[[], tuple[list[Any], list[Any]]], *, is_array: bool) -> dict[str, Any]:
+def _weighed(
+    what: str, parts: Callable[[], tuple[list[Any], list[Any]]], *, is_array: bool
+) -> dict[str, Any]:
     """Return masses and a digest of vectors, and the first fault in them, which the other ranks have to receive.
 
-    parts: returns the vectors that are the same on all ranks, and this rank's own; an error of it is a fault as well.
-    is_array: arrays are summed.
+    parts: returns the vectors that are the same on all ranks, and this rank's own; an
+    error of it is a fault as well. is_array: arrays are summed.
     """
     try:
         same, own = parts()
-        bits = None if is_array and not own else _digest(same)  # those of MPI's own sum may differ between ranks
-        masses = {"same": total_mass(map(mass, same)), "own": total_mass(map(mass, own))}
+        # those of MPI's own sum may differ between ranks
+        bits = None if is_array and not own else _digest(same)
+        masses = {
+            "same": total_mass(map(mass, same)),
+            "own": total_mass(map(mass, own)),
+        }
         return {"fault": _fault(what, [*same, *own]), "bits": bits, **masses}
     except Exception as error:
         return {"fault": f"{type(error).__name__}: {error}"}
@@ -81,16 +107,26 @@ def _weighed(what: str, parts: Callable[[], tuple[list[Any], list[Any]]], *, is_
 
 def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
     """Raise CheckError on all ranks if their accounts, in rank order, do not add up."""
-    faults = [f"rank {rank}: {account['fault']}" for rank, account in enumerate(accounts) if account["fault"]]
+    faults = [
+        f"rank {rank}: {account['fault']}"
+        for rank, account in enumerate(accounts)
+        if account["fault"]
+    ]
     if faults:
         raise CheckError(where + "; ".join(faults))
     holders = ranks_by_value(enumerate(account["bits"] for account in accounts))
     if len(holders) > 1:
         different = ", another on ".join(map(named_ranks, holders.values()))
-        raise CheckError(f"{where}the ranks hold different bits: one result on {different}")
+        raise CheckError(
+            f"{where}the ranks hold different bits: one result on {different}"
+        )
     contributed = total_mass(account["contributed"] for account in accounts)
-    returned = total_mass([accounts[0]["same"], *(account["own"] for account in accounts)])
-    if not is_same_mass(returned, contributed, tolerance(np.dtype(dtype), len(accounts))):
+    returned = total_mass(
+        [accounts[0]["same"], *(account["own"] for account in accounts)]
+    )
+    if not is_same_mass(
+        returned, contributed, tolerance(np.dtype(dtype), len(accounts))
+    ):
         raise CheckError(
             f"{where}mass is not conserved: the ranks contributed {contributed[0]!r} in all (weighted by position "
             f"{contributed[1]!r}), and the results have {returned[0]!r} ({returned[1]!r})"
@@ -126,6 +162,8 @@ def _digest(vectors: Sequence[Any]) -> str:
 def _caller() -> str:
     """Return the line that called the library, as file:line."""
     frame = sys._getframe(1)
-    while frame.f_back and str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("collectives", "mpicomp"):
+    while frame.f_back and str(frame.f_globals.get("__name__", "")).partition(".")[
+        0
+    ] in ("collectives", "mpicomp"):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

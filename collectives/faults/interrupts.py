@@ -14,8 +14,8 @@ T = TypeVar("T")
 def defer_interrupt(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function whose calls deliver a SIGINT when they end; a second one at once, to leave a call that waits.
 
-    In other threads than the main one, without a Python handler, and within another such call it only calls the
-    function.
+    In other threads than the main one, without a Python handler, and within another
+    such call it only calls the function.
     """
 
     @wraps(function)
@@ -30,7 +30,11 @@ def defer_interrupt(function: Callable[P, T]) -> Callable[P, T]:
                 deferred[:] = number, frame
 
         is_nested = getattr(handler, "__code__", None) is defer.__code__
-        if is_nested or not callable(handler) or threading.current_thread() is not threading.main_thread():
+        if (
+            is_nested
+            or not callable(handler)
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return function(*args, **kwargs)
         _signal.signal(SIGINT, defer)
         try:

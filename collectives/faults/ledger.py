@@ -1,7 +1,8 @@
 """The debug mode of the exchange, MPICOMP_CHECK=1: checks that each step conserves mass over all ranks.
 
-Of the compressed vector c, the residual e afterwards and the received sum s: the sum over the ranks of (c - e) is s;
-for a method that keeps nothing c - e is the sent minus the rejected entries. All values are finite.
+Of the compressed vector c, the residual e afterwards and the received sum s: the sum
+over the ranks of (c - e) is s; for a method that keeps nothing c - e is the sent minus
+the rejected entries. All values are finite.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,16 @@ class Audit:
         self._expected: Array = np.empty(0)  # the vector to compress
         self._left: list[list[float]] = []  # sent less rejected, a segment
         self._sums: list[list[float]] = []
-        self._homes: list[Array] = []  # the gradients' arrays, where they hold the residual
-        self.entries: list[dict[str, Any]] = []  # one a segment, after `close`: see `balance`
+        # the gradients' arrays, where they hold the residual
+        self._homes: list[Array] = []
+        # one a segment, after `close`: see `balance`
+        self.entries: list[dict[str, Any]] = []
 
     def expect(self, gradient: Gradient) -> None:
         """Store a copy of the vector to compress."""
-        self._expected = self._bucket.feedback.correct(gradient, self._bucket.edges).copy()
+        self._expected = self._bucket.feedback.correct(
+            gradient, self._bucket.edges
+        ).copy()
 
     def check_input(self, corrected: Array) -> None:
         """Raise CheckError if a compressor changed its input."""
@@ -49,11 +54,19 @@ class Audit:
         """Weigh what was sent, None for all values, the sum, and what was rejected, before they are overwritten."""
         edges = self._bucket.edges
         sent, total = whole(self._expected) if sent is None else sent, _sparse(total)
-        self._sums, self._homes = [mass(part) for part in split(total, edges)], self._bucket.feedback.written
+        self._sums, self._homes = (
+            [mass(part) for part in split(total, edges)],
+            self._bucket.feedback.written,
+        )
         self._left = [mass(part) for part in split(sent, edges)]
         if rejected is not None:
-            back = [scaled_mass(mass(part), -1.0) for part in split(_sparse(rejected), edges)]
-            self._left = [total_mass(pair) for pair in zip(self._left, back, strict=True)]
+            back = [
+                scaled_mass(mass(part), -1.0)
+                for part in split(_sparse(rejected), edges)
+            ]
+            self._left = [
+                total_mass(pair) for pair in zip(self._left, back, strict=True)
+            ]
 
     def close(self, mean: SparseVector | Array) -> None:
         """Account for a step that was committed."""
@@ -66,10 +79,18 @@ class Audit:
         for place, (first, end) in enumerate(pairwise(bucket.edges)):
             left = self._left[place]
             if residual is not None:
-                before, kept = self._expected[first:end].astype(np.float64), residual[first:end]
+                before, kept = (
+                    self._expected[first:end].astype(np.float64),
+                    residual[first:end],
+                )
                 left = mass(before - kept)
-                left[2] = max(left[2], float(np.abs(before[before != kept]).sum()))  # by which what is kept is rounded
-            entry = {"vector": bucket.names[place], "left": left, "sum": self._sums[place]}
+                # by which what is kept is rounded
+                left[2] = max(left[2], float(np.abs(before[before != kept]).sum()))
+            entry = {
+                "vector": bucket.names[place],
+                "left": left,
+                "sum": self._sums[place],
+            }
             self.entries.append(entry | {"dtype": str(mean.dtype), "fault": fault})
 
 
@@ -87,9 +108,13 @@ def balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
         first = of_one[0]
         for rank, account in enumerate(of_one):
             if account["fault"]:
-                raise CheckError(f"{where}rank {rank}, in {account['vector']}: {account['fault']}")
+                raise CheckError(
+                    f"{where}rank {rank}, in {account['vector']}: {account['fault']}"
+                )
         left, total = total_mass(account["left"] for account in of_one), first["sum"]
-        if not is_same_mass(left, total, tolerance(np.dtype(first["dtype"]), len(everyone))):
+        if not is_same_mass(
+            left, total, tolerance(np.dtype(first["dtype"]), len(everyone))
+        ):
             raise CheckError(
                 f"{where}in {first['vector']}: mass is not conserved: {left[0]!r} left the ranks (weighted by "
                 f"position {left[1]!r}), and {total[0]!r} ({total[1]!r}) were received"
@@ -98,5 +123,12 @@ def balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
 
 def name_step(error: Exception, step: int, rank: int) -> None:
     """Prefix the text of an error with the rank and the step."""
-    if error.args and isinstance(error.args[0], str) and not error.args[0].startswith("MPICOMP_CHECK: "):
-        error.args = (f"MPICOMP_CHECK: step {step}, rank {rank}, {error.args[0]}", *error.args[1:])
+    if (
+        error.args
+        and isinstance(error.args[0], str)
+        and not error.args[0].startswith("MPICOMP_CHECK: ")
+    ):
+        error.args = (
+            f"MPICOMP_CHECK: step {step}, rank {rank}, {error.args[0]}",
+            *error.args[1:],
+        )

@@ -1,10 +1,11 @@
 """Raise on every rank or on none: the call signature, and error notifications.
 
-The header of every message has a digest of the arguments that must be the same on all ranks. A rank that receives
-another digest stops, and a rank with a bad argument does not start: it sends an error notification to every other rank,
-as its last message, and receives theirs. In every schedule, or in the round before it, data of every rank reach every
-other rank, so all ranks raise; also between two schedules, if one begins with a message from every rank to every other
-one, as the exact gTop-k does.
+The header of every message has a digest of the arguments that must be the same on all
+ranks. A rank that receives another digest stops, and a rank with a bad argument does
+not start: it sends an error notification to every other rank, as its last message, and
+receives theirs. In every schedule, or in the round before it, data of every rank reach
+every other rank, so all ranks raise; also between two schedules, if one begins with a
+message from every rank to every other one, as the exact gTop-k does.
 """
 
 from typing import TypeVar
@@ -20,8 +21,9 @@ T = TypeVar("T")
 def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
     """Run an operation to its end; return its result on every rank, or raise on every rank.
 
-    Raises this rank's own error if it has one, else CollectiveError that names the ranks and their arguments;
-    StepSkippedError on every rank if gradients that are not finite are the only errors.
+    Raises this rank's own error if it has one, else CollectiveError that names the
+    ranks and their arguments; StepSkippedError on every rank if gradients that are not
+    finite are the only errors.
     """
     if group.error is None:
         try:
@@ -31,6 +33,11 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
     reports = yield from group.notify(report(group.signature, group.error))
     error: Exception = disagreement(group.signature["operation"], reports)
     try:
-        raise error if group.error is None or isinstance(error, StepSkippedError) else group.error
+        raise (
+            error
+            if group.error is None or isinstance(error, StepSkippedError)
+            else group.error
+        )
     finally:
-        del group, steps, error  # else the error, its traceback and this frame hold each other
+        # else the error, its traceback and this frame hold each other
+        del group, steps, error

@@ -1,14 +1,17 @@
 """Continue without the ranks that died, under ULFM (docs/reliability.md).
 
-MPI numbers the agreements on a communicator, including those inside its Shrink: the n-th agreement of one rank matches
-the n-th of the others, whatever its purpose. But ranks learn of a death in different operations: one in a step next
-agrees on the step, another one calls `shrink` at once, and out of step by one they would hang in MPI's Shrink. So each
-rank contributes bits for its purpose, and MPI returns the bitwise AND: ranks that called `shrink` repeat the agreement
-until all have called it, and only then call MPI's Shrink. The same bits compare their quorums: each rank contributes
-its quorum and the complement, of which a bit is left in neither if ranks differ.
+MPI numbers the agreements on a communicator, including those inside its Shrink: the
+n-th agreement of one rank matches the n-th of the others, whatever its purpose. But
+ranks learn of a death in different operations: one in a step next agrees on the step,
+another one calls `shrink` at once, and out of step by one they would hang in MPI's
+Shrink. So each rank contributes bits for its purpose, and MPI returns the bitwise AND:
+ranks that called `shrink` repeat the agreement until all have called it, and only then
+call MPI's Shrink. The same bits compare their quorums: each rank contributes its quorum
+and the complement, of which a bit is left in neither if ranks differ.
 
-Invariant: every living rank gets the same bits from the n-th agreement. So all count the same number of consecutive
-agreements in which all called `shrink`; for a rank that took part for another purpose, or joins later, the count is 0.
+Invariant: every living rank gets the same bits from the n-th agreement. So all count
+the same number of consecutive agreements in which all called `shrink`; for a rank that
+took part for another purpose, or joins later, the count is 0.
 """
 
 from typing import TYPE_CHECKING
@@ -26,7 +29,8 @@ from mpicomp.settings import to_integer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_SOUND, _SHRINK = 1, 2  # bits; above them _WIDTH bits of the quorum, and as many of its complement
+# bits; above them _WIDTH bits of the quorum, and as many of its complement
+_SOUND, _SHRINK = 1, 2
 _WIDTH = 14
 _ONES = (1 << _WIDTH) - 1
 
@@ -34,22 +38,29 @@ _ONES = (1 << _WIDTH) - 1
 def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracomm":
     """Return a communicator of the living ranks of `comm`, in their order; all of them call it.
 
-    quorum: the least number of ranks that continue, 1 to `comm.size`, the same on all ranks; None, the default, is more
-    than half. In a network partition each side takes the other one for dead: with the default at most one side
-    continues. On one host, where no link can be cut, `shrink(comm, quorum=1)` is safe.
+    quorum: the least number of ranks that continue, 1 to `comm.size`, the same on all
+    ranks; None, the default, is more than half. In a network partition each side takes
+    the other one for dead: with the default at most one side continues. On one host,
+    where no link can be cut, `shrink(comm, quorum=1)` is safe.
 
-    Operations of this library in flight on `comm` end with RankFailedError, and `comm` is revoked inside MPI. All ranks
-    of the new communicator were alive when it was created.
+    Operations of this library in flight on `comm` end with RankFailedError, and `comm`
+    is revoked inside MPI. All ranks of the new communicator were alive when it was
+    created.
 
-    Raises RankFailedError that names the missing ranks if fewer than `quorum` are left: restart the job from a
-    checkpoint. CollectiveError on all ranks if their quorums differ, and CollectiveTimeoutError if a living rank is
-    absent (`configure`): then `comm` does not change, and a rank may call again. ValueError for a bad `quorum`.
+    Raises RankFailedError that names the missing ranks if fewer than `quorum` are left:
+    restart the job from a checkpoint. CollectiveError on all ranks if their quorums
+    differ, and CollectiveTimeoutError if a living rank is absent (`configure`): then
+    `comm` does not change, and a rank may call again. ValueError for a bad `quorum`.
     RuntimeError without ULFM.
     """
     from mpi4py import MPI
 
     remedy = " (ranks), or None"
-    needed = comm.size // 2 + 1 if quorum is None else to_integer("quorum", quorum, 1, comm.size, remedy=remedy)
+    needed = (
+        comm.size // 2 + 1
+        if quorum is None
+        else to_integer("quorum", quorum, 1, comm.size, remedy=remedy)
+    )
     if not ulfm.survives():
         library = MPI.Get_library_version().partition(",")[0]
         raise RuntimeError(
@@ -101,8 +112,8 @@ def _survivors(comm: "MPI.Intracomm") -> "MPI.Intracomm":
 def agree(sound: bool, comm: "MPI.Intracomm") -> bool:
     """Return whether all ranks pass `sound` and none has died, the same on all living ranks; without ULFM `sound`.
 
-    One agreement of MPI's; a rank in `shrink` counts as not sound. Raises CollectiveTimeoutError if a living rank is
-    absent.
+    One agreement of MPI's; a rank in `shrink` counts as not sound. Raises
+    CollectiveTimeoutError if a living rank is absent.
     """
     return agreements_on(comm).agree(sound)[0] if ulfm.survives() else sound
 
@@ -113,24 +124,32 @@ class Agreements:
     def __init__(self, comm: "MPI.Intracomm") -> None:
         self._comm, self._bits = comm, np.empty(1, np.int32)
         self._shrinking = 0  # agreements in a row in which all came to shrink
-        self._unfinished: Sending | None = None  # one to shrink that timed out: MPI counts this rank's bits there
+        # one to shrink that timed out: MPI counts this rank's bits there
+        self._unfinished: Sending | None = None
 
-    def agree(self, sound: bool, number: int = 0, call: str = "called agree on a step") -> tuple[bool, bool]:
+    def agree(
+        self, sound: bool, number: int = 0, call: str = "called agree on a step"
+    ) -> tuple[bool, bool]:
         """Return what `agree` does, and whether all numbers are equal modulo 2^14; call: a missing one, in errors."""
         self._shrinking = 0
         with of_process():
-            failed = self._finish(self._start((_SOUND if sound else 0) | _bits_of(number)), call)
+            failed = self._finish(
+                self._start((_SOUND if sound else 0) | _bits_of(number)), call
+            )
         return bool(self._bits[0] & _SOUND) and not failed, self._are_equal()
 
     def agree_to_shrink(self, quorum: int) -> bool:
         """Return when all living ranks have called `shrink`: whether with the same quorum, modulo 2^14.
 
-        Needs two agreements: MPI counts the bits of a rank that timed out in the first one, but that rank is absent
-        from the second one, so the others detect it. A rank that timed out may call again, and continues.
+        Needs two agreements: MPI counts the bits of a rank that timed out in the first
+        one, but that rank is absent from the second one, so the others detect it. A
+        rank that timed out may call again, and continues.
         """
         while self._shrinking < 2:
             with of_process():
-                self._unfinished = self._unfinished or self._start(_SHRINK | _bits_of(quorum))
+                self._unfinished = self._unfinished or self._start(
+                    _SHRINK | _bits_of(quorum)
+                )
                 self._finish(self._unfinished, "called shrink")
             self._unfinished = None
             self._shrinking = self._shrinking + 1 if self._bits[0] & _SHRINK else 0

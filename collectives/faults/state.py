@@ -1,13 +1,15 @@
 """State machine of the faults of a communicator: events in, notices and errors out. No MPI, no clock, no I/O.
 
-A bad argument, arguments that differ (`disagreement`) and an interrupt end one operation on all of its
-ranks. After the other faults (`Faults`) the library no longer uses the communicator:
+A bad argument, arguments that differ (`disagreement`) and an interrupt end one
+operation on all of its ranks. After the other faults (`Faults`) the library no longer
+uses the communicator:
 
     usable --give_up--> notices are awaited --error--> finished
     usable --die, shrink, free-----------------------> finished
 
-Invariants: the first event on a rank determines its error; later ones change nothing. All operations in flight and all
-later ones raise the same text, from the notices that have arrived when it is first raised.
+Invariants: the first event on a rank determines its error; later ones change nothing.
+All operations in flight and all later ones raise the same text, from the notices that
+have arrived when it is first raised.
 """
 
 import json
@@ -36,7 +38,8 @@ class Faults:
         self._rank, self._others = rank, set(range(size)) - {rank}
         self._raised_as: type[CollectiveError] | None = None
         self._text = ""  # what is raised; empty as long as notices may change it
-        self._notices: dict[int, dict[str, Any]] = {}  # of the ranks that gave up, by rank, and this rank's own
+        # of the ranks that gave up, by rank, and this rank's own
+        self._notices: dict[int, dict[str, Any]] = {}
         self._doing, self._dead = "", set[int]()
         self.revoked = False  # whether MPI's Revoke is due, or was called
 
@@ -63,13 +66,19 @@ class Faults:
     ) -> str | None:
         """Stop using the communicator; return the notice for every other rank, None if it is finished already.
 
-        round_number: 0 before the first message. awaiting: the ranks whose messages this rank waits for. waited:
-        seconds, after a deadline. damage: a description of the damaged message, if there is one.
+        round_number: 0 before the first message. awaiting: the ranks whose messages
+        this rank waits for. waited: seconds, after a deadline. damage: a description of
+        the damaged message, if there is one.
         """
         if self.finished:
             return None
         self._raised_as = CollectiveTimeoutError
-        mine = {"operation": operation, "round": round_number, "for": sorted(awaiting), "waited": waited}
+        mine = {
+            "operation": operation,
+            "round": round_number,
+            "for": sorted(awaiting),
+            "waited": waited,
+        }
         self._notices[self._rank] = {**mine, "damage": damage}
         return json.dumps(self._notices[self._rank])
 
@@ -109,9 +118,15 @@ class Faults:
         """Return the text of the error, and determine its type: if any rank found damage, all ranks raise that."""
         if self._raised_as is RankFailedError:
             who = named_ranks(self._dead) if self._dead else "a rank"
-            remedy = "collectives.shrink(comm) returns a communicator of the ranks that live"
+            remedy = (
+                "collectives.shrink(comm) returns a communicator of the ranks that live"
+            )
             return f"{self._doing}: {who} died. The library no longer uses this communicator: {remedy}"
-        damage = [f"rank {rank}: {each['damage']}" for rank, each in sorted(self._notices.items()) if each["damage"]]
+        damage = [
+            f"rank {rank}: {each['damage']}"
+            for rank, each in sorted(self._notices.items())
+            if each["damage"]
+        ]
         if not damage:
             return f"{self._reason()}; {self._absent()}. {_REMEDY}"
         self._raised_as, mine = DamagedMessageError, self._notices[self._rank]
@@ -120,12 +135,21 @@ class Faults:
     def _reason(self) -> str:
         """Return the reason for giving up: this rank waited too long, or another rank did."""
         mine = self._notices[self._rank]
-        operation, where = mine["operation"], f"in round {mine['round']}, waiting for {_named(mine['for'])}"
+        operation, where = (
+            mine["operation"],
+            f"in round {mine['round']}, waiting for {_named(mine['for'])}",
+        )
         if mine["waited"]:
-            return f"{operation} timed out after {mine['waited']:.3g} s" + (f" {where}" if mine["round"] else "")
+            return f"{operation} timed out after {mine['waited']:.3g} s" + (
+                f" {where}" if mine["round"] else ""
+            )
         expired = [rank for rank, each in self._notices.items() if each["waited"]]
-        for_this = [rank for rank in expired if self._rank in self._notices[rank]["for"]]
-        others = (named_ranks(for_this or expired) if expired else "another rank") + f" timed out{self._after('after')}"
+        for_this = [
+            rank for rank in expired if self._rank in self._notices[rank]["for"]
+        ]
+        others = (
+            named_ranks(for_this or expired) if expired else "another rank"
+        ) + f" timed out{self._after('after')}"
         others += f", waiting for rank {self._rank}" if for_this else ""
         if mine["round"]:
             return f"{operation} stopped {where}: {others}"
@@ -135,7 +159,9 @@ class Faults:
         """Return the ranks that sent no notice; if all did, which rank waits for which."""
         texts = [f"{named_ranks(self._dead)} died"] if self._dead else []
         if absent := self._others - self._notices.keys() - self._dead:
-            texts.append(f"{named_ranks(absent)} did not respond{self._after('within')}")
+            texts.append(
+                f"{named_ranks(absent)} did not respond{self._after('within')}"
+            )
         return ", ".join(texts) or "all ranks responded: " + "; ".join(
             f"rank {rank} waits in round {each['round']} of {each['operation']} for {_named(each['for'])}"
             for rank, each in sorted(self._notices.items())
@@ -149,30 +175,49 @@ class Faults:
 def report(call: Mapping[str, Any], error: Exception | None) -> str:
     """Return the report of a failed operation that a rank sends to all others: its arguments, or its own error."""
     text = None if error is None else _words(error)
-    return json.dumps({"call": dict(call), "error": text, "skip": isinstance(error, NotFiniteError)})
+    return json.dumps(
+        {"call": dict(call), "error": text, "skip": isinstance(error, NotFiniteError)}
+    )
 
 
 def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
     """Return the error of ranks without an error of their own: it names who contributed what.
 
-    reports: those of all ranks, in rank order. The error names the first argument that differs, as later ones then
-    differ too. StepSkippedError, which all ranks raise, if `NotFiniteError` is the only error.
+    reports: those of all ranks, in rank order. The error names the first argument that
+    differs, as later ones then differ too. StepSkippedError, which all ranks raise, if
+    `NotFiniteError` is the only error.
     """
     contents = [json.loads(each) for each in reports]
     skips = [rank for rank, each in enumerate(contents) if each["skip"]]
-    faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(contents) if each["error"]]
-    sound = {rank: each["call"] for rank, each in enumerate(contents) if not each["error"]}
+    faults = [
+        f"rank {rank}: {each['error']}"
+        for rank, each in enumerate(contents)
+        if each["error"]
+    ]
+    sound = {
+        rank: each["call"] for rank, each in enumerate(contents) if not each["error"]
+    }
     for name in {name: None for call in sound.values() for name in call}:
         holders = ranks_by_value((rank, call.get(name)) for rank, call in sound.items())
         if len(holders) > 1 and name == "support":
-            faults.append("the supports differ: one on " + ", another on ".join(map(named_ranks, holders.values())))
+            faults.append(
+                "the supports differ: one on "
+                + ", another on ".join(map(named_ranks, holders.values()))
+            )
         elif len(holders) > 1:
-            who = "; ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items())
+            who = "; ".join(
+                f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items()
+            )
             faults.append(f"{name} must be the same on all ranks, got {who}")
             if name == "operation":
                 break
-    text = f"{operation} raised on all {len(reports)} ranks, nothing was changed. " + ". ".join(faults)
-    return (StepSkippedError if len(skips) == len(faults) > 0 else CollectiveError)(text)
+    text = (
+        f"{operation} raised on all {len(reports)} ranks, nothing was changed. "
+        + ". ".join(faults)
+    )
+    return (StepSkippedError if len(skips) == len(faults) > 0 else CollectiveError)(
+        text
+    )
 
 
 def ranks_by_value(values: Iterable[tuple[int, Any]]) -> dict[Any, list[int]]:
@@ -191,12 +236,18 @@ def named_ranks(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ("rank " if [len(run) for run in runs] == [1] else "ranks ") + ", ".join(shown)
+    shown = [
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs
+    ]
+    return ("rank " if [len(run) for run in runs] == [1] else "ranks ") + ", ".join(
+        shown
+    )
 
 
 def _named(ranks: list[int]) -> str:
-    return named_ranks(ranks) if ranks else "MPI"  # a message to be sent, or MPI's own reduction
+    # a message to be sent, or MPI's own reduction
+    return named_ranks(ranks) if ranks else "MPI"
 
 
 def _words(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """The death of a rank, as reported by MPI with ULFM; without it the launcher ends the job.
 
-The rank that receives the report revokes the communicator inside MPI, so that ranks that wait for others get an error
-too. docs/reliability.md has what the failure detector needs, and why.
+The rank that receives the report revokes the communicator inside MPI, so that ranks
+that wait for others get an error too. docs/reliability.md has what the failure detector
+needs, and why.
 """
 
 import os
@@ -20,25 +21,40 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "OMPI_MCA_"  # where mpirun states every setting, also one from a file
 ENABLE = "mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
-DETECTOR, THREAD, TIMEOUT = "mpi_ft_detector", "mpi_ft_detector_thread", "mpi_ft_detector_timeout"
+DETECTOR, THREAD, TIMEOUT = (
+    "mpi_ft_detector",
+    "mpi_ft_detector_thread",
+    "mpi_ft_detector_timeout",
+)
 SETTINGS = {DETECTOR: "true", "mpi_ft_detector_period": "20", TIMEOUT: "300"}  # seconds
 LEAST = 60.0  # seconds of the detector's timeout below which a busy rank is in danger
-FLAGS = " ".join(["--with-ft ulfm", *(f"--mca {name} {value}" for name, value in SETTINGS.items())])
-GRACE = 1.0  # seconds in which MPI may find out who died; all ranks get an error at once
+FLAGS = " ".join(
+    ["--with-ft ulfm", *(f"--mca {name} {value}" for name, value in SETTINGS.items())]
+)
+# seconds in which MPI may find out who died; all ranks get an error at once
+GRACE = 1.0
 
 
 def survives() -> bool:
     """Return whether this job survives a death: Open MPI 5 under `mpirun --with-ft ulfm`; MPICH's functions hang."""
-    if not is_on(ENABLE, os.environ):  # first, as MPI's text takes 10 us, and every step asks
+    # first, as MPI's text takes 10 us, and every step asks
+    if not is_on(ENABLE, os.environ):
         return False
     from mpi4py import MPI
 
-    return MPI.Get_library_version().startswith("Open MPI") and hasattr(MPI.Comm, "Shrink")
+    return MPI.Get_library_version().startswith("Open MPI") and hasattr(
+        MPI.Comm, "Shrink"
+    )
 
 
 def is_on(name: str, environment: Mapping[str, str]) -> bool:
     """Return whether a boolean setting of Open MPI is on in the environment set by mpirun."""
-    return environment.get(ENVIRONMENT + name, "0").lower() not in ("", "0", "false", "no")
+    return environment.get(ENVIRONMENT + name, "0").lower() not in (
+        "",
+        "0",
+        "false",
+        "no",
+    )
 
 
 def detector_warning(environment: Mapping[str, str]) -> str | None:
@@ -66,37 +82,48 @@ def warn_of_detector(nodes: "tuple[int, ...]", rank: int) -> None:
 
     nodes: for each rank, the first rank that shares its memory.
     """
-    if rank == 0 and len(set(nodes)) > 1 and survives() and (wrong := detector_warning(os.environ)):
+    if (
+        rank == 0
+        and len(set(nodes)) > 1
+        and survives()
+        and (wrong := detector_warning(os.environ))
+    ):
         _warn_once(wrong)
 
 
 @cache
 def _warn_once(text: str) -> None:
-    with suppress(RuntimeWarning):  # raised by a filter, it would leave the other ranks waiting
+    # raised by a filter, it would leave the other ranks waiting
+    with suppress(RuntimeWarning):
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def is_failure(error: BaseException, comm: "MPI.Intracomm | None" = None) -> bool:
     """Return whether this error of MPI means that a rank died, or that another rank has detected a death.
 
-    comm: of the nonblocking MPI collective that raised it, if any: these raise an internal error in both cases.
+    comm: of the nonblocking MPI collective that raised it, if any: these raise an
+    internal error in both cases.
     """
     from mpi4py import MPI
 
     if not (isinstance(error, MPI.Exception) and survives()):
         return False
     names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
-    classes = {getattr(MPI, name, None) for name in names} - {None}  # mpi4py has them from 4.0.1 on
+    # mpi4py has them from 4.0.1 on
+    classes = {getattr(MPI, name, None) for name in names} - {None}
     got = error.Get_error_class()
     return got in classes or (
-        got == MPI.ERR_INTERN and comm is not None and (comm.Is_revoked() or bool(known_dead(comm)))
+        got == MPI.ERR_INTERN
+        and comm is not None
+        and (comm.Is_revoked() or bool(known_dead(comm)))
     )
 
 
 def on_death(faults: Faults, doing: str, *comms: "MPI.Intracomm") -> CollectiveError:
     """Return the error after MPI reports a death; the first report revokes the communicators.
 
-    faults: the state of these communicators. doing: the interrupted operation, the beginning of the text.
+    faults: the state of these communicators. doing: the interrupted operation, the
+    beginning of the text.
     """
     if not faults.finished:
         faults.die(doing)

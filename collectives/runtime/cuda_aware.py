@@ -27,7 +27,9 @@ def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:
     """Return whether this rank may pass device pointers to MPI, and the reason; ValueError for an invalid setting."""
     setting = environment.get(VARIABLE, "0") or "0"
     if setting not in ("0", "1"):
-        raise ValueError(f"the environment variable {VARIABLE} is {setting!r}: expected 1 or 0")
+        raise ValueError(
+            f"the environment variable {VARIABLE} is {setting!r}: expected 1 or 0"
+        )
     if setting == "1" and query() is False:
         raise ValueError(
             f"the environment variable {VARIABLE} is 1, but this MPI ({_library()}) says that it is not CUDA-aware: "

@@ -1,9 +1,11 @@
 """The engine: run collectives to their end, or keep them in flight.
 
-A collective is a generator that yields tuples of pending messages; the engine resumes it when all of them are complete.
-A single operation waits inside MPI, unless ranks share cores (`waiting`) or there is a timeout. With several in flight,
-waiting for one advances all, as its peer may wait for another one first, and the core is yielded between two rounds of
-polling: with more ranks than cores, ranks that poll without a pause starve each other.
+A collective is a generator that yields tuples of pending messages; the engine resumes
+it when all of them are complete. A single operation waits inside MPI, unless ranks
+share cores (`waiting`) or there is a timeout. With several in flight, waiting for one
+advances all, as its peer may wait for another one first, and the core is yielded
+between two rounds of polling: with more ranks than cores, ranks that poll without a
+pause starve each other.
 
 The operations in flight belong to the process, as in MPI, and so does the timeout.
 """
@@ -30,17 +32,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Waits = tuple[str, int, set[int]]  # an operation, its round, and the ranks that it waits for
+# an operation, its round, and the ranks that it waits for
+Waits = tuple[str, int, set[int]]
 
-_LONGEST_ROUND = 0.1  # seconds of a round of polling of a rank that runs, at most, where ranks share cores
+# seconds of a round of polling of a rank that runs, at most, where ranks share cores
+_LONGEST_ROUND = 0.1
 _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
 
 
 class Request(Generic[T]):
     """A collective in flight. Its first messages are sent at once; `test` and `wait` advance it.
 
-    Requests may be completed in any order, and must be completed, as other ranks depend on this one: before a call of
-    MPI that waits for other ranks, as they advance inside calls of this library only.
+    Requests may be completed in any order, and must be completed, as other ranks depend
+    on this one: before a call of MPI that waits for other ranks, as they advance inside
+    calls of this library only.
 
     >>> request = sparse_iallreduce(TopK(k=2).compress(gradient), comm)
     >>> request.wait().nnz
@@ -49,8 +54,13 @@ class Request(Generic[T]):
 
     def __init__(self, steps: Steps[T], group: Group, engine: "Engine") -> None:
         self._steps, self._engine = steps, engine
-        self.link, self.operation, self._round = group.link, group.signature["operation"], 0
-        self._own_error = group.error  # this rank's own, which says nothing of the communicator
+        self.link, self.operation, self._round = (
+            group.link,
+            group.signature["operation"],
+            0,
+        )
+        # this rank's own, which says nothing of the communicator
+        self._own_error = group.error
         self._pending: tuple[Pending, ...] = ()
         self._result: T
         self._error: Exception | None = None
@@ -99,20 +109,28 @@ class Request(Generic[T]):
             self._result, self.done = end.value, True
         except Exception as error:
             if isinstance(error, DamagedMessageError) and error is not self._own_error:
-                self._engine.give_up(self.link.comm, self.link.faults, self.waits(), damage=str(error))
+                self._engine.give_up(
+                    self.link.comm, self.link.faults, self.waits(), damage=str(error)
+                )
                 if not self.done:
                     self.fail(self.link.faults.error())
                 return True
             self._steps.close()
-            if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
-                error = error.__cause__  # a rank contributed it as its own error, and a generator cannot raise it
+            if isinstance(error, RuntimeError) and isinstance(
+                error.__cause__, StopIteration
+            ):
+                # a rank contributed it as its own error, and a generator cannot raise
+                # it
+                error = error.__cause__
             if error is not self._own_error and ulfm.is_failure(error, self.link.comm):
                 self._engine.abandon(self._pending)
                 doing = f"{self.operation} was interrupted in round {self._round}"
                 error = ulfm.on_death(self.link.faults, doing, self.link.comm)
-            deeper = error.__traceback__ and error.__traceback__.tb_next  # this frame would hold what holds the error
+            # this frame would hold what holds the error
+            deeper = error.__traceback__ and error.__traceback__.tb_next
             self._error, self.done = error.with_traceback(deeper), True
-        except BaseException:  # an interrupt: between two rounds it leaves the operation as it was
+        # an interrupt: between two rounds it leaves the operation as it was
+        except BaseException:
             if getgeneratorstate(self._steps) == GEN_CLOSED:
                 text = f"{self.operation} was interrupted in round {self._round} on this rank and cannot continue"
                 self.fail(CollectiveError(f"{text}: other ranks may wait for it"))
@@ -121,7 +139,12 @@ class Request(Generic[T]):
 
     def waits(self) -> Waits:
         """Return the operation, the round, and the ranks that it waits for."""
-        ranks = {rank for one in self._pending if isinstance(one, Arrival | Notifications) for rank in one.awaited()}
+        ranks = {
+            rank
+            for one in self._pending
+            if isinstance(one, Arrival | Notifications)
+            for rank in one.awaited()
+        }
         return self.operation, self._round, ranks
 
     def fail(self, error: Exception) -> None:
@@ -139,15 +162,22 @@ class Engine:
 
     def __init__(self) -> None:
         self._in_flight: list[Request[Any]] = []
-        self._abandoned: list[Pending] = []  # nobody waits for these any more, but MPI may still own their buffers
+        # nobody waits for these any more, but MPI may still own their buffers
+        self._abandoned: list[Pending] = []
         self.timeout = initial_timeout()
         self._one_thread = Lock()
 
     def start(self, steps: Steps[T], group: Group) -> Request[T]:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
-        if self._listens(link) and not link.faults.finished and deadline.has_notice(link.comm):
-            self.give_up(link.comm, link.faults, (group.signature["operation"], 0, set()))
+        if (
+            self._listens(link)
+            and not link.faults.finished
+            and deadline.has_notice(link.comm)
+        ):
+            self.give_up(
+                link.comm, link.faults, (group.signature["operation"], 0, set())
+            )
         if link.faults.finished:
             raise link.faults.error()
         request = Request(steps, group, self)
@@ -158,7 +188,9 @@ class Engine:
     def __enter__(self) -> None:
         """Keep other threads out, from before anything is consumed that all ranks count until a wait has ended."""
         if not self._one_thread.acquire(False):
-            raise RuntimeError("two threads are inside the library: call collectives from one thread at a time")
+            raise RuntimeError(
+                "two threads are inside the library: call collectives from one thread at a time"
+            )
 
     def __exit__(self, *raised: object) -> None:
         self._one_thread.release()
@@ -172,7 +204,9 @@ class Engine:
             if self._in_flight == [request]:
                 self.advance(block=True)
             else:
-                self.poll_until(lambda: request.done or self._in_flight == [request], watch)
+                self.poll_until(
+                    lambda: request.done or self._in_flight == [request], watch
+                )
 
     def wait_for(self, pending: Pending, call: str) -> None:
         """Return when `pending` is complete; meanwhile the operations in flight advance. call: for errors."""
@@ -180,14 +214,18 @@ class Engine:
         def watch(waited: float) -> None:
             if self._is_late(waited):
                 self.abandon([pending])
-                raise CollectiveTimeoutError(f"not all live ranks {call} within {waited:.3g} s")
+                raise CollectiveTimeoutError(
+                    f"not all live ranks {call} within {waited:.3g} s"
+                )
 
         if not self._in_flight and self.timeout is None:
             pending.wait()
         else:
             self.poll_until(pending.test, watch)
 
-    def wait_for_ranks(self, pending: Pending, comm: "MPI.Intracomm", faults: Faults, operation: str) -> None:
+    def wait_for_ranks(
+        self, pending: Pending, comm: "MPI.Intracomm", faults: Faults, operation: str
+    ) -> None:
         """Return when all ranks have made their first call on a communicator; raises on all that wait if one is absent.
 
         So does a rank that comes after the others gave up: their notices are there.
@@ -198,7 +236,9 @@ class Engine:
 
         def watch(waited: float) -> None:
             listens = self.timeout is not None
-            self._watch(comm, faults, lambda: (operation, 0, set()), waited, listens=listens)
+            self._watch(
+                comm, faults, lambda: (operation, 0, set()), waited, listens=listens
+            )
 
         self.poll_until(lambda: faults.finished or pending.test(), watch)
         if not faults.finished:
@@ -207,12 +247,16 @@ class Engine:
             self.abandon([pending])
             raise faults.error()
 
-    def poll_until(self, reached: Callable[[], bool], watch: Callable[[float], None]) -> None:
+    def poll_until(
+        self, reached: Callable[[], bool], watch: Callable[[float], None]
+    ) -> None:
         """Poll, and yield the core after every round in which no message moved.
 
-        watch: called after such a round, with the seconds since a message moved; raises, or makes `reached` true, after
-        the timeout. Rounds more than half of the timeout apart start the seconds anew, as this rank did not run in
-        between. The core is first yielded without sleeping: most messages arrive sooner than the shortest sleep ends.
+        watch: called after such a round, with the seconds since a message moved;
+        raises, or makes `reached` true, after the timeout. Rounds more than half of the
+        timeout apart start the seconds anew, as this rank did not run in between. The
+        core is first yielded without sleeping: most messages arrive sooner than the
+        shortest sleep ends.
         """
         longest = max((self.timeout or math.inf) / 2, _LONGEST_ROUND)
         pause, began = _SHORTEST_PAUSE, time.monotonic()
@@ -242,24 +286,36 @@ class Engine:
         """Give up on a communicator with an operation in flight, if that is due."""
 
         def waits() -> Waits:
-            return next(request for request in self._in_flight if request.link is link).waits()
+            return next(
+                request for request in self._in_flight if request.link is link
+            ).waits()
 
         self._watch(link.comm, link.faults, waits, waited, listens=self._listens(link))
 
     def _watch(
-        self, comm: "MPI.Intracomm", faults: Faults, waits: Callable[[], Waits], waited: float, *, listens: bool
+        self,
+        comm: "MPI.Intracomm",
+        faults: Faults,
+        waits: Callable[[], Waits],
+        waited: float,
+        *,
+        listens: bool,
     ) -> None:
         """Give up if the deadline has passed, or, where this rank listens, another rank has given up."""
         is_late = self._is_late(waited)
         if is_late or (listens and deadline.has_notice(comm)):
             self.give_up(comm, faults, waits(), waited=waited if is_late else 0.0)
 
-    def give_up(self, comm: "MPI.Intracomm", faults: Faults, waits: Waits, **why: Any) -> None:
+    def give_up(
+        self, comm: "MPI.Intracomm", faults: Faults, waits: Waits, **why: Any
+    ) -> None:
         """Notify the other ranks, receive their notices, and end all operations on a communicator; see `Faults`."""
         notice = faults.give_up(*waits, **why)
         try:
             if notice is not None:
-                deadline.exchange_notices(comm, faults, notice, self.timeout, self._abandoned)
+                deadline.exchange_notices(
+                    comm, faults, notice, self.timeout, self._abandoned
+                )
         finally:
             self.end_all(faults)
 
@@ -289,15 +345,17 @@ class Engine:
                 moved |= request.advance(block=block)
             return moved
         finally:
-            self._in_flight = [request for request in self._in_flight if not request.done]
+            self._in_flight = [
+                request for request in self._in_flight if not request.done
+            ]
 
 
 def configure(*, timeout: float | None) -> None:
     """Set the timeout of a wait inside the library during which no message moves; the same on all ranks.
 
-    timeout: seconds above 0, longer than the longest message takes; None, the default, for ever. MPICOMP_TIMEOUT is its
-    initial value. After it all ranks that wait raise `CollectiveTimeoutError`. With a timeout a rank polls instead of
-    waiting inside MPI.
+    timeout: seconds above 0, longer than the longest message takes; None, the default,
+    for ever. MPICOMP_TIMEOUT is its initial value. After it all ranks that wait raise
+    `CollectiveTimeoutError`. With a timeout a rank polls instead of waiting inside MPI.
 
     Raises ValueError for another value.
 

@@ -1,8 +1,9 @@
 """A group: the ranks of an operation, and all communication functions that an algorithm uses.
 
-A message is one of `mpicomp.codec`, and zeros up to a multiple of 64 bytes (a line); several may be concatenated. The
-receiver of a damaged one, by its structure or, in the debug mode, its CRC-32, cannot continue the schedule, and gives
-up as after a deadline (`DamagedMessageError`). `mpicomp_bench.network` implements this protocol without MPI.
+A message is one of `mpicomp.codec`, and zeros up to a multiple of 64 bytes (a line);
+several may be concatenated. The receiver of a damaged one, by its structure or, in the
+debug mode, its CRC-32, cannot continue the schedule, and gives up as after a deadline
+(`DamagedMessageError`). `mpicomp_bench.network` implements this protocol without MPI.
 """
 
 import json
@@ -46,7 +47,8 @@ from mpicomp.errors import CodecError, DamagedMessageError
 from mpicomp.few_bits import FewBits
 from mpicomp.vector import SparseVector
 
-V = TypeVar("V", SparseVector, FewBits)  # what is sent: the same kind by all ranks of an operation
+# what is sent: the same kind by all ranks of an operation
+V = TypeVar("V", SparseVector, FewBits)
 PartOf = tuple[V, int]  # a vector, and the count that is sent with it
 Part = PartOf[SparseVector]
 _PAUSE = 2e-5  # seconds
@@ -56,15 +58,17 @@ class DisagreementError(Exception):
     """Raised inside an operation if the call signatures differ, or a rank has an error."""
 
 
-SHORT_NBYTES = 1 << 10  # a packet of a network: it takes longer to shorten it than to send it
+# a packet of a network: it takes longer to shorten it than to send it
+SHORT_NBYTES = 1 << 10
 
 
 class Group:
     """Some ranks of a communicator in one operation, numbered from 0.
 
-    signature: the arguments that must be the same on all ranks, by name, with "operation" and "algorithm". error: of a
-    rank without a valid contribution. codec: a name of `mpicomp.codec.CODECS`, or "auto". like: an array; received
-    vectors are placed on its device. node_sizes: the number of ranks on each node.
+    signature: the arguments that must be the same on all ranks, by name, with
+    "operation" and "algorithm". error: of a rank without a valid contribution. codec: a
+    name of `mpicomp.codec.CODECS`, or "auto". like: an array; received vectors are
+    placed on its device. node_sizes: the number of ranks on each node.
     """
 
     def __init__(
@@ -76,10 +80,18 @@ class Group:
         codec: str = "auto",
         like: Any = None,
     ) -> None:
-        self.link, self.signature, self.error, self.like, self.codec = link, signature, error, like, codec
+        self.link, self.signature, self.error, self.like, self.codec = (
+            link,
+            signature,
+            error,
+            like,
+            codec,
+        )
         self._turn_reserved: Turn | None = None
-        self.notifications: dict[int, Buffer] = {}  # the error notifications of other ranks
-        self.number = self._tag = link.take_tag()  # counts the operations on the communicator, alike on all ranks
+        # the error notifications of other ranks
+        self.notifications: dict[int, Buffer] = {}
+        # counts the operations on the communicator, alike on all ranks
+        self.number = self._tag = link.take_tag()
         self._digest = _digest(tuple(signature), tuple(signature.values()))
         self.rank, self.size = link.rank, link.size
         self._ranks: Sequence[int] = range(link.size)  # of the communicator
@@ -110,7 +122,11 @@ class Group:
     def nothing(self) -> SparseVector:
         """A vector of this operation's length, width and dtype, without entries."""
         signature = self.signature
-        what = signature.get("length") or 0, signature.get("dtype") or "float32", signature.get("width")
+        what = (
+            signature.get("length") or 0,
+            signature.get("dtype") or "float32",
+            signature.get("width"),
+        )
         return SparseVector.empty(*what, beside=self.like)
 
     def turn(self) -> Turn:
@@ -143,10 +159,17 @@ class Group:
         """Send a vector to the partner, and return the partner's."""
         return self.shift(vector, partner, partner, count)
 
-    def shift(self, vector: V, dest: int, source: int, count: int = 0) -> Steps[PartOf[V]]:
+    def shift(
+        self, vector: V, dest: int, source: int, count: int = 0
+    ) -> Steps[PartOf[V]]:
         """Send a vector to `dest` and return the vector from `source`, in one step; they may be the same rank."""
         arrival = self._arrival(source, self.like)
-        yield arrival, self._sending(self.pack(vector, count), dest, arrival if source == dest else None)
+        yield (
+            arrival,
+            self._sending(
+                self.pack(vector, count), dest, arrival if source == dest else None
+            ),
+        )
         return self._received(arrival)
 
     def send(self, vector: V, dest: int, count: int = 0) -> Steps[None]:
@@ -164,16 +187,23 @@ class Group:
         if self.size == 1:
             return [(vector, count)]
         messages = yield from self._gather_messages(self.pack(vector, count))
-        return [(vector, count) if rank == self.rank else self.unpack(each) for rank, each in enumerate(messages)]
+        return [
+            (vector, count) if rank == self.rank else self.unpack(each)
+            for rank, each in enumerate(messages)
+        ]
 
     def gather_objects(self, value: Any) -> Steps[list[Any]]:
         """Return every rank's value, serialisable as JSON, in rank order: ceil(lg P) rounds."""
-        messages = yield from self._gather_messages(self._pack_text(json.dumps(value), TEXT))
+        messages = yield from self._gather_messages(
+            self._pack_text(json.dumps(value), TEXT)
+        )
         for message in messages:
             self._header(message)
         return [json.loads(text_of(message)) for message in messages]
 
-    def all_to_all(self, vectors: Sequence[V], count: int = 0) -> Steps[list[PartOf[V]]]:
+    def all_to_all(
+        self, vectors: Sequence[V], count: int = 0
+    ) -> Steps[list[PartOf[V]]]:
         """Send the j-th vector to rank j, and return the received vectors, in rank order. One step.
 
         A vector that is sent to several ranks is encoded once.
@@ -187,10 +217,13 @@ class Group:
             return packed[id(vector)]
 
         arrivals: dict[int, Arrival] = {
-            source: self._arrival(source, self.like) for source in schedule.hearing(self.rank, self.size)
+            source: self._arrival(source, self.like)
+            for source in schedule.hearing(self.rank, self.size)
         }
         sendings: list[Sending] = [
-            self._sending(message(vectors[dest]), dest, arrivals[dest] if source == dest else None)
+            self._sending(
+                message(vectors[dest]), dest, arrivals[dest] if source == dest else None
+            )
             for dest, source in schedule.rotation(self.rank, self.size)
         ]
         yield (*arrivals.values(), *sendings)
@@ -211,31 +244,50 @@ class Group:
     def notify(self, text: str) -> Steps[list[str]]:
         """Send an error notification to every rank, and return those of all ranks, in rank order.
 
-        Earlier messages are received and discarded: ranks in different rounds or schedules end together, none stays in
-        flight.
+        Earlier messages are received and discarded: ranks in different rounds or
+        schedules end together, none stays in flight.
         """
         message = self._pack_text(text, ERROR)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sendings = [self._sending(message, rank) for rank in others]
         if others:
-            yield Notifications(self, [rank for rank in others if rank not in self.notifications]), *sendings
-        return [text_of(self.notifications.get(rank, message)) for rank in range(self.size)]
+            yield (
+                Notifications(
+                    self, [rank for rank in others if rank not in self.notifications]
+                ),
+                *sendings,
+            )
+        return [
+            text_of(self.notifications.get(rank, message)) for rank in range(self.size)
+        ]
 
     def pack(self, vector: SparseVector | FewBits, count: int = 0) -> Buffer:
         """Return a vector as a message."""
         if isinstance(vector, FewBits):
-            message = encode_few_bits(vector, count=count, signature=self._digest, line=LINE)
+            message = encode_few_bits(
+                vector, count=count, signature=self._digest, line=LINE
+            )
         else:
-            message = encode(vector, None, self.coding(vector), count=count, signature=self._digest, line=LINE)
+            message = encode(
+                vector,
+                None,
+                self.coding(vector),
+                count=count,
+                signature=self._digest,
+                line=LINE,
+            )
         return self._with_checksum(message)
 
     def _received(self, arrival: Arrival) -> tuple[Any, int]:
         contents, count = self.unpack(arrival.buffer, arrival.source, arrival.copy)
-        if arrival.copy is not None and isinstance(contents, FewBits):  # read after the arrival is released
+        # read after the arrival is released
+        if arrival.copy is not None and isinstance(contents, FewBits):
             staging.wait_for_stream()
         return contents, count
 
-    def unpack(self, message: Buffer, source: int | None = None, copy: Any = None) -> tuple[Any, int]:
+    def unpack(
+        self, message: Buffer, source: int | None = None, copy: Any = None
+    ) -> tuple[Any, int]:
         """Return the contents of a message from `source`; DisagreementError if its signature is not this rank's.
 
         copy: of the message, on the device of the vector; made here if it is missing.
@@ -246,12 +298,23 @@ class Group:
         if header.signature != self._digest:
             raise DisagreementError
         if _whole(header.nbytes) != message.size:
-            raise DamagedMessageError(f"received a damaged message: {message.size} bytes of {header.nbytes}")
-        if header.kind != FEW_BITS and not header.entries and "length" in self.signature:  # and so are dtype and width
+            raise DamagedMessageError(
+                f"received a damaged message: {message.size} bytes of {header.nbytes}"
+            )
+        # and so are dtype and width
+        if (
+            header.kind != FEW_BITS
+            and not header.entries
+            and "length" in self.signature
+        ):
             return self.nothing, header.sender_count
         try:
             if copy is None:
-                copy = to_device_of(message, self.like) if on_device(self.like) else message
+                copy = (
+                    to_device_of(message, self.like)
+                    if on_device(self.like)
+                    else message
+                )
             if header.kind == FEW_BITS:
                 return decode_few_bits(copy, header), header.sender_count
             return decode(copy, header, message), header.sender_count
@@ -263,14 +326,25 @@ class Group:
         held = [self.link.staged(message) if on_device(message) else message]
         for dest, source, count in schedule.dissemination(self.rank, self.size):
             arrival = self._arrival(source, held[0])
-            yield arrival, self._sending(np.concatenate(held[:count]), dest, arrival if source == dest else None)
+            yield (
+                arrival,
+                self._sending(
+                    np.concatenate(held[:count]),
+                    dest,
+                    arrival if source == dest else None,
+                ),
+            )
             received = list(split(arrival.buffer))
             if received and _read_header(received[0]).kind == ERROR:
                 self._keep_notification(received[0], arrival.source)
             if len(received) != count:
-                if any(self._header(each).signature != self._digest for each in received):
+                if any(
+                    self._header(each).signature != self._digest for each in received
+                ):
                     raise DisagreementError
-                raise DamagedMessageError(f"received a damaged message: {len(received)} of {count} parts")
+                raise DamagedMessageError(
+                    f"received a damaged message: {len(received)} of {count} parts"
+                )
             held += received
         own = self.size - self.rank  # held starts with this rank's own message
         return held[own:] + held[:own]
@@ -299,20 +373,26 @@ class Group:
         try:
             json.loads(text_of(message))
         except ValueError:
-            raise DamagedMessageError("received a damaged message: an error notification that is not JSON") from None
+            raise DamagedMessageError(
+                "received a damaged message: an error notification that is not JSON"
+            ) from None
         return message
 
     def _header(self, message: Buffer) -> Header:
         """Return the header of a message; DamagedMessageError if size, header or checksum are not valid."""
         header = _read_header(message)
         if self.link.checked and header.crc != _checksum(message):
-            raise DamagedMessageError("received a damaged message: its checksum differs")
+            raise DamagedMessageError(
+                "received a damaged message: its checksum differs"
+            )
         return header
 
     def _arrival(self, source: int, like: Any) -> Arrival:
         return self.link.receive(self._ranks[source], self._tag, like)
 
-    def _sending(self, message: Buffer, dest: int, arrival: Arrival | None = None) -> Sending:
+    def _sending(
+        self, message: Buffer, dest: int, arrival: Arrival | None = None
+    ) -> Sending:
         return self.link.send(message, self._ranks[dest], self._tag, arrival)
 
 
@@ -353,20 +433,28 @@ def split(buffer: Buffer) -> Iterator[Buffer]:
     while buffer.size:
         nbytes = _whole(_read_header(buffer).nbytes)
         if nbytes > buffer.size:
-            raise DamagedMessageError(f"received a damaged message: {buffer.size} bytes of {nbytes}")
+            raise DamagedMessageError(
+                f"received a damaged message: {buffer.size} bytes of {nbytes}"
+            )
         yield buffer[:nbytes]
         buffer = buffer[nbytes:]
 
 
 def text_of(message: Buffer) -> str:
     """Return the text in a message."""
-    return to_numpy(message)[HEADER_NBYTES : _read_header(message).nbytes].tobytes().decode()
+    return (
+        to_numpy(message)[HEADER_NBYTES : _read_header(message).nbytes]
+        .tobytes()
+        .decode()
+    )
 
 
 @lru_cache(maxsize=256)
 def _digest(names: tuple[str, ...], values: tuple[Any, ...]) -> int:
     signature = repr((names, values)).encode()
-    return int.from_bytes(blake2b(signature, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        blake2b(signature, digest_size=8).digest(), "little", signed=True
+    )
 
 
 def _whole(nbytes: int) -> int:

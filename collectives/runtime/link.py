@@ -1,6 +1,7 @@
 """The link of a communicator: the library's duplicate of it, the tags, and the settings agreed by all ranks.
 
-Only this module and `staging` distinguish host arrays, device arrays with a CUDA-aware MPI, and staged ones.
+Only this module and `staging` distinguish host arrays, device arrays with a CUDA-aware
+MPI, and staged ones.
 """
 
 from collections import deque
@@ -39,7 +40,9 @@ class Turn:
 
     def wait(self) -> None:
         """Check that it is this operation's turn, as it must be with no other one in flight."""
-        assert self.test(), "an operation that is in flight alone has to wait for its turn"
+        assert self.test(), (
+            "an operation that is in flight alone has to wait for its turn"
+        )
 
     def __enter__(self) -> "Turn":
         return self
@@ -60,10 +63,11 @@ class Traffic:
 class Link:
     """The library's own duplicate of a communicator, made at its first use, cached on it and freed with it.
 
-    duplicate: the library's. nodes: for each rank, the first rank on its node. choice: by which "auto" chooses.
-    backs_off: this rank polls, and sleeps in between. direct: MPI accepts device pointers. checked: the debug mode is
-    on. on_free: called before the duplicate is freed. gathered: the kinds of sums whose last call on this rank gathered
-    all vectors; ranks may differ in it, after an error on one of them.
+    duplicate: the library's. nodes: for each rank, the first rank on its node. choice:
+    by which "auto" chooses. backs_off: this rank polls, and sleeps in between. direct:
+    MPI accepts device pointers. checked: the debug mode is on. on_free: called before
+    the duplicate is freed. gathered: the kinds of sums whose last call on this rank
+    gathered all vectors; ranks may differ in it, after an error on one of them.
     """
 
     def __init__(
@@ -79,7 +83,12 @@ class Link:
     ) -> None:
         self.comm, self.rank, self.size = duplicate, duplicate.rank, duplicate.size
         self.nodes, self.node_sizes, self.choice = nodes, group_sizes(nodes), choice
-        self.backs_off, self.direct, self.checked, self.on_free = backs_off, direct, checked, on_free
+        self.backs_off, self.direct, self.checked, self.on_free = (
+            backs_off,
+            direct,
+            checked,
+            on_free,
+        )
         self.gathered: set[tuple[Any, ...]] = set()
         self.traffic = Traffic()
         self.turns: deque[Turn] = deque()
@@ -91,10 +100,13 @@ class Link:
         tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self._tags
         return tag
 
-    def send(self, buffer: Buffer, dest: int, tag: int, arrival: Arrival | None = None) -> Sending:
+    def send(
+        self, buffer: Buffer, dest: int, tag: int, arrival: Arrival | None = None
+    ) -> Sending:
         """Start to send a buffer of whole lines; a device buffer after the work queued on its stream.
 
-        arrival: the message from `dest` in the same step, if any; see bidirectional exchange in `messages`.
+        arrival: the message from `dest` in the same step, if any; see bidirectional
+        exchange in `messages`.
         """
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
@@ -103,8 +115,14 @@ class Link:
             start = partial(staging.send_pieces, direct=self.direct)
         if arrival is not None and buffer.size > messages.BIDIRECTIONAL:
             size = send_size(self.comm, buffer.size, dest, tag)
-            return Sending(size, after=(arrival, partial(start, self.comm, buffer, dest, tag)))
-        sizes = [send_size(self.comm, buffer.size, dest, tag)] if buffer.size > messages.PIECE else []
+            return Sending(
+                size, after=(arrival, partial(start, self.comm, buffer, dest, tag))
+            )
+        sizes = (
+            [send_size(self.comm, buffer.size, dest, tag)]
+            if buffer.size > messages.PIECE
+            else []
+        )
         return Sending(*sizes, *start(self.comm, buffer, dest, tag))
 
     def staged(self, buffer: Any) -> Any:
@@ -114,19 +132,30 @@ class Link:
     def receive(self, source: int, tag: int, like: Any = None) -> Arrival:
         """Start to receive a message into a buffer on the device of the array `like`; None: host memory."""
         if on_device(like):
-            return Arrival(self.comm, source, tag, partial(staging.allocate, direct=self.direct), staging.copy_in)
+            return Arrival(
+                self.comm,
+                source,
+                tag,
+                partial(staging.allocate, direct=self.direct),
+                staging.copy_in,
+            )
         return Arrival(self.comm, source, tag)
 
     def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Sending:
         """Start MPI's own Allreduce (sum) from `array` to `total`; counted with its lower bound, 2 f n v bytes.
 
-        Not in place: Open MPI then reduces to one rank and broadcasts, which sends a third more from the busiest rank
-        at P = 4 than the ring that it uses otherwise.
+        Not in place: Open MPI then reduces to one rank and broadcasts, which sends a
+        third more from the busiest rank at P = 4 than the ring that it uses otherwise.
         """
         self.traffic.messages += 1
         self.traffic.nbytes += 2 * (self.size - 1) * array.nbytes // self.size
-        pieces = [slice(start, start + _PIECE) for start in range(0, array.size, _PIECE)]
-        requests = [self.comm.Iallreduce(array[piece], total[piece]) for piece in pieces]  # by default MPI.SUM
+        pieces = [
+            slice(start, start + _PIECE) for start in range(0, array.size, _PIECE)
+        ]
+        # by default MPI.SUM
+        requests = [
+            self.comm.Iallreduce(array[piece], total[piece]) for piece in pieces
+        ]
         return Sending(*requests, keeping=(array, total))
 
 
@@ -135,8 +164,12 @@ def check_communicator(comm: Any) -> None:
     if isinstance(comm, mpi().Intracomm) and comm:
         return
     if isinstance(comm, mpi().Comm) and not comm:
-        raise ValueError("comm is MPI.COMM_NULL: expected a communicator that this rank belongs to")
-    raise TypeError(f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD")
+        raise ValueError(
+            "comm is MPI.COMM_NULL: expected a communicator that this rank belongs to"
+        )
+    raise TypeError(
+        f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD"
+    )
 
 
 def link_if_any(comm: Any) -> Link | None:
@@ -148,8 +181,8 @@ def link_if_any(comm: Any) -> Link | None:
 def traffic(comm: Any) -> Traffic:
     """Return a copy of the traffic of this library on `comm`, sent by this rank so far; not collective.
 
-    MPI's own allreduce, as in `dense_allreduce`, counts as one message of 2 (P-1)/P n v bytes, the lower bound for n
-    values of v bytes.
+    MPI's own allreduce, as in `dense_allreduce`, counts as one message of 2 (P-1)/P n v
+    bytes, the lower bound for n values of v bytes.
 
     >>> before = traffic(comm)
     >>> total = sparse_allreduce(TopK(k=2).compress(gradient), comm)
@@ -176,7 +209,8 @@ def key_of(what: str) -> int:
 
     def free(comm: "MPI.Comm", key: int, link: Link) -> None:
         link.on_free(link)
-        if not link.faults.finished:  # else messages may be in flight on it, or ranks be dead
+        # else messages may be in flight on it, or ranks be dead
+        if not link.faults.finished:
             link.comm.Free()
 
     return MPI.Comm.Create_keyval(delete_fn=free if what == LINK else None)

@@ -1,14 +1,16 @@
 """Messages between two ranks, and the pending operations that a collective waits for.
 
-A message is one contiguous buffer of whole 64-byte lines, of a size that the receiver gets from a matched probe. A long
-one is sent in pieces whose counts fit a C int, after a size header of 8 bytes (less than a line).
+A message is one contiguous buffer of whole 64-byte lines, of a size that the receiver
+gets from a matched probe. A long one is sent in pieces whose counts fit a C int, after
+a size header of 8 bytes (less than a line).
 
-In a bidirectional exchange of long messages a clear-to-send over TCP can queue behind the sender's own payload, which
-serialises the two directions. Both ranks therefore send a size header first, post their sends when the peer's has
-arrived, and only then their receives: 0.58 to 1.0 of the time (docs/performance.md, "Bidirectional exchange").
+In a bidirectional exchange of long messages a clear-to-send over TCP can queue behind
+the sender's own payload, which serialises the two directions. Both ranks therefore send
+a size header first, post their sends when the peer's has arrived, and only then their
+receives: 0.58 to 1.0 of the time (docs/performance.md, "Bidirectional exchange").
 
-In a step that both sends and receives, wait for the arrival first: a large send ends only when its peer receives, and
-the peer may be in the same step.
+In a step that both sends and receives, wait for the arrival first: a large send ends
+only when its peer receives, and the peer may be in the same step.
 """
 
 import os
@@ -29,8 +31,11 @@ T = TypeVar("T")
 _SIZE = np.dtype(np.int64)
 LINE = 64  # bytes
 NOTHING: Buffer = np.empty(0, np.uint8)
-PIECE = 1 << 23  # bytes: longer messages are sent in pieces, so that copies from a device overlap with sending
-BIDIRECTIONAL = 1 << 17  # bytes: from here on a size header is sent first in a bidirectional exchange
+# bytes: longer messages are sent in pieces, so that copies from a device overlap with
+# sending
+PIECE = 1 << 23
+# bytes: from here on a size header is sent first in a bidirectional exchange
+BIDIRECTIONAL = 1 << 17
 
 
 class Pending(Protocol):
@@ -45,7 +50,8 @@ class Pending(Protocol):
         ...
 
 
-Steps = Generator[tuple[Pending, ...], None, T]  # a collective: it yields what it waits on, and returns its result
+# a collective: it yields what it waits on, and returns its result
+Steps = Generator[tuple[Pending, ...], None, T]
 
 
 def in_host_memory(nbytes: int) -> tuple[Buffer, None]:
@@ -56,7 +62,8 @@ def in_host_memory(nbytes: int) -> tuple[Buffer, None]:
 class Sending:
     """MPI requests without a result, such as those of a message being sent; keeps their buffers alive.
 
-    after: an arrival, to be waited for first, and a function that starts further requests once its size is known.
+    after: an arrival, to be waited for first, and a function that starts further
+    requests once its size is known.
     """
 
     def __init__(
@@ -65,17 +72,25 @@ class Sending:
         keeping: Any = None,
         after: "tuple[Arrival, Callable[[], list[MPI.Request]]] | None" = None,
     ) -> None:
-        self._requests, self._keeping, self._start = requests, keeping, after and after[1]
+        self._requests, self._keeping, self._start = (
+            requests,
+            keeping,
+            after and after[1],
+        )
         if after is not None:
             after[0].when_known = self._started
 
     def test(self) -> bool:
         """See `Pending.test`."""
-        return self._start is None and all([request.Test() for request in self._requests])
+        return self._start is None and all(
+            [request.Test() for request in self._requests]
+        )
 
     def wait(self) -> None:
         """See `Pending.wait`."""
-        assert self._start is None, "a message that leaves after an arrival was waited for before that arrival"
+        assert self._start is None, (
+            "a message that leaves after an arrival was waited for before that arrival"
+        )
         for request in self._requests:
             request.Wait()
 
@@ -87,8 +102,9 @@ class Sending:
 class Arrival:
     """A message to be received, of unknown size; `buffer` contains it once it is complete.
 
-    allocate: a function of its size that returns `buffer`, and `copy`: on a device, if the buffer is not, else None.
-    copy_in: copies each piece from one to the other (`staging`).
+    allocate: a function of its size that returns `buffer`, and `copy`: on a device, if
+    the buffer is not, else None. copy_in: copies each piece from one to the other
+    (`staging`).
     """
 
     def __init__(
@@ -100,11 +116,17 @@ class Arrival:
         copy_in: Callable[[Buffer, Any], None] | None = None,
     ) -> None:
         self.source = source
-        self.when_known: Callable[[], None] | None = None  # called once its size is known, before it is received
+        # called once its size is known, before it is received
+        self.when_known: Callable[[], None] | None = None
         self.buffer: Buffer = NOTHING
         self.copy: Any = None
-        self._envelope, self._allocate, self._copy_in = (comm, source, tag), allocate, copy_in
-        self._awaited: list[tuple[MPI.Request, slice]] | None = None  # pieces under way; None before it is matched
+        self._envelope, self._allocate, self._copy_in = (
+            (comm, source, tag),
+            allocate,
+            copy_in,
+        )
+        # pieces under way; None before it is matched
+        self._awaited: list[tuple[MPI.Request, slice]] | None = None
 
     def awaited(self) -> list[int]:
         """Return the rank that it waits for; none once the message has arrived."""
@@ -134,7 +156,9 @@ class Arrival:
             self._received(part)
         self._awaited = []
 
-    def _matched(self, message: "MPI.Message", status: "MPI.Status") -> "list[tuple[MPI.Request, slice]]":
+    def _matched(
+        self, message: "MPI.Message", status: "MPI.Status"
+    ) -> "list[tuple[MPI.Request, slice]]":
         """Start to receive the probed message, or the size header of a long one."""
         comm, source, tag = self._envelope
         nbytes = status.Get_count(_byte())
@@ -144,14 +168,19 @@ class Arrival:
             message.Recv(size)
             nbytes = int(size[0])
             if nbytes < LINE or nbytes % LINE:
-                raise DamagedMessageError(f"received a damaged message: a size header of {nbytes} bytes")
+                raise DamagedMessageError(
+                    f"received a damaged message: a size header of {nbytes} bytes"
+                )
         if self.when_known is not None:
             self.when_known()
             self.when_known = None  # it keeps a buffer
         self.buffer, self.copy = self._allocate(nbytes)
         if not has_header:
             return [(message.Irecv(in_bytes(self.buffer)), slice(0, nbytes))]
-        return [(comm.Irecv(in_bytes(self.buffer[part]), source, tag), part) for part in pieces(nbytes)]
+        return [
+            (comm.Irecv(in_bytes(self.buffer[part]), source, tag), part)
+            for part in pieces(nbytes)
+        ]
 
     def _received(self, piece: slice) -> None:
         if self.copy is not None and self._copy_in is not None:
@@ -168,16 +197,23 @@ def send_size(comm: "MPI.Comm", nbytes: int, dest: int, tag: int) -> "MPI.Reques
     return comm.Isend(np.array([nbytes], _SIZE), dest, tag)
 
 
-def send_pieces(comm: "MPI.Comm", buffer: Buffer, dest: int, tag: int) -> "list[MPI.Request]":
+def send_pieces(
+    comm: "MPI.Comm", buffer: Buffer, dest: int, tag: int
+) -> "list[MPI.Request]":
     """Start to send a buffer in pieces; each request keeps its memory alive."""
     if buffer.size <= PIECE:
         return [comm.Isend(in_bytes(buffer), dest, tag)]
-    return [comm.Isend(in_bytes(buffer[part]), dest, tag) for part in pieces(buffer.size)]
+    return [
+        comm.Isend(in_bytes(buffer[part]), dest, tag) for part in pieces(buffer.size)
+    ]
 
 
 def pieces(nbytes: int) -> list[slice]:
     """Return the slices of a message that are sent as pieces; one if it is short."""
-    return [slice(start, min(start + PIECE, nbytes)) for start in range(0, max(nbytes, 1), PIECE)]
+    return [
+        slice(start, min(start + PIECE, nbytes))
+        for start in range(0, max(nbytes, 1), PIECE)
+    ]
 
 
 def in_bytes(buffer: Buffer) -> list[Any]:
@@ -189,8 +225,9 @@ def in_bytes(buffer: Buffer) -> list[Any]:
 def mpi() -> Any:
     """Return mpi4py's module MPI, whose import initialises MPI: so at the first call, and not on import.
 
-    Child processes of one of several ranks then do not initialise it, though a worker of a DataLoader imports the main
-    module, and mpi4py with it. Raises RuntimeError in such a process.
+    Child processes of one of several ranks then do not initialise it, though a worker
+    of a DataLoader imports the main module, and mpi4py with it. Raises RuntimeError in
+    such a process.
     """
     from mpi4py import MPI
 

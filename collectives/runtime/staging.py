@@ -1,7 +1,8 @@
 """Device buffers in MPI messages: staged through pinned memory, or passed to MPI directly (docs/devices.md).
 
-MPI ignores streams and accesses memory at once. So this module, and no other one, synchronises CuPy's current stream
-before it passes a buffer to MPI, and before a step returns arrays that the caller uses on streams of its own.
+MPI ignores streams and accesses memory at once. So this module, and no other one,
+synchronises CuPy's current stream before it passes a buffer to MPI, and before a step
+returns arrays that the caller uses on streams of its own.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def send_pieces(comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bool) -> "list[MPI.Request]":
+def send_pieces(
+    comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bool
+) -> "list[MPI.Request]":
     """Start to send a device buffer in pieces; each request keeps its memory alive."""
     if direct:
         wait_for_stream()
@@ -38,14 +41,16 @@ def send_pieces(comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bo
 def allocate(nbytes: int, *, direct: bool) -> tuple[Buffer, Any]:
     """Return a buffer for a message for the device, and where `copy_in` copies it; see `Arrival`.
 
-    direct: the buffer is on the device, and there is no copy. Else it is pinned memory: keep it until `wait_for_stream`
-    has returned, or an operation that reads the asynchronous copy has been synchronised, as `decode` does.
+    direct: the buffer is on the device, and there is no copy. Else it is pinned memory:
+    keep it until `wait_for_stream` has returned, or an operation that reads the
+    asynchronous copy has been synchronised, as `decode` does.
     """
     if direct:
         buffer = _on_device(nbytes)
         wait_for_stream()  # what had this memory before may still be at work on it
         return buffer, None
-    return pinned(nbytes), _on_device(nbytes) if nbytes > LINE else None  # a line has no entries
+    # a line has no entries
+    return pinned(nbytes), _on_device(nbytes) if nbytes > LINE else None
 
 
 def copy_in(landing: NDArray[Any], block: Any) -> None:
@@ -88,7 +93,9 @@ def pinned(nbytes: int) -> Buffer:
     """Return pinned memory, which returns to CuPy's pool when it is released."""
     import cupy
 
-    memory: Buffer = np.frombuffer(cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8)
+    memory: Buffer = np.frombuffer(
+        cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8
+    )
     return memory[:nbytes]
 
 

@@ -9,19 +9,25 @@ from mpicomp.settings import to_number
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-VARIABLE = "MPICOMP_WAIT"  # "backoff" or "block"; "auto", the default: if ranks share cores, and MPI does not yield
+# "backoff" or "block"; "auto", the default: if ranks share cores, and MPI does not
+# yield
+VARIABLE = "MPICOMP_WAIT"
 SETTINGS = ("auto", "backoff", "block")
 TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
 
 
-def agree_on_waiting(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool, int, float]:
+def agree_on_waiting(
+    comm: "MPI.Intracomm", nodes: Sequence[int]
+) -> tuple[bool, int, float]:
     """Return whether this rank polls with backoff, how many ranks share its cores, and the crowding of all nodes.
 
-    The crowding, the same on all ranks, is the number of ranks to a core on the node with the most, at least 1. nodes:
-    for each rank, the first rank that shares its memory. Collective, blocks; ValueError on all ranks for a bad
-    variable.
+    The crowding, the same on all ranks, is the number of ranks to a core on the node
+    with the most, at least 1. nodes: for each rank, the first rank that shares its
+    memory. Collective, blocks; ValueError on all ranks for a bad variable.
     """
-    settings = comm.allgather((os.environ.get(VARIABLE, "auto"), os.environ.get(TIMEOUT), cores()))
+    settings = comm.allgather(
+        (os.environ.get(VARIABLE, "auto"), os.environ.get(TIMEOUT), cores())
+    )
     for rank, (setting, time, _) in enumerate(settings):
         if setting not in SETTINGS:
             where = f"the environment variable {VARIABLE} is {setting!r} on rank {rank}"
@@ -31,8 +37,16 @@ def agree_on_waiting(comm: "MPI.Intracomm", nodes: Sequence[int]) -> tuple[bool,
     for (_, _, mask), node in zip(settings, nodes, strict=True):
         masks.setdefault(node, []).append(mask)
     here, (setting, _, mine) = masks[nodes[comm.rank]], settings[comm.rank]
-    backs_off = crowding(here) > 1 and not yields_the_core() if setting == "auto" else setting == "backoff"
-    return backs_off, sum(1 for mask in here if mask & mine), max(map(crowding, masks.values()))
+    backs_off = (
+        crowding(here) > 1 and not yields_the_core()
+        if setting == "auto"
+        else setting == "backoff"
+    )
+    return (
+        backs_off,
+        sum(1 for mask in here if mask & mine),
+        max(map(crowding, masks.values())),
+    )
 
 
 def initial_timeout() -> float | None:
@@ -49,7 +63,9 @@ def seconds(value: Any, name: str) -> float | None:
         number = float(value) if isinstance(value, str) else value
         return None if number is None else to_number(name, number, above=0)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}: expected seconds above 0, or None") from None
+        raise ValueError(
+            f"{name} is {value!r}: expected seconds above 0, or None"
+        ) from None
 
 
 def yields_the_core() -> bool:

@@ -1,11 +1,12 @@
 """PyTorch in one line: `attach(model, exchange)` for DistributedDataParallel, `attach_fsdp` for hybrid sharding.
 
-The library itself does not import this package. `start`: torch.distributed over the ranks of MPI; `ddp`, `fsdp`: the
-hooks of a wrapped model; `local_steps`: an `OuterLoop` of a module; `common`: what they share. `python -m
-collectives.torch train.py` runs a script that was written for torchrun.
+The library itself does not import this package. `start`: torch.distributed over the
+ranks of MPI; `ddp`, `fsdp`: the hooks of a wrapped model; `local_steps`: an `OuterLoop`
+of a module; `common`: what they share. `python -m collectives.torch train.py` runs a
+script that was written for torchrun.
 
-Names are imported at their first use, so that the launcher does not import torch before the script has set what torch
-reads at its import, such as OMP_NUM_THREADS.
+Names are imported at their first use, so that the launcher does not import torch before
+the script has set what torch reads at its import, such as OMP_NUM_THREADS.
 """
 
 from importlib import import_module

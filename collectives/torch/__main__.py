@@ -3,16 +3,19 @@
     mpirun -n 4 python -m collectives.torch train.py --epochs 3
     srun python -m collectives.torch -m package.train --epochs 3
 
-Sets the environment variables that torchrun sets (`collectives.launcher.torchrun_variables`), and runs the script as
-`python -m mpi4py` does: an exception on one rank ends the job. It initialises MPI and does not import torch; the script
-calls `torch.distributed.init_process_group` as under torchrun. A process group that is left when the script ends is
-destroyed, before the interpreter and MPI end. MASTER_ADDR and MASTER_PORT are those of the environment
-of rank 0, if they are set there: give MASTER_ADDR where the nodes know each other by another network than that of rank
-0's host name.
+Sets the environment variables that torchrun sets
+(`collectives.launcher.torchrun_variables`), and runs the script as `python -m mpi4py`
+does: an exception on one rank ends the job. It initialises MPI and does not import
+torch; the script calls `torch.distributed.init_process_group` as under torchrun. A
+process group that is left when the script ends is destroyed, before the interpreter and
+MPI end. MASTER_ADDR and MASTER_PORT are those of the environment of rank 0, if they are
+set there: give MASTER_ADDR where the nodes know each other by another network than that
+of rank 0's host name.
 
-Unless it is set, MPICOMP_TIMEOUT is 600 seconds, and with several ranks on a node OMP_NUM_THREADS is 1, as under
-torchrun. A rank on which the script has ended waits for the others: after 10 seconds it says which have not, and ends
-the job when MPICOMP_TIMEOUT has passed.
+Unless it is set, MPICOMP_TIMEOUT is 600 seconds, and with several ranks on a node
+OMP_NUM_THREADS is 1, as under torchrun. A rank on which the script has ended waits for
+the others: after 10 seconds it says which have not, and ends the job when
+MPICOMP_TIMEOUT has passed.
 """
 
 import atexit
@@ -44,7 +47,11 @@ def main() -> None:
     first = (sys.argv[1:] or [""])[0]
     if not first or (first[0] == "-" and first not in _SCRIPTS):
         print(__doc__)
-        sys.exit(0 if first in ("-h", "--help") else f"expected a script, -m MODULE or -c CODE, not {first!r}")
+        sys.exit(
+            0
+            if first in ("-h", "--help")
+            else f"expected a script, -m MODULE or -c CODE, not {first!r}"
+        )
     try:
         reserved = socket.socket()
         set_variables(reserved)
@@ -64,11 +71,16 @@ def main() -> None:
 def _end(ended: "MPI.Intracomm") -> None:
     """End the process after a script that ended without an error; with torch without the end of the interpreter.
 
-    A DistributedDataParallel model keeps gloo's threads alive, also after `destroy_process_group`. One that asks for
-    Python's lock while the interpreter ends is ended inside C++, which aborts the process.
+    A DistributedDataParallel model keeps gloo's threads alive, also after
+    `destroy_process_group`. One that asks for Python's lock while the interpreter ends
+    is ended inside C++, which aborts the process.
     """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if (
+        distributed is not None
+        and distributed.is_available()
+        and distributed.is_initialized()
+    ):
         distributed.destroy_process_group()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does first
     atexit._run_exitfuncs()
@@ -88,8 +100,8 @@ def _end(ended: "MPI.Intracomm") -> None:
 def _wait_for_others(ended: "MPI.Intracomm") -> None:
     """Return when the script has ended on all ranks; first say on which it has not, and then end the job.
 
-    Ranks send messages only if one is late: the barrier tells none which ranks are absent. ended: a duplicate of
-    COMM_WORLD, for this alone.
+    Ranks send messages only if one is late: the barrier tells none which ranks are
+    absent. ended: a duplicate of COMM_WORLD, for this alone.
     """
     timeout, barrier, began = initial_timeout(), ended.Ibarrier(), time.monotonic()
     nothing, arrived, spoke = np.empty(0, np.uint8), {ended.rank}, False
@@ -100,7 +112,11 @@ def _wait_for_others(ended: "MPI.Intracomm") -> None:
         time.sleep(1e-3)
         waited = time.monotonic() - began
         if waited > patience and not sent:
-            sent = [ended.Isend(nothing, rank) for rank in range(ended.size) if rank != ended.rank]
+            sent = [
+                ended.Isend(nothing, rank)
+                for rank in range(ended.size)
+                if rank != ended.rank
+            ]
         while ended.Iprobe(status=status):
             ended.Recv(nothing, status.Get_source())
             arrived.add(status.Get_source())
@@ -110,14 +126,22 @@ def _wait_for_others(ended: "MPI.Intracomm") -> None:
                 _report(arrived, ended.size, waited, timeout)
         if timeout is not None and waited > timeout:
             ended.Abort(1)
-    late = [rank for rank, each in enumerate(ended.allgather(bool(sent))) if each and rank not in arrived]
+    late = [
+        rank
+        for rank, each in enumerate(ended.allgather(bool(sent)))
+        if each and rank not in arrived
+    ]
     for rank in late:
         ended.Recv(nothing, rank)
 
 
 def _report(arrived: set[int], size: int, waited: float, timeout: float | None) -> None:
     """Say on which ranks the script has ended, and what becomes of the job."""
-    then = f"the job ends when rank {min(arrived)} has waited {timeout:.3g} s" if timeout else "the job waits for ever"
+    then = (
+        f"the job ends when rank {min(arrived)} has waited {timeout:.3g} s"
+        if timeout
+        else "the job waits for ever"
+    )
     left = named_ranks(set(range(size)) - arrived)
     print(
         f"collectives.torch: the script ended {waited:.3g} s ago on {named_ranks(arrived)}, and has not on {left}, "
@@ -130,8 +154,9 @@ def _report(arrived: set[int], size: int, waited: float, timeout: float | None) 
 def set_variables(reserved: socket.socket) -> None:
     """Set the environment variables of this rank; all ranks call it.
 
-    reserved: on rank 0 it is bound to the port, so that no other program is given it before torch listens there. Linux
-    allows the second bind if both sockets have SO_REUSEADDR, as torch's has, and none of them listens.
+    reserved: on rank 0 it is bound to the port, so that no other program is given it
+    before torch listens there. Linux allows the second bind if both sockets have
+    SO_REUSEADDR, as torch's has, and none of them listens.
     """
     world = mpi().COMM_WORLD
     if warning := singleton_warning(world.size, _without_torchrun(world.size)):
@@ -142,8 +167,14 @@ def set_variables(reserved: socket.socket) -> None:
     where = None
     if world.rank == 0:
         alone = len(set(first_on_node)) == 1
-        address = master_address(os.environ, mpi().Get_processor_name(), is_one_node=alone)
-        where = address, int(os.environ.get("MASTER_PORT") or _free_port(reserved)), os.environ.get(TIMEOUT, "600")
+        address = master_address(
+            os.environ, mpi().Get_processor_name(), is_one_node=alone
+        )
+        where = (
+            address,
+            int(os.environ.get("MASTER_PORT") or _free_port(reserved)),
+            os.environ.get(TIMEOUT, "600"),
+        )
     address, port, timeout = world.bcast(where)
     os.environ.setdefault(TIMEOUT, timeout)
     if several:
@@ -153,7 +184,11 @@ def set_variables(reserved: socket.socket) -> None:
 
 def _without_torchrun(size: int) -> dict[str, str]:
     """Return the environment; without WORLD_SIZE where MPI connects ranks, as it is then of an earlier job."""
-    return {name: value for name, value in os.environ.items() if name != "WORLD_SIZE" or size == 1}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name != "WORLD_SIZE" or size == 1
+    }
 
 
 def _free_port(reserved: socket.socket) -> int:

@@ -1,15 +1,17 @@
 """DistributedDataParallel: `attach` exchanges its gradients, in place of its allreduce.
 
-DistributedDataParallel calls a communication hook for each bucket of gradients during the backward pass. The hook
-passes them to one `GradientExchange` by the names of the parameters, and completes the futures of all buckets in the
-last one. So residuals belong to parameters, and are conserved when DDP rebuilds its buckets after the first step.
-Rounds and bytes of a step: those of the exchange.
+DistributedDataParallel calls a communication hook for each bucket of gradients during
+the backward pass. The hook passes them to one `GradientExchange` by the names of the
+parameters, and completes the futures of all buckets in the last one. So residuals
+belong to parameters, and are conserved when DDP rebuilds its buckets after the first
+step. Rounds and bytes of a step: those of the exchange.
 
-DDP's buckets store a gradient in the memory order of its parameter, and so does the exchange: the residual of a
-channels_last parameter fits only a model of the same memory format.
+DDP's buckets store a gradient in the memory order of its parameter, and so does the
+exchange: the residual of a channels_last parameter fits only a model of the same memory
+format.
 
-Invariant: a parameter without a gradient on this rank counts as zero; if its mean is not zero, `.grad` is set to the
-mean.
+Invariant: a parameter without a gradient on this rank counts as zero; if its mean is
+not zero, `.grad` is set to the mean.
 """
 
 import math
@@ -49,25 +51,31 @@ def attach(
 ) -> "DDPHandle":
     """Exchange the gradients of a DistributedDataParallel model through `exchange`, in place of DDP's allreduce.
 
-    Call it once, on all ranks, before the first backward pass. It registers the parameters with the exchange, which
-    must be new, under their names in `model.module`. A backward pass then writes the means to `.grad`; inside
+    Call it once, on all ranks, before the first backward pass. It registers the
+    parameters with the exchange, which must be new, under their names in
+    `model.module`. A backward pass then writes the means to `.grad`; inside
     `model.no_sync()` nothing is exchanged.
 
-    clip: before it is compressed, this rank's gradient is scaled to a Euclidean norm of at most clip / sqrt(P). The
-    norm is that of all parameters, so with `clip` the exchange starts when the last bucket is ready: it does not
-    overlap with the backward pass. The handle's `norm` is that of this rank's last gradient before it was clipped, for
-    a log. scaler: the `torch.amp.GradScaler` that scaled the loss. Gradients are divided by the scale before the
-    exchange and multiplied after it, so that `clip` and residuals do not depend on it.
+    clip: before it is compressed, this rank's gradient is scaled to a Euclidean norm of
+    at most clip / sqrt(P). The norm is that of all parameters, so with `clip` the
+    exchange starts when the last bucket is ready: it does not overlap with the backward
+    pass. The handle's `norm` is that of this rank's last gradient before it was
+    clipped, for a log. scaler: the `torch.amp.GradScaler` that scaled the loss.
+    Gradients are divided by the scale before the exchange and multiplied after it, so
+    that `clip` and residuals do not depend on it.
 
-    With `nonfinite="skip"` in the exchange, a step with NaN or infinities on any rank is skipped on all. With a scaler
-    `.grad` is then NaN, so that the scaler skips the step and lowers the scale; without one it is None, so that the
-    optimiser passes over all parameters.
+    With `nonfinite="skip"` in the exchange, a step with NaN or infinities on any rank
+    is skipped on all. With a scaler `.grad` is then NaN, so that the scaler skips the
+    step and lowers the scale; without one it is None, so that the optimiser passes over
+    all parameters.
 
-    Returns a handle for checkpoints. If the exchange raises in a step, `backward()` raises on all ranks, with NaN in
-    `.grad`; training can continue. Raises TypeError or ValueError for bad arguments; RuntimeError under torchrun, and
-    for an exchange with registered tensors; CollectiveError on the other ranks.
+    Returns a handle for checkpoints. If the exchange raises in a step, `backward()`
+    raises on all ranks, with NaN in `.grad`; training can continue. Raises TypeError or
+    ValueError for bad arguments; RuntimeError under torchrun, and for an exchange with
+    registered tensors; CollectiveError on the other ranks.
 
-    Source of the clipping: Lin et al., Deep Gradient Compression, ICLR 2018, section 3.2.
+    Source of the clipping: Lin et al., Deep Gradient Compression, ICLR 2018, section
+    3.2.
 
     >>> exchange = GradientExchange(comm, TopK(0.01))
     >>> handle = attach(DistributedDataParallel(network), exchange)
@@ -78,12 +86,16 @@ def attach(
         ddp = _check_ddp(model)
         check_scaler(scaler)
         remedy = ", the largest norm of a gradient, or None"
-        limit = None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
+        limit = (
+            None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
+        )
         group = sorted(dist.get_process_group_ranks(ddp.process_group))
         return {"limit": limit, "rank": dist.get_rank(), "group": group}
 
     everyone = gather_results(check, exchange.comm, "attach")
-    _check_groups([each["group"] for each in everyone], sorted(each["rank"] for each in everyone))
+    _check_groups(
+        [each["group"] for each in everyone], sorted(each["rank"] for each in everyone)
+    )
     (ddp,) = parts_of(model, DistributedDataParallel)
     limit = everyone[exchange.comm.rank]["limit"]
     handle = DDPHandle(ddp, exchange, limit, scaler)
@@ -97,36 +109,57 @@ _ANEW = "wrap it in DistributedDataParallel again, and attach with a new exchang
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-_Parts = list[tuple[torch.Tensor, torch.Tensor]]  # of a bucket: each parameter, and the view of its gradient
+# of a bucket: each parameter, and the view of its gradient
+_Parts = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class DDPHandle(Handle):
     """The communication hook of a DistributedDataParallel model; made by `attach`."""
 
     def __init__(
-        self, model: DistributedDataParallel, exchange: GradientExchange, clip: float | None, scaler: Any
+        self,
+        model: DistributedDataParallel,
+        exchange: GradientExchange,
+        clip: float | None,
+        scaler: Any,
     ) -> None:
         inside = _reduced(model)
-        registered = {name: each for name, each in named(model.module).items() if each in inside}
+        registered = {
+            name: each for name, each in named(model.module).items() if each in inside
+        }
         self._ddp = model
-        super().__init__(exchange, ModelParameters(model.module, registered, "attach", _ANEW), scaler)
-        self._views, self._may_skip = model.gradient_as_bucket_view, model.find_unused_parameters or model.static_graph
+        super().__init__(
+            exchange, ModelParameters(model.module, registered, "attach", _ANEW), scaler
+        )
+        self._views, self._may_skip = (
+            model.gradient_as_bucket_view,
+            model.find_unused_parameters or model.static_graph,
+        )
         self._clip = clip
-        self.norm: float | None = None  # with `clip`: of this rank's last gradient, before it was clipped
-        self._buckets: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor, _Parts]] = []  # of this step
+        # with `clip`: of this rank's last gradient, before it was clipped
+        self.norm: float | None = None
+        # of this step
+        self._buckets: list[
+            tuple[torch.futures.Future[torch.Tensor], torch.Tensor, _Parts]
+        ] = []
         self._raised: Exception | None = None  # by the last step, on all ranks
         self._hook()
 
     def _hook(self) -> None:
         """Have DDP's reducer call this object for its buckets."""
         self._ddp.register_comm_hook(self, DDPHandle._take)
-        self._ddp._comm_hooks[:] = [self]  # only its class is looked at: copies of the model have no hook
+        # only its class is looked at: copies of the model have no hook
+        self._ddp._comm_hooks[:] = [self]
 
-    @partial(torch.compiler.disable, reason="attach to the compiled model: attach(torch.compile(ddp), exchange)")
+    @partial(
+        torch.compiler.disable,
+        reason="attach to the compiled model: attach(torch.compile(ddp), exchange)",
+    )
     def __call__(self, *_: Any) -> None:
         """Look at the parameters again after a forward pass whose gradients will be exchanged.
 
-        In a forward pass, and before it, an error of one rank would leave the others in sums of DDP.
+        In a forward pass, and before it, an error of one rank would leave the others in
+        sums of DDP.
         """
         if torch.is_grad_enabled() and self._ddp.require_backward_grad_sync:
             self._raised = None
@@ -143,8 +176,9 @@ class DDPHandle(Handle):
     def fail(self, error: Exception) -> NoReturn:
         """End the step under way as a rank that failed: `error` is raised here, CollectiveError on the other ranks.
 
-        Their `backward()` raises it. For an error that the step has raised itself, which all ranks know of, it does
-        nothing else. The following steps are as usual: gradients and residuals of this one are not used.
+        Their `backward()` raises it. For an error that the step has raised itself,
+        which all ranks know of, it does nothing else. The following steps are as usual:
+        gradients and residuals of this one are not used.
         """
         if error is not self._raised:
             with self._failing():
@@ -159,7 +193,9 @@ class DDPHandle(Handle):
         except Exception as error:
             if error is not self._raised:  # not by an inner block
                 if self._ddp.find_unused_parameters:
-                    self._ddp.process_group.allreduce(self._ddp.reducer._get_local_used_map()).wait()
+                    self._ddp.process_group.allreduce(
+                        self._ddp.reducer._get_local_used_map()
+                    ).wait()
                 self._renew()
                 self._raised = error
             raise
@@ -167,9 +203,13 @@ class DDPHandle(Handle):
     def _renew(self) -> None:
         """Make DDP's reducer anew, as all ranks do after a step that failed: that of a rank may be within the step."""
         parameters, is_static = [*self._names], self._ddp.static_graph
-        frozen, self._buckets = [each for each in parameters if not each.requires_grad], []
+        frozen, self._buckets = (
+            [each for each in parameters if not each.requires_grad],
+            [],
+        )
         for each in parameters:
-            each.requires_grad_(True)  # the reducer hooks the nodes that accumulate gradients
+            # the reducer hooks the nodes that accumulate gradients
+            each.requires_grad_(True)
         self._ddp._ddp_init_helper(parameters, [False] * len(parameters), {}, is_static)
         for each in frozen:
             each.requires_grad_(False)
@@ -196,13 +236,16 @@ class DDPHandle(Handle):
         """Wait for the means, and write them to DDP's buckets and to unused parameters."""
         buckets, self._buckets = self._buckets, []
         if self._clip is not None:
-            self._clip_gradient([(buffer, parts) for _, buffer, parts in buckets], self._clip)
+            self._clip_gradient(
+                [(buffer, parts) for _, buffer, parts in buckets], self._clip
+            )
         failed: Exception | None = None
         means: dict[str, Any] = {}
         factor = math.nan
         try:
             means, factor = self._end()
-        except Exception as error:  # on all ranks; DDP needs its futures to go on after it
+        # on all ranks; DDP needs its futures to go on after it
+        except Exception as error:
             failed = error
         for future, buffer, parts in buckets:
             for parameter, part in parts if means else []:
@@ -235,24 +278,39 @@ class DDPHandle(Handle):
             elif mean.any():
                 parameter.grad = mean if self._views else mean.clone()
 
-    def _clip_gradient(self, buckets: list[tuple[torch.Tensor, _Parts]], clip: float) -> None:
+    def _clip_gradient(
+        self, buckets: list[tuple[torch.Tensor, _Parts]], clip: float
+    ) -> None:
         """Scale this rank's gradient to a norm of at most clip / sqrt(P), and start the exchange.
 
         The bits do not depend on the buckets.
         """
-        found = {self._names[each]: part for _, parts in buckets for each, part in parts}
-        names = [each for each in self._names.values() if each in found and each not in self._held]
-        norms = [torch.linalg.vector_norm(found[each], dtype=torch.float64) for each in names]
+        found = {
+            self._names[each]: part for _, parts in buckets for each, part in parts
+        }
+        names = [
+            each
+            for each in self._names.values()
+            if each in found and each not in self._held
+        ]
+        norms = [
+            torch.linalg.vector_norm(found[each], dtype=torch.float64) for each in names
+        ]
         self.norm = norm = math.hypot(*map(float, norms))
         limit = clip / math.sqrt(self.exchange.comm.size)
         for buffer, parts in buckets:
-            if limit < norm < math.inf:  # what is not finite is left for the exchange to find
+            # what is not finite is left for the exchange to find
+            if limit < norm < math.inf:
                 self._multiply(buffer, parts, limit / norm)
             self._start(parts)
 
     def _multiply(self, buffer: torch.Tensor, parts: _Parts, factor: float) -> None:
         """Multiply the gradients of a bucket, except those of frozen parameters."""
-        for each in [part for each, part in parts if self._names[each] not in self._held] if self._held else [buffer]:
+        for each in (
+            [part for each, part in parts if self._names[each] not in self._held]
+            if self._held
+            else [buffer]
+        ):
             each.mul_(factor)
 
 
@@ -264,7 +322,8 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 def _after_ddp(call: Callable[[], None]) -> None:
     """Call a function once DDP has ended its step, which it does after the backward pass."""
     try:
-        after_backward(partial(after_backward, call))  # DDP queues its own end in between
+        # DDP queues its own end in between
+        after_backward(partial(after_backward, call))
     except RuntimeError:  # on a rank that has joined: there is no backward pass
         call()
 
@@ -281,7 +340,9 @@ def _check_ddp(model: Any) -> DistributedDataParallel:
         )
     ddp: DistributedDataParallel = found[0]
     if any(isinstance(each, DDPHandle) for each in ddp._comm_hooks):
-        raise ValueError("the model is already attached: use the handle that attach has returned")
+        raise ValueError(
+            "the model is already attached: use the handle that attach has returned"
+        )
     if ddp._use_python_reducer:
         raise ValueError(
             "DistributedDataParallel was made with torch._dynamo.config.optimize_ddp = 'python_reducer', which calls "
@@ -293,7 +354,10 @@ def _check_ddp(model: Any) -> DistributedDataParallel:
             "DistributedDataParallel(model.module), without mixed_precision="
         )
     for name, module in ddp.module.named_modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+        if (
+            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+            and module.sparse
+        ):
             raise TypeError(
                 f"{name} is {type(module).__name__}(sparse=True), whose gradients are sparse tensors: expected "
                 f"sparse=False; the exchange sends few entries all the same"
@@ -305,19 +369,35 @@ def _check_ddp(model: Any) -> DistributedDataParallel:
 def _check_parameters(ddp: DistributedDataParallel) -> None:
     """Raise TypeError or ValueError for parameters that cannot be exchanged."""
     inside, ignored = _reduced(ddp), ddp.parameters_to_ignore
-    parameters = {name: each for name, each in ddp.module.named_parameters() if name not in ignored}
-    if late := [name for name, each in parameters.items() if each.requires_grad and each not in inside]:
+    parameters = {
+        name: each
+        for name, each in ddp.module.named_parameters()
+        if name not in ignored
+    }
+    if late := [
+        name
+        for name, each in parameters.items()
+        if each.requires_grad and each not in inside
+    ]:
         raise ValueError(
             f"{some(late)} did not require a gradient when DistributedDataParallel was made, which does not exchange "
             "it: wrap the model after requires_grad_(True)"
         )
-    if bad := [name for name, each in parameters.items() if each in inside and each.dtype not in _DTYPES]:
+    if bad := [
+        name
+        for name, each in parameters.items()
+        if each in inside and each.dtype not in _DTYPES
+    ]:
         raise TypeError(
             f"{some(bad)} is {parameters[bad[0]].dtype}: expected real parameters, of float16, bfloat16, float32 or "
             "float64; of a complex one keep torch.view_as_real(...), and use torch.view_as_complex in forward"
         )
     if len({each.device for each in inside}) > 1:
-        name, device = next((name, each.device) for name, each in parameters.items() if each.device != ddp.device)
+        name, device = next(
+            (name, each.device)
+            for name, each in parameters.items()
+            if each.device != ddp.device
+        )
         raise ValueError(
             f"{name!r} is on {device}, and other parameters on {ddp.device}: expected one device for a rank; start a "
             "rank for each GPU"
@@ -340,15 +420,23 @@ def _shown(ranks: list[int]) -> str:
 
 def _reduced(model: DistributedDataParallel) -> set[Any]:
     """Return the parameters whose gradients DDP reduces: those that required one when it was made."""
-    return {each for bucket in model.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()}
+    return {
+        each
+        for bucket in model.reducer._get_zeros_like_grad_buckets()
+        for each in bucket.parameters()
+    }
 
 
 def _in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return DDP's own view of a gradient in its bucket, given that of `GradBucket.gradients`.
 
-    The latter has the parameter's shape in C order; DDP's has the strides of the parameter, unless that has gaps in
-    memory.
+    The latter has the parameter's shape in C order; DDP's has the strides of the
+    parameter, unless that has gaps in memory.
     """
     strides = parameter.stride()
     has_gaps = torch.empty_like(parameter, device="meta").stride() != strides
-    return part if has_gaps else part.as_strided(parameter.size(), strides, part.storage_offset())
+    return (
+        part
+        if has_gaps
+        else part.as_strided(parameter.size(), strides, part.storage_offset())
+    )

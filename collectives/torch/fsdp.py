@@ -1,13 +1,15 @@
 """FSDP2 with hybrid sharding: `attach_fsdp` exchanges the shards of the gradients between the replicas.
 
-FSDP2 reduce-scatters the gradients inside a replica, and calls the hooks of a sharded parameter once its shard is
-available: the shards are then exchanged between the replicas. `FSDPModule.set_all_reduce_hook` is not used. With a
-two-dimensional mesh that hook runs after torch's dense allreduce, and does not replace it. With a one-dimensional mesh
-it receives a flat buffer of a module's shards, without names; FSDP casts and accumulates the buffer as soon as the hook
-returns, so an exchange could not overlap with the backward pass of the next module.
+FSDP2 reduce-scatters the gradients inside a replica, and calls the hooks of a sharded
+parameter once its shard is available: the shards are then exchanged between the
+replicas. `FSDPModule.set_all_reduce_hook` is not used. With a two-dimensional mesh that
+hook runs after torch's dense allreduce, and does not replace it. With a one-dimensional
+mesh it receives a flat buffer of a module's shards, without names; FSDP casts and
+accumulates the buffer as soon as the hook returns, so an exchange could not overlap
+with the backward pass of the next module.
 
-Invariant: a parameter without a gradient on this rank counts as zero; if its mean is not zero, `.grad` is set to the
-mean.
+Invariant: a parameter without a gradient on this rank counts as zero; if its mean is
+not zero, `.grad` is set to the mean.
 """
 
 import math
@@ -36,19 +38,24 @@ from collectives.torch.common import (
 from collectives.torch.start import check_launcher
 
 
-def attach_fsdp(model: FSDPModule, exchange: GradientExchange, *, scaler: Any = None) -> "FSDPHandle":
+def attach_fsdp(
+    model: FSDPModule, exchange: GradientExchange, *, scaler: Any = None
+) -> "FSDPHandle":
     """Exchange the gradient shards of an FSDP2 model between its replicas (hybrid sharding), through `exchange`.
 
-    model: sharded by `fully_shard` over the one-dimensional mesh of one replica; torch itself would average densely
-    over the second dimension of a mesh. exchange: a new one, over the ranks that have the same shard in all replicas.
-    The replicas must start with the same parameters.
+    model: sharded by `fully_shard` over the one-dimensional mesh of one replica; torch
+    itself would average densely over the second dimension of a mesh. exchange: a new
+    one, over the ranks that have the same shard in all replicas. The replicas must
+    start with the same parameters.
 
-    A backward pass writes the means to `.grad`. With `set_requires_gradient_sync(False)` gradients accumulate, and
-    nothing is exchanged. scaler: as in `attach`, and so is a skipped step, of the ranks with one shard: an infinity in
-    another shard skips that alone.
+    A backward pass writes the means to `.grad`. With
+    `set_requires_gradient_sync(False)` gradients accumulate, and nothing is exchanged.
+    scaler: as in `attach`, and so is a skipped step, of the ranks with one shard: an
+    infinity in another shard skips that alone.
 
-    Raises TypeError or ValueError for bad arguments, RuntimeError under torchrun and for an exchange with registered
-    tensors; CollectiveError on the other ranks, and if the ranks of the exchange have different shards.
+    Raises TypeError or ValueError for bad arguments, RuntimeError under torchrun and
+    for an exchange with registered tensors; CollectiveError on the other ranks, and if
+    the ranks of the exchange have different shards.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     >>> model = fully_shard(model, mesh=mesh["shard"])
@@ -72,14 +79,19 @@ def attach_fsdp(model: FSDPModule, exchange: GradientExchange, *, scaler: Any = 
 class FSDPHandle(Handle):
     """The hooks of an FSDP2 model and of its parameters; made by `attach_fsdp`.
 
-    Outputs of FSDP2's modules have a hook that queues the end of the step, as FSDP2 queues its own: the first one runs
-    in the outer backward pass, while a parameter's may run in an inner one, of reentrant checkpointing.
+    Outputs of FSDP2's modules have a hook that queues the end of the step, as FSDP2
+    queues its own: the first one runs in the outer backward pass, while a parameter's
+    may run in an inner one, of reentrant checkpointing.
     """
 
-    def __init__(self, model: FSDPModule, exchange: GradientExchange, scaler: Any) -> None:
+    def __init__(
+        self, model: FSDPModule, exchange: GradientExchange, scaler: Any
+    ) -> None:
         parameters = trainable(model)
         remedy = "call attach_fsdp again, with a new exchange"
-        super().__init__(exchange, ModelParameters(model, parameters, "attach_fsdp", remedy), scaler)
+        super().__init__(
+            exchange, ModelParameters(model, parameters, "attach_fsdp", remedy), scaler
+        )
         self._modules = parts_of(model, FSDPModule)
         self._completing = False  # the end of the backward pass will call `_complete`
         self._refused: Exception | None = None  # the model has other parameters
@@ -87,14 +99,22 @@ class FSDPHandle(Handle):
         self._versions: list[int] = []  # of the parameters, before the backward pass
         self._taken: dict[Any, Any] = {}  # the gradients of this backward pass, and
         self._late: list[Any] = []  # the parameters whose exchange its end starts
-        self._hooks = [self._modules[0].register_forward_pre_hook(self._compare, prepend=True)]
-        self._hooks += [each.register_forward_hook(self._watch) for each in self._modules]
-        self._hooks += [each.register_post_accumulate_grad_hook(self._take) for each in parameters.values()]
+        self._hooks = [
+            self._modules[0].register_forward_pre_hook(self._compare, prepend=True)
+        ]
+        self._hooks += [
+            each.register_forward_hook(self._watch) for each in self._modules
+        ]
+        self._hooks += [
+            each.register_post_accumulate_grad_hook(self._take)
+            for each in parameters.values()
+        ]
 
     def fail(self, error: Exception) -> NoReturn:
         """End the step under way, or the next one, as a rank that failed: `error` is raised, as in the step.
 
-        After an error in a backward pass, call `model.reset_iter_state()` as well, on all ranks of the replica.
+        After an error in a backward pass, call `model.reset_iter_state()` as well, on
+        all ranks of the replica.
         """
         self._reset()
         super().fail(error)
@@ -105,13 +125,21 @@ class FSDPHandle(Handle):
             hook.remove()
 
     def _reset(self) -> None:
-        self._completing, self._failed, self._refused, self._taken, self._late = False, None, None, {}, []
+        self._completing, self._failed, self._refused, self._taken, self._late = (
+            False,
+            None,
+            None,
+            {},
+            [],
+        )
         self._calls.clear()
 
     def _compare(self, *unused: Any) -> None:
         """Look at the parameters again, before FSDP2 replaces them by whole ones; the end of the step raises errors."""
         if self._completing and torch._C._current_graph_task_id() < 0:
-            raise RuntimeError("the last backward pass was interrupted by an error: call handle.fail(error) after it")
+            raise RuntimeError(
+                "the last backward pass was interrupted by an error: call handle.fail(error) after it"
+            )
         if torch.is_grad_enabled() and not self._completing:
             try:
                 self._parameters.frozen()
@@ -131,19 +159,26 @@ class FSDPHandle(Handle):
         """Have the end of this backward pass complete the step."""
         if not self._completing:
             after_backward(self._complete)
-            self._completing, self._versions = True, [parameter._version for parameter in self._names]
+            self._completing, self._versions = (
+                True,
+                [parameter._version for parameter in self._names],
+            )
             self._begin()
 
     def _take(self, parameter: Any) -> None:
         """Start the exchange of a gradient, or have the end of the backward pass start it.
 
-        The latter if modules were called several times, as FSDP2 then adds to a gradient as often. And for parameters
-        that FSDP2 ignores: their hooks also run where gradients only accumulate.
+        The latter if modules were called several times, as FSDP2 then adds to a
+        gradient as often. And for parameters that FSDP2 ignores: their hooks also run
+        where gradients only accumulate.
         """
         self._queue_end()  # of outputs that no module of FSDP2 returned
         is_new = parameter not in self._taken
         self._taken[parameter] = local_shard(parameter.grad)
-        if not isinstance(parameter, DTensor) or max(self._calls.values(), default=0) > 1:
+        if (
+            not isinstance(parameter, DTensor)
+            or max(self._calls.values(), default=0) > 1
+        ):
             self._late += [parameter] if is_new else []
         elif is_new:
             self._start_all([parameter])
@@ -156,15 +191,23 @@ class FSDPHandle(Handle):
     def _start_all(self, parameters: Sequence[Any]) -> None:
         """Start the exchange of gradients; before the first one of a step, leave out what is frozen now."""
         if not self.exchange.is_in_step and self._failed is None:
-            frozen = {name for parameter, name in self._names.items() if not parameter.requires_grad}
+            frozen = {
+                name
+                for parameter, name in self._names.items()
+                if not parameter.requires_grad
+            }
             try:
                 if frozen != self._held:
                     self.exchange.hold(frozen)
                     self._held = frozen
-            except Exception as error:  # on all ranks of the exchange; those of the replica are in the backward pass
+            # on all ranks of the exchange; those of the replica are in the backward
+            # pass
+            except Exception as error:
                 self._failed = error
         given = [each for each in parameters if self._names[each] not in self._held]
-        parts = [(each, self._taken[each]) for each in given if self._taken[each] is not None]
+        parts = [
+            (each, self._taken[each]) for each in given if self._taken[each] is not None
+        ]
         if self._scale != 1:
             for _, gradient in parts:
                 gradient.div_(self._scale)
@@ -178,8 +221,13 @@ class FSDPHandle(Handle):
             if self._refused is not None:
                 self.exchange.fail(self._refused)
             self._check_unchanged()
-            unused = [parameter for parameter in self._names if parameter not in self._taken]
-            self._taken |= {parameter: local_shard(parameter.grad) for parameter in unused}  # None, or of a pass before
+            unused = [
+                parameter for parameter in self._names if parameter not in self._taken
+            ]
+            # None, or of a pass before
+            self._taken |= {
+                parameter: local_shard(parameter.grad) for parameter in unused
+            }
             self._start_all([*self._late, *unused])
             means, factor = self._end()
         except Exception:
@@ -205,17 +253,30 @@ class FSDPHandle(Handle):
         """Return whether this backward pass synchronises gradients; with one of a sharded parameter it does."""
         if any(isinstance(parameter, DTensor) for parameter in self._taken):
             return True
-        states = [module._get_fsdp_state() for module in self._modules]  # `set_requires_gradient_sync` has no getter
-        groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
-        return bool(self._taken or self._refused) and all(group.reduce_grads for group in groups)
+        # `set_requires_gradient_sync` has no getter
+        states = [module._get_fsdp_state() for module in self._modules]
+        groups = [
+            group
+            for state in states
+            for group in getattr(state, "_fsdp_param_groups", ())
+        ]
+        return bool(self._taken or self._refused) and all(
+            group.reduce_grads for group in groups
+        )
 
     def _check_unchanged(self) -> None:
         """Fail the step on all ranks if a parameter was changed in the backward pass, or its gradient replaced."""
         before = dict(zip(self._names, self._versions, strict=True))
         for parameter, gradient in self._taken.items():
             now = local_shard(parameter.grad)
-            is_same = now is not None and gradient is not None and now.data_ptr() == gradient.data_ptr()
-            if self._failed is None and not (is_same and parameter._version == before[parameter]):
+            is_same = (
+                now is not None
+                and gradient is not None
+                and now.data_ptr() == gradient.data_ptr()
+            )
+            if self._failed is None and not (
+                is_same and parameter._version == before[parameter]
+            ):
                 what = f"{self._names[parameter]} was changed, or its .grad was replaced, in the backward pass"
                 remedy = "call an optimiser's step() after backward(), and not in register_post_accumulate_grad_hook"
                 self.exchange.fail(RuntimeError(f"{what}: {remedy}"))
@@ -239,17 +300,27 @@ def _like_parameter(mean: torch.Tensor, parameter: Any) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return mean
     layout = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(mean, parameter.device_mesh, parameter.placements, **layout)
+    return DTensor.from_local(
+        mean, parameter.device_mesh, parameter.placements, **layout
+    )
 
 
 def check_fsdp(model: Any, comm: Any) -> dict[str, str]:
     """Raise unless this is an FSDP2 model of one replica, and `comm` has a rank of each; return which shard it is."""
     check_launcher()
     if not parts_of(model, FSDPModule):
-        raise TypeError(f"model is {type(model).__name__}: expected one that fully_shard(model, mesh=...) has sharded")
-    meshes = {parameter.device_mesh for parameter in trainable(model).values() if isinstance(parameter, DTensor)}
+        raise TypeError(
+            f"model is {type(model).__name__}: expected one that fully_shard(model, mesh=...) has sharded"
+        )
+    meshes = {
+        parameter.device_mesh
+        for parameter in trainable(model).values()
+        if isinstance(parameter, DTensor)
+    }
     if len(meshes) != 1:
-        raise ValueError(f"the parameters are sharded over {len(meshes)} meshes: expected one for all of them")
+        raise ValueError(
+            f"the parameters are sharded over {len(meshes)} meshes: expected one for all of them"
+        )
     (mesh,) = meshes
     if mesh.ndim != 1:
         raise ValueError(

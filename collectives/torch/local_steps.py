@@ -11,24 +11,34 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.agreement import check_same, gather_objects, gather_results
 from collectives.exchange import GradientExchange
 from collectives.outer import OuterLoop
-from collectives.torch.common import ModelParameters, check_exchange, local_shard, parts_of, trainable
+from collectives.torch.common import (
+    ModelParameters,
+    check_exchange,
+    local_shard,
+    parts_of,
+    trainable,
+)
 from collectives.torch.fsdp import check_fsdp
 from collectives.torch.start import check_launcher
 
 
-def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any) -> OuterLoop:
+def outer_loop(
+    model: torch.nn.Module, exchange: GradientExchange, **terms: Any
+) -> OuterLoop:
     """Return an `OuterLoop` (local steps) of a module's trainable parameters.
 
-    model: a plain module, whose ranks take their steps separately. Or one whose gradients are averaged inside a node in
-    every step, with an exchange between the nodes: sharded by `fully_shard` over the ranks of the node, so that each
-    rank exchanges its shard; or in DistributedDataParallel with the process group of the node, where each rank
-    exchanges all parameters; also inside of other modules, such as torch.compile's. terms: keyword arguments of
-    `OuterLoop`.
+    model: a plain module, whose ranks take their steps separately. Or one whose
+    gradients are averaged inside a node in every step, with an exchange between the
+    nodes: sharded by `fully_shard` over the ranks of the node, so that each rank
+    exchanges its shard; or in DistributedDataParallel with the process group of the
+    node, where each rank exchanges all parameters; also inside of other modules, such
+    as torch.compile's. terms: keyword arguments of `OuterLoop`.
 
-    Raises ValueError if DistributedDataParallel or FSDP2 averages over ranks of the exchange: the gradients would be
-    sent dense in every step, and the parameters averaged once more. The errors of `OuterLoop`. If the model later has
-    other parameters, or one more that requires a gradient, the next round raises ValueError that names them; parameters
-    that are frozen are left out.
+    Raises ValueError if DistributedDataParallel or FSDP2 averages over ranks of the
+    exchange: the gradients would be sent dense in every step, and the parameters
+    averaged once more. The errors of `OuterLoop`. If the model later has other
+    parameters, or one more that requires a gradient, the next round raises ValueError
+    that names them; parameters that are frozen are left out.
 
     >>> outer = outer_loop(network, exchange, every=10)
     """
@@ -44,7 +54,9 @@ def outer_loop(model: torch.nn.Module, exchange: GradientExchange, **terms: Any)
 
     def parameters() -> dict[str, Any]:
         known.frozen()  # raises for others
-        return {name: local_shard(parameter) for name, parameter in known.registered.items()}
+        return {
+            name: local_shard(parameter) for name, parameter in known.registered.items()
+        }
 
     return OuterLoop(exchange, parameters, **terms)
 

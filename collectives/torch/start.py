@@ -12,10 +12,11 @@ from collectives.launcher import master_address, torchrun_warning
 def init_process_group(comm: Any, backend: str = "gloo") -> None:
     """Initialise torch.distributed with the ranks of an MPI communicator; all of them call it.
 
-    comm: an mpi4py intracommunicator. Rank 0 listens on a free port, and sends the port and its address to all: its
-    MASTER_ADDR, else 127.0.0.1 on one node, else its host's name. backend: for torch's own messages; with `attach` only
-    the small ones of DDP. Raises RuntimeError under torchrun, whose
-    processes MPI does not connect, and if there is a process group already; torch's error if rank 0 cannot listen, and
+    comm: an mpi4py intracommunicator. Rank 0 listens on a free port, and sends the port
+    and its address to all: its MASTER_ADDR, else 127.0.0.1 on one node, else its host's
+    name. backend: for torch's own messages; with `attach` only the small ones of DDP.
+    Raises RuntimeError under torchrun, whose processes MPI does not connect, and if
+    there is a process group already; torch's error if rank 0 cannot listen, and
     CollectiveError on the other ranks.
 
     >>> init_process_group(MPI.COMM_WORLD)
@@ -37,8 +38,12 @@ def init_process_group(comm: Any, backend: str = "gloo") -> None:
             )
         if comm.rank > 0:
             return None
-        host = master_address(os.environ, MPI.Get_processor_name(), is_one_node=is_one_node)
-        server = dist.TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False)
+        host = master_address(
+            os.environ, MPI.Get_processor_name(), is_one_node=is_one_node
+        )
+        server = dist.TCPStore(
+            host, 0, comm.size, is_master=True, wait_for_workers=False
+        )
         return host, server.port
 
     host, port = gather_results(listen, comm, "init_process_group")[0]

@@ -2,8 +2,8 @@
 
     python docs/figures/architecture.py          # needs matplotlib; writes rooms.svg and gradient.svg beside this file
 
-`FLOORS` are the layers from top to bottom: a module imports modules of its own layer and of those below.
-`tests/test_house.py` compares that with the code.
+`FLOORS` are the layers from top to bottom: a module imports modules of its own layer
+and of those below. `tests/test_house.py` compares that with the code.
 """
 
 import sys
@@ -49,12 +49,23 @@ ARROWS = [  # x, from y, to y
     *((2.2, 5.5, 5.1), (7, 5.5, 5.1), (2.2, 3.9, 3.5), (7, 3.9, 3.5)),
 ]
 
-STATIONS = [  # of a gradient: the name, what happens, the file, and whether all ranks take part
+# of a gradient: the name, what happens, the file, and whether all ranks take part
+STATIONS = [
     ("gradient", "any array,\nlist or dict", "mpicomp/tensors.py", False),
     ("correct", "add the residual\nof the last step", "mpicomp/feedback/", False),
     ("compress", "select entries:\na SparseVector", "mpicomp/compressors/", False),
-    ("exchange", "rounds of messages\nbetween the ranks", "collectives/gtopk.py, ...", True),
-    ("settle", "mean, new residual;\nall that can fail", "collectives/exchange/", False),
+    (
+        "exchange",
+        "rounds of messages\nbetween the ranks",
+        "collectives/gtopk.py, ...",
+        True,
+    ),
+    (
+        "settle",
+        "mean, new residual;\nall that can fail",
+        "collectives/exchange/",
+        False,
+    ),
     ("agree", "keep the step on\nall ranks or none", "collectives/agreement.py", True),
     ("commit", "mean to the caller,\nresidual stays", "collectives/exchange/", False),
 ]
@@ -65,9 +76,24 @@ def draw_rooms(path: Path) -> None:
     figure, axes = canvas(8.2, 6.6, (-0.1, 12.5), (-0.1, 9.8))
     for x, y, width, height, name, inside, colour in BOXES:
         box(axes, x, y, width, height, COLOURS[colour])
-        axes.text(x + 0.15, y + height - 0.12, name, va="top", weight="bold", size=9, family="monospace")
+        axes.text(
+            x + 0.15,
+            y + height - 0.12,
+            name,
+            va="top",
+            weight="bold",
+            size=9,
+            family="monospace",
+        )
         lines = name.count("\n") + 1
-        axes.text(x + 0.15, y + height - 0.15 - 0.36 * lines, inside, va="top", size=8, linespacing=1.35)
+        axes.text(
+            x + 0.15,
+            y + height - 0.15 - 0.36 * lines,
+            inside,
+            va="top",
+            size=8,
+            linespacing=1.35,
+        )
     for x, start, end in ARROWS:
         arrow(axes, x, start, x, end)
     arrow(axes, 9.2, 2.7, 9.6, 2.7)
@@ -83,8 +109,12 @@ def draw_gradient(path: Path) -> None:
         x = 2.2 * place
         box(axes, x, 0, 1.8, 1.7, COLOURS["ranks" if together else "rank"])
         axes.text(x + 0.9, 1.35, name, ha="center", weight="bold", size=9.5)
-        axes.text(x + 0.9, 0.62, what, ha="center", va="center", size=7.2, linespacing=1.4)
-        axes.text(x + 0.9, -0.3, where, ha="center", va="center", size=6.4, family="monospace")
+        axes.text(
+            x + 0.9, 0.62, what, ha="center", va="center", size=7.2, linespacing=1.4
+        )
+        axes.text(
+            x + 0.9, -0.3, where, ha="center", va="center", size=6.4, family="monospace"
+        )
         if place:
             arrow(axes, x - 0.4, 0.85, x, 0.85)
         if together:
@@ -92,9 +122,18 @@ def draw_gradient(path: Path) -> None:
             arrow(axes, x + 1.2, 1.7, x + 1.2, 2.5)
             axes.text(x + 0.9, 2.55, "other ranks", ha="center", size=7)
     axes.annotate(
-        "", (3.1, -0.6), (14.1, -0.6), arrowprops={"arrowstyle": "->", "connectionstyle": "bar,fraction=-0.035"}
+        "",
+        (3.1, -0.6),
+        (14.1, -0.6),
+        arrowprops={"arrowstyle": "->", "connectionstyle": "bar,fraction=-0.035"},
     )
-    axes.text(8.6, -1.4, "the residual: entries not sent, for the next step", ha="center", size=7.5)
+    axes.text(
+        8.6,
+        -1.4,
+        "the residual: entries not sent, for the next step",
+        ha="center",
+        size=7.5,
+    )
     figure.savefig(path)
 
 
@@ -103,7 +142,11 @@ def canvas(width: float, height: float, x: tuple[float, float], y: tuple[float, 
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "mpicomp", "svg.fonttype": "none", "font.family": "DejaVu Sans"}
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "mpicomp",
+        "svg.fonttype": "none",
+        "font.family": "DejaVu Sans",
+    }
     from matplotlib import pyplot
 
     figure = pyplot.figure(figsize=(width, height))
@@ -117,12 +160,27 @@ def box(axes, x: float, y: float, width: float, height: float, colour: str) -> N
     from matplotlib.patches import FancyBboxPatch
 
     shape = "round,pad=0,rounding_size=0.12"
-    axes.add_patch(FancyBboxPatch((x, y), width, height, shape, facecolor=colour, edgecolor="#555555", linewidth=0.8))
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y),
+            width,
+            height,
+            shape,
+            facecolor=colour,
+            edgecolor="#555555",
+            linewidth=0.8,
+        )
+    )
 
 
 def arrow(axes, x: float, y: float, to_x: float, to_y: float) -> None:
     """Draw an arrow."""
-    axes.annotate("", (to_x, to_y), (x, y), arrowprops={"arrowstyle": "->", "color": "#333333", "linewidth": 1})
+    axes.annotate(
+        "",
+        (to_x, to_y),
+        (x, y),
+        arrowprops={"arrowstyle": "->", "color": "#333333", "linewidth": 1},
+    )
 
 
 if __name__ == "__main__":

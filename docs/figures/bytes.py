@@ -2,7 +2,8 @@
 
     python docs/figures/bytes.py          # needs matplotlib; writes bytes.svg beside this file
 
-The bytes are those of the closed formulas of `collectives.choice`, by which algorithm="auto" goes.
+The bytes are those of the closed formulas of `collectives.choice`, by which
+algorithm="auto" goes.
 """
 
 import sys
@@ -27,13 +28,21 @@ FORMULAS = {
     )
     for name in names
 }
-CURVES = {"dense_allreduce": dense_allreduce, **FORMULAS, "sparse_reduce_scatter": formulas.split}
+CURVES = {
+    "dense_allreduce": dense_allreduce,
+    **FORMULAS,
+    "sparse_reduce_scatter": formulas.split,
+}
 
 if __name__ == "__main__":
     cases = [Case(ranks, LENGTH, DENSITY * LENGTH) for ranks in RANKS]
-    curves = {name: [formula(case)[2] for case in cases] for name, formula in CURVES.items()}
+    curves = {
+        name: [formula(case)[2] for case in cases] for name, formula in CURVES.items()
+    }
     panel = {
-        "lines": [{"label": name, "x": RANKS, "y": nbytes} for name, nbytes in curves.items()],
+        "lines": [
+            {"label": name, "x": RANKS, "y": nbytes} for name, nbytes in curves.items()
+        ],
         "title": f"{LENGTH / 1e6:g}e6 float32, density {100 * DENSITY:g} %, independent supports",
         "xlabel": "ranks, each on a node",
         "ylabel": "bytes that the busiest rank sends",

@@ -3,8 +3,9 @@
     python docs/figures/choosing.py          # needs matplotlib; writes choosing.svg and loss_steps.svg beside this file
     python docs/figures/choosing.py --check  # writes nothing; exit status 1 where the page has other tables
 
-The chart and the table of what to take are those of `mpicomp explain --train`; the tables of one exchange are those of
-`mpicomp explain`; the losses are those of docs/results/every_step.json.
+The chart and the table of what to take are those of `mpicomp explain --train`; the
+tables of one exchange are those of `mpicomp explain`; the losses are those of
+docs/results/every_step.json.
 """
 
 import json
@@ -33,7 +34,12 @@ from mpicomp_bench import advice, answer, explain
 
 PAGE = ROOT / "docs" / "choosing.md"
 GPU = 1e12  # bytes a second that it reads and writes
-LINKS = [("20mbit", "20 Mbit/s"), ("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
+LINKS = [
+    ("20mbit", "20 Mbit/s"),
+    ("100mbit", "100 Mbit/s"),
+    ("1gbit", "1 Gbit/s"),
+    ("10gbit", "10 Gbit/s"),
+]
 LINKS += [("100gbit", "100 Gbit/s")]
 RATES = np.geomspace(1e7, 1e10, 40)  # bits a second
 EXCHANGES = [("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
@@ -47,10 +53,12 @@ METHODS = {  # the operation, the algorithm and the density of `mpicomp explain`
     "topk-0.01": ("GradientExchange", "sparse_allreduce", 0.01),
     "topk-0.001": ("GradientExchange", "sparse_allreduce", 0.001),
 }
-OTHERS = "dense", "fp16", "few-bits-4"  # with which each method is compared by link rate
+# with which each method is compared by link rate
+OTHERS = "dense", "fp16", "few-bits-4"
 LATENCY, FRAMES = 40e-6, 1.06  # seconds of a message; bytes on the link over those sent
 
-TRAININGS = {  # parameters, ranks, seconds of computing a step, bytes a second of a rank's memory
+# parameters, ranks, seconds of computing a step, bytes a second of a rank's memory
+TRAININGS = {
     "3e6 parameters, 4 ranks, 0.16 s, cores": (3_000_000, 4, 0.16, advice.MEMORY),
     "2.5e7 parameters, 8 ranks, 0.3 s, cores": (25_000_000, 8, 0.3, advice.MEMORY),
     "1e8 parameters, 16 ranks, 0.2 s, GPUs": (100_000_000, 16, 0.2, GPU),
@@ -67,12 +75,31 @@ def draw_chart() -> None:
     for optimizer, name in OPTIMISERS.items():
         links = [Links(20e-6, links_of(f"{rate / 1e3:.0f}kbit").rate) for rate in RATES]
         gains: dict[str, list[float]] = {}
-        for row in [row for each in links for row in advice.ranked(training(about, each, optimizer))]:
+        for row in [
+            row
+            for each in links
+            for row in advice.ranked(training(about, each, optimizer))
+        ]:
             gains.setdefault(row["method"], []).append(row["gain"])
-        lines = [{"label": name, "x": RATES, "y": each, "markevery": 7} for name, each in sorted(gains.items())]
+        lines = [
+            {"label": name, "x": RATES, "y": each, "markevery": 7}
+            for name, each in sorted(gains.items())
+        ]
         marks = [(1e9, "above: never measured", advice.DENSE)]
-        panel = {"title": f"{about}; {name}", "xscale": "log", "yscale": "log", "marks": marks}
-        panels.append({"lines": lines, "xlabel": "bit/s of a link", "ylabel": "time of dense / time", **panel})
+        panel = {
+            "title": f"{about}; {name}",
+            "xscale": "log",
+            "yscale": "log",
+            "marks": marks,
+        }
+        panels.append(
+            {
+                "lines": lines,
+                "xlabel": "bit/s of a link",
+                "ylabel": "time of dense / time",
+                **panel,
+            }
+        )
     draw([panels], target("choosing"))
 
 
@@ -80,15 +107,32 @@ def draw_losses() -> None:
     """Draw the loss against the steps, each method at its best rate, the means over the seeds."""
     from style import target
 
-    rows = of(json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"], steps=STEPS)
+    rows = of(
+        json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"],
+        steps=STEPS,
+    )
     panels = []
     for model, schedule in SCHEDULED.items():
         lines = []
         trained = of(rows, model=model, schedule=schedule)
-        for (method, optimizer), own in grouped(trained, lambda row: (row["method"], row["optimizer"])).items():
-            steps, losses = np.mean([row["curve"] for row in rows_at_best_rate(own)], axis=0).T
-            lines.append({"label": f"{method}, {losses_of.OPTIMISERS[optimizer]}", "x": steps, "y": losses})
-        titles = {"title": f"{model}, {schedule} schedule", "xlabel": "steps", "ylabel": "held-out loss, nats"}
+        for (method, optimizer), own in grouped(
+            trained, lambda row: (row["method"], row["optimizer"])
+        ).items():
+            steps, losses = np.mean(
+                [row["curve"] for row in rows_at_best_rate(own)], axis=0
+            ).T
+            lines.append(
+                {
+                    "label": f"{method}, {losses_of.OPTIMISERS[optimizer]}",
+                    "x": steps,
+                    "y": losses,
+                }
+            )
+        titles = {
+            "title": f"{model}, {schedule} schedule",
+            "xlabel": "steps",
+            "ylabel": "held-out loss, nats",
+        }
         panels.append({"lines": lines, **titles})
     draw([panels], target("loss_steps"))
 
@@ -96,19 +140,33 @@ def draw_losses() -> None:
 def training(about: str, links: Links, optimizer: str) -> advice.Training:
     """Return one of the trainings over links."""
     parameters, ranks, computing, memory = TRAININGS[about]
-    return advice.Training(ranks, parameters, computing, links, memory=memory, optimizer=optimizer)
+    return advice.Training(
+        ranks, parameters, computing, links, memory=memory, optimizer=optimizer
+    )
 
 
 def table() -> list[str]:
     """Return the lines of the table: what to take, and how many times as fast as dense it is."""
-    heads = [about + ": predicted only" * (memory >= advice.GPU) for about, (*_, memory) in TRAININGS.items()]
+    heads = [
+        about + ": predicted only" * (memory >= advice.GPU)
+        for about, (*_, memory) in TRAININGS.items()
+    ]
     lines = []
     for network, link in LINKS:
         if links_of(network).rate > advice.FASTEST:
-            lines.append([link, *["NCCL or MPI: dense, 16 bits. Stop here (predicted only)"] * len(heads)])
+            lines.append(
+                [
+                    link,
+                    *["NCCL or MPI: dense, 16 bits. Stop here (predicted only)"]
+                    * len(heads),
+                ]
+            )
             continue
         for optimizer, name in OPTIMISERS.items():
-            cells = [cell(training(about, links_of(network), optimizer)) for about in TRAININGS]
+            cells = [
+                cell(training(about, links_of(network), optimizer))
+                for about in TRAININGS
+            ]
             lines.append([f"{link}, {name}", *cells])
     return lines_of(["link, optimiser", *heads], lines)
 
@@ -121,10 +179,14 @@ def cell(asked: advice.Training) -> str:
     rows = advice.ranked(asked)
     taken = advice.recommended(rows, asked)
     gains = {row["method"]: f"{row['gain']:.2g}x" for row in rows}
-    star = "\\*" * any(said.startswith("Only where") for said in answer.conditions(rows, asked))
+    star = "\\*" * any(
+        said.startswith("Only where") for said in answer.conditions(rows, asked)
+    )
     if not asked.is_measured:
         first = rows[0]["method"]
-        return f"{taken}: {gains[taken]}" + f" (not tried: {first}, {gains[first]})" * (first != taken)
+        return f"{taken}: {gains[taken]}" + f" (not tried: {first}, {gains[first]})" * (
+            first != taken
+        )
     _, times = answer.best_alternative(rows, taken)
     return f"{taken}: {gains[taken]}, {times:.2g}x{star}"
 
@@ -133,9 +195,16 @@ def predicted(links: Links, ranks: int) -> dict[str, float]:
     """Return the predicted seconds of each method for links and ranks."""
     found: dict[str, float] = {}
     for density in {density for _, _, density in METHODS.values()}:
-        rows = explain.explained(Case(ranks, LENGTH, LENGTH * density), links, most_counted=0)
+        rows = explain.explained(
+            Case(ranks, LENGTH, LENGTH * density), links, most_counted=0
+        )
         seconds = {(row["operation"], row["algorithm"]): row["seconds"] for row in rows}
-        found |= {name: seconds[key] for name, (*key, own) in METHODS.items() if own == density for key in [tuple(key)]}
+        found |= {
+            name: seconds[key]
+            for name, (*key, own) in METHODS.items()
+            if own == density
+            for key in [tuple(key)]
+        }
     return found
 
 
@@ -146,7 +215,10 @@ def exchanges() -> list[str]:
         for ranks in RANKS:
             seconds = predicted(NETWORKS[network], ranks)
             dense = seconds["dense"]
-            cells = [f"{rounded(each)} ({rounded(dense / each, 2)}x)" for each in seconds.values()]
+            cells = [
+                f"{rounded(each)} ({rounded(dense / each, 2)}x)"
+                for each in seconds.values()
+            ]
             lines.append([link, str(ranks), rounded(dense), *cells[1:]])
     return lines_of(["link", "ranks", *METHODS], lines)
 
@@ -154,14 +226,21 @@ def exchanges() -> list[str]:
 def limits() -> list[str]:
     """Return the lines of the table of the link rates up to which an exchange is faster than another method."""
     rates = np.geomspace(1e7, 2e11, 201)
-    heads, lines = ["", *(f"{other}, {ranks} ranks" for other in OTHERS for ranks in RANKS)], []
+    heads, lines = (
+        ["", *(f"{other}, {ranks} ranks" for other in OTHERS for ranks in RANKS)],
+        [],
+    )
     links = [Links(LATENCY, rate / 8 / FRAMES) for rate in rates]
     seconds = {ranks: [predicted(each, ranks) for each in links] for ranks in RANKS}
     for name in [name for name in METHODS if name not in ("dense", "fp16")]:
         cells = []
         for other in OTHERS:
             for ranks in RANKS:
-                slower = [place for place, each in enumerate(seconds[ranks]) if each[name] > each[other]]
+                slower = [
+                    place
+                    for place, each in enumerate(seconds[ranks])
+                    if each[name] > each[other]
+                ]
                 cells.append("" if name == other else up_to(rates, slower))
         lines.append([name, *cells])
     return lines_of(heads, lines)
@@ -173,7 +252,11 @@ def up_to(rates: Any, slower: list[int]) -> str:
     if len(slower) in (0, len(rates)):
         return "none" if slower else "all rates"
     rate = rates[slower[0]]
-    return f"{rounded(rate / 1e9, 2)} Gbit/s" if rate >= 1e9 else f"{rounded(rate / 1e6, 2)} Mbit/s"
+    return (
+        f"{rounded(rate / 1e9, 2)} Gbit/s"
+        if rate >= 1e9
+        else f"{rounded(rate / 1e6, 2)} Mbit/s"
+    )
 
 
 def rounded(number: float, digits: int = 3) -> str:
@@ -184,8 +267,14 @@ def rounded(number: float, digits: int = 3) -> str:
 def page() -> tuple[str, str]:
     """Return the page as it is, and as it has to be."""
     text = new = PAGE.read_text()
-    for name, lines in (("predicted", table()), ("exchanges", exchanges()), ("limits", limits())):
-        between = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", re.DOTALL)
+    for name, lines in (
+        ("predicted", table()),
+        ("exchanges", exchanges()),
+        ("limits", limits()),
+    ):
+        between = re.compile(
+            rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", re.DOTALL
+        )
         whole = "\n" + "\n".join(lines) + "\n\n"
         new = between.sub(lambda found, whole=whole: whole, new)
     return text, new

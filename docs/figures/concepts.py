@@ -2,7 +2,8 @@
 
     python docs/figures/concepts.py          # needs matplotlib; writes one_rank.svg and ranks.svg beside this file
 
-The numbers are those of the library: it compresses and adds up the vectors that are drawn.
+The numbers are those of the library: it compresses and adds up the vectors that are
+drawn.
 """
 
 import sys
@@ -22,7 +23,10 @@ WHITE, SENT, KEPT = "#ffffff", COLOURS["ranks"], COLOURS["fault"]
 
 def gradients(ranks: int) -> list[Any]:
     """Return a vector of small integers for each rank."""
-    return [np.random.default_rng([18, rank]).integers(-9, 10, LENGTH).astype(np.float32) for rank in range(ranks)]
+    return [
+        np.random.default_rng([18, rank]).integers(-9, 10, LENGTH).astype(np.float32)
+        for rank in range(ranks)
+    ]
 
 
 def tinted(values: Any, colour: str, elsewhere: str = WHITE) -> list[str]:
@@ -33,7 +37,10 @@ def tinted(values: Any, colour: str, elsewhere: str = WHITE) -> list[str]:
 def draw_one_rank() -> None:
     """Draw correction, selection, and the residual of one rank."""
     figure, axes = blank(8, 2.9, (-4.6, 20.6), (0.6, 9.5))
-    gradient, residual = gradients(1)[0], np.array([0, 2, 0, -4, 0, 0, 1, 0, 3, 0, -2, 0], np.float32)
+    gradient, residual = (
+        gradients(1)[0],
+        np.array([0, 2, 0, -4, 0, 0, 1, 0, 3, 0, -2, 0], np.float32),
+    )
     corrected = gradient + residual
     sent = TopK(k=K).compress(corrected)
     dense = sent.to_dense()
@@ -54,7 +61,13 @@ def draw_one_rank() -> None:
     axes.text(18.2, 5.4, "values", va="center", size=8)
     axes.text(18.2, 4.4, "indices", va="center", size=8)
     axes.text(16.5, 6.3, "SparseVector: sent", ha="center", size=9, weight="bold")
-    axes.text(6.4, 3.1, "entries not sent stay on the rank, and are added to the next gradient", va="center", size=8)
+    axes.text(
+        6.4,
+        3.1,
+        "entries not sent stay on the rank, and are added to the next gradient",
+        va="center",
+        size=8,
+    )
     save(figure, "one_rank")
 
 
@@ -69,14 +82,37 @@ def draw_ranks() -> None:
         axes.text(-0.4, y + 0.5, f"rank {rank}", ha="right", va="center", size=9)
         arrow(axes, 12.2, y + 0.5, 13.3, 5.4)
     total: SparseVector = add_up(vectors)
-    axes.text(15.8, 5.3, "sparse_allreduce", ha="center", va="center", size=9, weight="bold", family="monospace")
-    axes.text(15.8, 4.3, "messages of indices\nand values, no zeros", ha="center", va="center", size=7.5)
+    axes.text(
+        15.8,
+        5.3,
+        "sparse_allreduce",
+        ha="center",
+        va="center",
+        size=9,
+        weight="bold",
+        family="monospace",
+    )
+    axes.text(
+        15.8,
+        4.3,
+        "messages of indices\nand values, no zeros",
+        ha="center",
+        va="center",
+        size=7.5,
+    )
     arrow(axes, 13.3, 3.4, 12.2, 1)
     cells(axes, 0, 0.3, total.to_dense(), tinted(total.to_dense(), COLOURS["rank"]))
     axes.text(-0.4, 0.8, "sum", ha="right", va="center", size=9)
     text = f"the same bits on every rank: {total.nnz} entries from {ranks} x {K}; the mean is this over {ranks}"
     axes.text(6, -0.8, text, ha="center", size=8)
-    axes.text(6, -1.9, f"dense: every rank would send all {LENGTH} values", ha="center", size=8, color="#666666")
+    axes.text(
+        6,
+        -1.9,
+        f"dense: every rank would send all {LENGTH} values",
+        ha="center",
+        size=8,
+        color="#666666",
+    )
     save(figure, "ranks")
 
 

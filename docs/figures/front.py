@@ -10,7 +10,10 @@ from pathlib import Path
 from style import save
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), *(str(ROOT / "benchmarks" / name) for name in ("", "race", "every_step"))]
+sys.path[:0] = [
+    str(ROOT),
+    *(str(ROOT / "benchmarks" / name) for name in ("", "race", "every_step")),
+]
 from losses import of
 from rendering import look_of
 from results import SECONDS, lines, settings
@@ -39,9 +42,22 @@ if __name__ == "__main__":
         shown = {method: by_method[method] for method in SHOWN if method in by_method}
         for curve in lines(shown, SECONDS, lambda curve: curve[1:, SECONDS]):
             place = list(SHOWN).index(curve["label"])
-            axes.plot(curve["x"], curve["y"], label=SHOWN[curve["label"]], markevery=5, **look_of(place))
-        axes.set(xlabel="seconds of training", title=f"links of {link}", ylim=(1.75, 3.15))
+            axes.plot(
+                curve["x"],
+                curve["y"],
+                label=SHOWN[curve["label"]],
+                markevery=5,
+                **look_of(place),
+            )
+        axes.set(
+            xlabel="seconds of training", title=f"links of {link}", ylim=(1.75, 3.15)
+        )
         axes.grid(alpha=0.3)
     panels[0].set(ylabel="held-out loss, nats")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        fontsize="small",
+    )
     save(figure, "front")

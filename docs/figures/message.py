@@ -34,8 +34,19 @@ def draw_header(axes) -> None:
     for width, name, writer in FIELDS:
         x, y = offset % ROW, 10 - offset // ROW
         colour = COLOURS.get(writer, "#ffffff")
-        axes.add_patch(Rectangle((x, y), width, 1, facecolor=colour, edgecolor="#555555", linewidth=0.8))
-        axes.text(x + width / 2, y + 0.5, name, ha="center", va="center", size=6.5 if width == 1 else 8.5)
+        axes.add_patch(
+            Rectangle(
+                (x, y), width, 1, facecolor=colour, edgecolor="#555555", linewidth=0.8
+            )
+        )
+        axes.text(
+            x + width / 2,
+            y + 0.5,
+            name,
+            ha="center",
+            va="center",
+            size=6.5 if width == 1 else 8.5,
+        )
         if not offset % ROW:
             axes.text(-0.3, y + 0.5, f"byte {offset}", ha="right", va="center", size=8)
         offset += width
@@ -43,7 +54,16 @@ def draw_header(axes) -> None:
         (5.9, "indices: plain, range, bitmap or Elias-Fano"),
         (4.8, "values: plain, 16 bits, signs, offsets"),
     ):
-        axes.add_patch(Rectangle((0, y), ROW, 1, facecolor=COLOURS["tool"], edgecolor="#555555", linewidth=0.8))
+        axes.add_patch(
+            Rectangle(
+                (0, y),
+                ROW,
+                1,
+                facecolor=COLOURS["tool"],
+                edgecolor="#555555",
+                linewidth=0.8,
+            )
+        )
         axes.text(ROW / 2, y + 0.5, name, ha="center", va="center", size=8.5)
     axes.text(-0.3, 6.4, "byte 64", ha="right", va="center", size=8)
 
@@ -62,18 +82,34 @@ def draw_bits(axes) -> None:
     """Draw a bar for each density and form of the values."""
     from matplotlib.patches import Rectangle
 
-    axes.text(-0.3, 3.9, "bits of an entry", ha="right", va="center", size=8, weight="bold")
-    for place, (density, form) in enumerate((density, form) for form in (None, "two_bit") for density in DENSITIES):
+    axes.text(
+        -0.3, 3.9, "bits of an entry", ha="right", va="center", size=8, weight="bold"
+    )
+    for place, (density, form) in enumerate(
+        (density, form) for form in (None, "two_bit") for density in DENSITIES
+    ):
         index, value = bits(density, form)
         y, scale = 3.1 - 0.75 * place - 0.5 * (place >= len(DENSITIES)), ROW / 42
         name = f"{100 * density:g} %, {'float32' if form is None else 'two_bit'}"
         axes.text(-0.3, y + 0.25, name, ha="right", va="center", size=8)
         axes.add_patch(
-            Rectangle((0, y), index * scale, 0.5, facecolor=COLOURS["rank"], edgecolor="#555555", linewidth=0.6)
+            Rectangle(
+                (0, y),
+                index * scale,
+                0.5,
+                facecolor=COLOURS["rank"],
+                edgecolor="#555555",
+                linewidth=0.6,
+            )
         )
         axes.add_patch(
             Rectangle(
-                (index * scale, y), value * scale, 0.5, facecolor=COLOURS["fault"], edgecolor="#555555", linewidth=0.6
+                (index * scale, y),
+                value * scale,
+                0.5,
+                facecolor=COLOURS["fault"],
+                edgecolor="#555555",
+                linewidth=0.6,
             )
         )
         text = f"{index:.1f} index + {value:.1f} value"

@@ -4,8 +4,9 @@
       --cpu-time --json docs/results/compressors.json
     python docs/figures/performance.py          # needs matplotlib; writes the figures beside this file
 
-step.svg is drawn from docs/results/exchange-*.json, compressors.svg from compressors.json there, gain.svg and
-choice.svg from the formulas of `collectives.choice` and `mpicomp explain`, rounds.svg from the steps in `ROUNDS`.
+step.svg is drawn from docs/results/exchange-*.json, compressors.svg from
+compressors.json there, gain.svg and choice.svg from the formulas of
+`collectives.choice` and `mpicomp explain`, rounds.svg from the steps in `ROUNDS`.
 """
 
 import json
@@ -53,7 +54,9 @@ GAINS = [
 LATENCY, FRAMES = (
     40e-6,
     1.06,
-)  # seconds of a message; bytes on the link over those sent: as in `collectives.choice.links.NETWORKS`
+    # seconds of a message; bytes on the link over those sent: as in
+    # `collectives.choice.links.NETWORKS`
+)
 
 RANKS = [2**power for power in range(1, 11)]
 DENSITIES = np.geomspace(1e-5, 0.5, 80)
@@ -70,8 +73,12 @@ ALGORITHMS = {
     "exact": "#f6dcd8",
 }
 
-STEP, EXCHANGE = ("step", 1.0, "#dcefdc"), ("exchange", 1.6, "#f6dcd8")  # name, time, colour
-ROUNDS = {"exchange every step": [STEP, EXCHANGE] * 4, "every=4": [*[STEP] * 4, EXCHANGE, *[STEP] * 4]}
+# name, time, colour
+STEP, EXCHANGE = ("step", 1.0, "#dcefdc"), ("exchange", 1.6, "#f6dcd8")
+ROUNDS = {
+    "exchange every step": [STEP, EXCHANGE] * 4,
+    "every=4": [*[STEP] * 4, EXCHANGE, *[STEP] * 4],
+}
 
 
 def draw_step() -> None:
@@ -83,13 +90,28 @@ def draw_step() -> None:
             speedups = {row["name"]: row["speedup"] for row in rows}
             for number, step in enumerate(STEPS):
                 speedup = speedups[f"{density:g} GradientExchange{step}"]
-                bar = axes.barh(-place - 0.19 * number, speedup, 0.17, color=COLOURS[number], label=STEPS[step])
+                bar = axes.barh(
+                    -place - 0.19 * number,
+                    speedup,
+                    0.17,
+                    color=COLOURS[number],
+                    label=STEPS[step],
+                )
                 axes.bar_label(bar, fmt="%.1f", size=7, padding=2)
         axes.axvline(1, color="#333333", linewidth=1)
-        axes.set(title=f"density {density:g}", xlabel="times as fast as MPI_Allreduce", xlim=(0, 7.6))
+        axes.set(
+            title=f"density {density:g}",
+            xlabel="times as fast as MPI_Allreduce",
+            xlim=(0, 7.6),
+        )
         axes.set_yticks([-0.28 - place for place in range(len(RUNS))], RUNS.values())
     panels[1].set_yticklabels([])
-    figure.legend(*legend(panels[:1]), title="the mean is returned by", loc="outside lower center", ncols=4)
+    figure.legend(
+        *legend(panels[:1]),
+        title="the mean is returned by",
+        loc="outside lower center",
+        ncols=4,
+    )
     save(figure, "step")
 
 
@@ -100,9 +122,18 @@ def draw_compressors() -> None:
     figure, (axes,) = panels_of(1, 7, 4.6)
     for number, density in enumerate((0.001, 0.01)):
         own = [row for row in rows if row["density"] == density]
-        reads = [median(row["seconds"] / row["floor"] for row in own if row["compressor"] == name) for name in names]
+        reads = [
+            median(
+                row["seconds"] / row["floor"]
+                for row in own
+                if row["compressor"] == name
+            )
+            for name in names
+        ]
         places = [0.4 * number - place for place in range(len(names))]
-        bars = axes.barh(places, reads, 0.4, color=COLOURS[number], label=f"density {density:g}")
+        bars = axes.barh(
+            places, reads, 0.4, color=COLOURS[number], label=f"density {density:g}"
+        )
         axes.bar_label(bars, fmt="%.3g", size=7, padding=2)
     axes.axvline(1, color="#333333", linewidth=1)
     axes.set_yticks([0.2 - place for place in range(len(names))], names)
@@ -122,9 +153,19 @@ def draw_gain() -> None:
         gains = [gain(ranks, density, collective, rate) for rate in RATES]
         axes.plot(RATES, gains, style, color=colour, label=label)
     axes.axhline(1, color="#333333", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlim=(RATES[0], RATES[-1]), ylabel="dense allreduce / whole exchange, time")
-    axes.set_xticks([1e7, 1e8, 1e9, 1e10, 1e11], ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"])
-    axes.set_yticks([0.3, 1, 3, 10, 30, 100, 300], ["0.3", "1", "3", "10", "30", "100", "300"])
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(RATES[0], RATES[-1]),
+        ylabel="dense allreduce / whole exchange, time",
+    )
+    axes.set_xticks(
+        [1e7, 1e8, 1e9, 1e10, 1e11],
+        ["10 Mbit/s", "100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"],
+    )
+    axes.set_yticks(
+        [0.3, 1, 3, 10, 30, 100, 300], ["0.3", "1", "3", "10", "30", "100", "300"]
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     save(figure, "gain")
@@ -134,8 +175,13 @@ def gain(ranks: int, density: float, collective: str, rate: float) -> float:
     """Return the seconds of a dense allreduce over those of an exchange, or of one in 16 bits, as predicted."""
     links = Links(LATENCY, rate / 8 / FRAMES)
     rows = explain.explained(Case(ranks, LENGTH, density * LENGTH), links)
-    sought = ("dense_allreduce" if collective == explain.HALVED else "GradientExchange", collective)
-    return next(row["speedup"] for row in rows if (row["operation"], row["algorithm"]) == sought)
+    sought = (
+        "dense_allreduce" if collective == explain.HALVED else "GradientExchange",
+        collective,
+    )
+    return next(
+        row["speedup"] for row in rows if (row["operation"], row["algorithm"]) == sought
+    )
 
 
 def draw_choice() -> None:
@@ -144,21 +190,42 @@ def draw_choice() -> None:
     half_step, taken = (DENSITIES[1] / DENSITIES[0]) ** 0.5, set()
     for axes, (title, (collective, apart)) in zip(panels, PANELS.items(), strict=True):
         for ranks in RANKS:
-            names = [algorithm(collective, ranks, density, apart) for density in DENSITIES]
+            names = [
+                algorithm(collective, ranks, density, apart) for density in DENSITIES
+            ]
             for name, group in groupby(range(len(names)), names.__getitem__):
                 places = list(group)
-                bottom, top = DENSITIES[places[0]] / half_step, DENSITIES[places[-1]] * half_step
-                axes.bar(ranks, top - bottom, ranks * 2**-0.5, bottom, color=ALGORITHMS[name], align="center")
+                bottom, top = (
+                    DENSITIES[places[0]] / half_step,
+                    DENSITIES[places[-1]] * half_step,
+                )
+                axes.bar(
+                    ranks,
+                    top - bottom,
+                    ranks * 2**-0.5,
+                    bottom,
+                    color=ALGORITHMS[name],
+                    align="center",
+                )
                 taken.add(name)
         axes.set(
-            title=title, xlabel="ranks, powers of two", xscale="log", yscale="log", ylim=(1e-5, 0.5), xlim=(1.3, 1384)
+            title=title,
+            xlabel="ranks, powers of two",
+            xscale="log",
+            yscale="log",
+            ylim=(1e-5, 0.5),
+            xlim=(1.3, 1384),
         )
         axes.set_xticks([2, 8, 32, 128, 1024], ["2", "8", "32", "128", "1024"])
         axes.minorticks_off()
     panels[0].set_ylabel("density")
     used = [(name, colour) for name, colour in ALGORITHMS.items() if name in taken]
-    patches = [matplotlib().patches.Patch(color=colour, label=name) for name, colour in used]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(used), fontsize=8)
+    patches = [
+        matplotlib().patches.Patch(color=colour, label=name) for name, colour in used
+    ]
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(used), fontsize=8
+    )
     save(figure, "choice")
 
 
@@ -170,7 +237,11 @@ def algorithm(collective: str, ranks: int, density: float, apart: bool) -> str:
             return "recursive_doubling"
         if (ranks - 1) * 8 * entries <= WHOLE_NBYTES:
             return "allgather"
-    return choose(collective, Case(ranks, 1_000_000, entries, 1 if apart else ranks), NETWORKS["1gbit"])
+    return choose(
+        collective,
+        Case(ranks, 1_000_000, entries, 1 if apart else ranks),
+        NETWORKS["1gbit"],
+    )
 
 
 def draw_rounds() -> None:
@@ -179,7 +250,15 @@ def draw_rounds() -> None:
     for place, parts in enumerate(ROUNDS.values()):
         start = 0.0
         for name, time, colour in parts:
-            axes.barh(-place, time, 0.6, start, color=colour, edgecolor="#555555", linewidth=0.8)
+            axes.barh(
+                -place,
+                time,
+                0.6,
+                start,
+                color=colour,
+                edgecolor="#555555",
+                linewidth=0.8,
+            )
             axes.text(start + time / 2, -place, name, ha="center", va="center", size=8)
             start += time
     axes.set_yticks([0, -1], ROUNDS.keys())
@@ -194,7 +273,12 @@ def matplotlib() -> Any:
     import matplotlib as found
     import matplotlib.figure
 
-    found.rcParams |= {"svg.hashsalt": "mpicomp", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
+    found.rcParams |= {
+        "svg.hashsalt": "mpicomp",
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9,
+    }
     return found
 
 
@@ -206,7 +290,11 @@ def panels_of(count: int, width: float, height: float) -> tuple[Any, list[Any]]:
 
 def legend(panels: Iterable[Any]) -> tuple[list[Any], list[str]]:
     """Return handles and labels of panels, each label once."""
-    found = {text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    found = {
+        text: handle
+        for axes in panels
+        for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     return list(found.values()), list(found)
 
 

@@ -1,8 +1,8 @@
 """The codec: a SparseVector as one contiguous, self-describing message (docs/wire_format.md). No format loses a bit.
 
-count, signature, kind and CRC are used by `collectives.runtime.group`: `encode` writes zeros by default, and `decode`
-ignores them. A message of M bytes holds at most 8 M entries: rows of width 0, which have no values, are not written as
-a range.
+count, signature, kind and CRC are used by `collectives.runtime.group`: `encode` writes
+zeros by default, and `decode` ignores them. A message of M bytes holds at most 8 M
+entries: rows of width 0, which have no values, are not written as a range.
 """
 
 import struct
@@ -66,7 +66,8 @@ def plain(vector: SparseVector) -> Coding:
 def quick(vector: SparseVector) -> Coding:
     """Return the plain coding, or for dense vectors a range, or a bitmap of at most a quarter of the plain indices.
 
-    Finding the bits of a larger bitmap takes longer than copying the bytes that it saves.
+    Finding the bits of a larger bitmap takes longer than copying the bytes that it
+    saves.
     """
     coding, room = plain(vector), vector.indices.nbytes // 4
     for form in (RANGE, BITMAP):
@@ -89,7 +90,11 @@ CODECS = {"plain": plain, "quick": quick, "smallest": smallest}
 def encoded_nbytes(vector: SparseVector, coding: Coding | None = None) -> int:
     """Return the size in bytes of the message for `vector` in a coding; None is the plain one."""
     indices, values = coding or plain(vector)
-    return HEADER_NBYTES + (INDEX_FORMATS[indices].nbytes(vector) or 0) + values.nbytes(vector.values.size)
+    return (
+        HEADER_NBYTES
+        + (INDEX_FORMATS[indices].nbytes(vector) or 0)
+        + values.nbytes(vector.values.size)
+    )
 
 
 def encode(
@@ -103,56 +108,106 @@ def encode(
 ) -> Buffer:
     """Write `vector` as one message into the first bytes of `out`, or of a new buffer, and return those bytes.
 
-    out: uint8, on the vector's device, at least as long as the message, else ValueError. coding: for this vector; None
-    is the plain one. count, signature: fields of the header. line: zeros follow the message up to a multiple of it.
+    out: uint8, on the vector's device, at least as long as the message, else
+    ValueError. coding: for this vector; None is the plain one. count, signature: fields
+    of the header. line: zeros follow the message up to a multiple of it.
     """
     form, value_format = coding or plain(vector)
     index_format, values = INDEX_FORMATS[form], vector.values
     middle = HEADER_NBYTES + (index_format.nbytes(vector) or 0)
     nbytes = middle + value_format.nbytes(values.size)
     message = _room(nbytes, line, values, out)
-    formats, row = form | value_format.number << _FORM_BITS, 0 if values.ndim == 1 else 1 + values.shape[1]
-    fields = MAGIC, VERSION, formats, row, vector.length, len(values), nbytes, count, signature, VECTOR, 0
+    formats, row = (
+        form | value_format.number << _FORM_BITS,
+        0 if values.ndim == 1 else 1 + values.shape[1],
+    )
+    fields = (
+        MAGIC,
+        VERSION,
+        formats,
+        row,
+        vector.length,
+        len(values),
+        nbytes,
+        count,
+        signature,
+        VECTOR,
+        0,
+    )
     write_fields(message, _HEADER, *fields)
     if nbytes > HEADER_NBYTES:
         index_format.write(vector, message[HEADER_NBYTES:middle])
-        value_format.write(values.reshape(-1) if row else values, message[middle:nbytes])
+        value_format.write(
+            values.reshape(-1) if row else values, message[middle:nbytes]
+        )
     return message
 
 
 def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Buffer:
     """Write text to the first `HEADER_NBYTES + len(text)` bytes of a message in host memory, and return it."""
     nbytes = HEADER_NBYTES + len(text)
-    write_fields(message, _HEADER, MAGIC, VERSION, 0, 0, 0, 0, nbytes, 0, signature, kind, 0)
+    write_fields(
+        message, _HEADER, MAGIC, VERSION, 0, 0, 0, 0, nbytes, 0, signature, kind, 0
+    )
     message.data[HEADER_NBYTES:nbytes] = text
     return message
 
 
 def encode_few_bits(
-    coded: FewBits, out: Buffer | None = None, *, count: int = 0, signature: int = 0, line: int = 1
+    coded: FewBits,
+    out: Buffer | None = None,
+    *,
+    count: int = 0,
+    signature: int = 0,
+    line: int = 1,
 ) -> Buffer:
     """Write values in few bits as one message, and return its bytes; the arguments are those of `encode`.
 
     Without `out`, the message is the one that the values lie in, if there is one.
     """
-    nbytes, form, size = HEADER_NBYTES + few_bits.payload_nbytes(coded), few_bits.form_of(coded), coded.size
-    there = None if out is not None or coded.message is None or coded.message.size % line else coded.message
+    nbytes, form, size = (
+        HEADER_NBYTES + few_bits.payload_nbytes(coded),
+        few_bits.form_of(coded),
+        coded.size,
+    )
+    there = (
+        None
+        if out is not None or coded.message is None or coded.message.size % line
+        else coded.message
+    )
     message: Buffer = _room(nbytes, line, coded.codes, out) if there is None else there
-    fields = MAGIC, VERSION, form, coded.block, size, size, nbytes, count, signature, FEW_BITS, 0
+    fields = (
+        MAGIC,
+        VERSION,
+        form,
+        coded.block,
+        size,
+        size,
+        nbytes,
+        count,
+        signature,
+        FEW_BITS,
+        0,
+    )
     write_fields(message, _HEADER, *fields)
     if there is None:
         few_bits.write(coded, message[HEADER_NBYTES:nbytes])
     return message
 
 
-def few_bits_message(size: int, bits: int, block: int, beside: Any, *, line: int = 1) -> FewBits:
+def few_bits_message(
+    size: int, bits: int, block: int, beside: Any, *, line: int = 1
+) -> FewBits:
     """Return values in few bits, to be written, in the message that `encode_few_bits` completes.
 
-    size, bits, block: see `FewBits`. beside: an array of their dtype on their device. line: as for `encode`.
+    size, bits, block: see `FewBits`. beside: an array of their dtype on their device.
+    line: as for `encode`.
     """
     nbytes = HEADER_NBYTES + few_bits.nbytes_of(size, bits, block, beside.dtype)
     message = _room(nbytes, line, beside, None)
-    return few_bits.within(message, message[HEADER_NBYTES:nbytes], size, bits, block, beside.dtype)
+    return few_bits.within(
+        message, message[HEADER_NBYTES:nbytes], size, bits, block, beside.dtype
+    )
 
 
 def _room(nbytes: int, line: int, beside: Any, out: Buffer | None) -> Buffer:
@@ -160,7 +215,9 @@ def _room(nbytes: int, line: int, beside: Any, out: Buffer | None) -> Buffer:
     size = -(-nbytes // line) * line
     if out is not None and out.size < size:
         raise ValueError(f"out has {out.size} bytes: expected at least {size}")
-    message: Buffer = namespace(beside).empty(size, np.uint8) if out is None else out[:size]
+    message: Buffer = (
+        namespace(beside).empty(size, np.uint8) if out is None else out[:size]
+    )
     if size > nbytes:
         message[nbytes:] = 0
     return message
@@ -169,43 +226,66 @@ def _room(nbytes: int, line: int, beside: Any, out: Buffer | None) -> Buffer:
 def read_header(message: Buffer) -> Header:
     """Return the header of a message; CodecError if it is not valid, or the message is shorter than it states."""
     if message.size < HEADER_NBYTES:
-        raise CodecError(f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}")
+        raise CodecError(
+            f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}"
+        )
     header = Header._make(read_fields(message, _HEADER))
     if header.magic != MAGIC or header.version != VERSION:
-        raise CodecError(f"got magic {header.magic!r}, version {header.version}: expected {MAGIC!r}, {VERSION}")
+        raise CodecError(
+            f"got magic {header.magic!r}, version {header.version}: expected {MAGIC!r}, {VERSION}"
+        )
     if not HEADER_NBYTES <= header.nbytes <= message.size:
-        raise CodecError(f"the header says {header.nbytes} bytes, the buffer has {message.size}")
+        raise CodecError(
+            f"the header says {header.nbytes} bytes, the buffer has {message.size}"
+        )
     return header
 
 
-def decode(message: Buffer, header: Header | None = None, fields: Buffer | None = None) -> SparseVector:
+def decode(
+    message: Buffer, header: Header | None = None, fields: Buffer | None = None
+) -> SparseVector:
     """Return the vector in `message` (uint8), as views of it where possible; bytes after it are ignored.
 
-    The vector is on the device of the message. header: of the message, if it has been read already. fields: a host copy
-    of a device message, from which single numbers are read without a synchronisation.
+    The vector is on the device of the message. header: of the message, if it has been
+    read already. fields: a host copy of a device message, from which single numbers are
+    read without a synchronisation.
 
-    Raises CodecError for a header that `encode` does not write, and for arrays that the constructor of SparseVector
-    refuses. `SparseVector.validate` checks every entry.
+    Raises CodecError for a header that `encode` does not write, and for arrays that the
+    constructor of SparseVector refuses. `SparseVector.validate` checks every entry.
     """
     header = header or read_header(message)
     row, length, nnz, nbytes = header.row, header.length, header.entries, header.nbytes
-    form, value_code = header.formats & ((1 << _FORM_BITS) - 1), header.formats >> _FORM_BITS
+    form, value_code = (
+        header.formats & ((1 << _FORM_BITS) - 1),
+        header.formats >> _FORM_BITS,
+    )
     fields = message if fields is None else fields
     value_format = format_of(value_code, fields, nbytes)
     if form >= len(INDEX_FORMATS) or value_format is None:
-        raise CodecError(f"got index format {form} and value format {value_code}: expected known ones")
+        raise CodecError(
+            f"got index format {form} and value format {value_code}: expected known ones"
+        )
     if not 0 <= nnz <= length <= MAX_LENGTH:
-        raise CodecError(f"got {nnz} entries for length {length}: they do not fit together")
+        raise CodecError(
+            f"got {nnz} entries for length {length}: they do not fit together"
+        )
     count = nnz * (row - 1) if row else nnz
     middle = nbytes - value_format.nbytes(count)
     if middle < HEADER_NBYTES or middle % 8:
-        raise CodecError(f"the header says {nbytes} bytes for {nnz} entries: they do not fit together")
+        raise CodecError(
+            f"the header says {nbytes} bytes for {nnz} entries: they do not fit together"
+        )
     section, dtype = message[HEADER_NBYTES:middle], index_dtype(length)
     numbers = section if fields is message else fields[HEADER_NBYTES:middle]
-    unbounded = form == RANGE and middle == nbytes and nnz  # no values: 8 bytes could claim any number of entries
-    indices = None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype, numbers)
+    # no values: 8 bytes could claim any number of entries
+    unbounded = form == RANGE and middle == nbytes and nnz
+    indices = (
+        None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype, numbers)
+    )
     if indices is None:
-        raise CodecError(f"{section.size} bytes of indices in format {form} do not hold {nnz} entries for {dtype}")
+        raise CodecError(
+            f"{section.size} bytes of indices in format {form} do not hold {nnz} entries for {dtype}"
+        )
     try:
         values = value_format.read(message[middle:nbytes], count)
         values = values.reshape(nnz, row - 1) if row else values
@@ -225,6 +305,10 @@ def decode_few_bits(message: Buffer, header: Header | None = None) -> FewBits:
     """
     header = header or read_header(message)
     if header.kind != FEW_BITS:
-        raise CodecError(f"got a message of kind {header.kind}: expected {FEW_BITS}, values in few bits")
+        raise CodecError(
+            f"got a message of kind {header.kind}: expected {FEW_BITS}, values in few bits"
+        )
     payload = message[HEADER_NBYTES : header.nbytes]
-    return few_bits.read(payload, header.formats, header.row, header.length, header.entries)
+    return few_bits.read(
+        payload, header.formats, header.row, header.length, header.entries
+    )

@@ -49,7 +49,9 @@ def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> Few
     if not 0 <= size <= MAX_LENGTH or entries != size:
         raise CodecError(f"got {entries} of {size} values: expected all of them")
     if payload.size != nbytes_of(size, bits, block, dtype):
-        raise CodecError(f"{payload.size} bytes do not hold {size} values of {bits} bits in blocks of {block}")
+        raise CodecError(
+            f"{payload.size} bytes do not hold {size} values of {bits} bits in blocks of {block}"
+        )
     return within(None, payload, size, bits, block, dtype)
 
 
@@ -59,12 +61,26 @@ def nbytes_of(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> int:
     return padded(scales) + codes
 
 
-def within(message: Buffer | None, payload: Buffer, size: int, bits: int, block: int, dtype: np.dtype[Any]) -> FewBits:
+def within(
+    message: Buffer | None,
+    payload: Buffer,
+    size: int,
+    bits: int,
+    block: int,
+    dtype: np.dtype[Any],
+) -> FewBits:
     """Return the values in a payload, as views; with zeros for its padding where `message` is to be sent."""
     _, scales = _nbytes(size, bits, block, dtype)
     if message is not None:
         payload[scales : padded(scales)] = 0
-    return FewBits(payload[padded(scales) :], payload[:scales].view(SCALES[dtype]), size, bits, block, message)
+    return FewBits(
+        payload[padded(scales) :],
+        payload[:scales].view(SCALES[dtype]),
+        size,
+        bits,
+        block,
+        message,
+    )
 
 
 def _nbytes(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:

@@ -1,11 +1,11 @@
 """Index formats (docs/wire_format.md): the indices of a vector as bytes. A range is of a dense piece of width above 0.
 
-A bitmap has the first index, the span S, and S bits in 64-bit words. Elias-Fano has the first index and the span; with
-l = floor(log2(S / N)) the l low bits of each index from the first on, then S >> l zeros among N ones that stand for the
-high bits.
+A bitmap has the first index, the span S, and S bits in 64-bit words. Elias-Fano has the
+first index and the span; with l = floor(log2(S / N)) the l low bits of each index from
+the first on, then S >> l zeros among N ones that stand for the high bits.
 
-A section of a message is a multiple of 8 bytes. `read` validates it, and returns None unless its size is that of the
-format for N entries.
+A section of a message is a multiple of 8 bytes. `read` validates it, and returns None
+unless its size is that of the format for N entries.
 """
 
 import struct
@@ -14,7 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, Buffer, kernels_for, namespace, read_fields, write_fields
+from mpicomp.arrays import (
+    Array,
+    Buffer,
+    kernels_for,
+    namespace,
+    read_fields,
+    write_fields,
+)
 from mpicomp.vector import MAX_LENGTH, SparseVector
 
 INT32, INT64, RANGE, BITMAP, ELIAS_FANO = range(5)
@@ -34,10 +41,13 @@ class IndexFormat(ABC):
         """Fill the whole section, including padding."""
 
     @abstractmethod
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
+    def read(
+        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
+    ) -> Array | None:
         """Return `count` indices of a dtype, or int64 if they do not fit it; None if the section is not valid.
 
-        fields: the section, or its copy in host memory, from which the leading numbers are read.
+        fields: the section, or its copy in host memory, from which the leading numbers
+        are read.
         """
 
 
@@ -48,7 +58,11 @@ class Plain(IndexFormat):
         self.dtype = np.dtype(dtype)
 
     def nbytes(self, vector: SparseVector) -> int | None:
-        return padded(vector.indices.nbytes) if vector.indices.dtype == self.dtype else None
+        return (
+            padded(vector.indices.nbytes)
+            if vector.indices.dtype == self.dtype
+            else None
+        )
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         nbytes = vector.indices.nbytes
@@ -57,27 +71,41 @@ class Plain(IndexFormat):
             section = section[:nbytes]
         section.view(self.dtype)[:] = vector.indices
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
+    def read(
+        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
+    ) -> Array | None:
         nbytes = count * dtype.itemsize
-        return section[:nbytes].view(dtype) if dtype == self.dtype and section.size == padded(nbytes) else None
+        return (
+            section[:nbytes].view(dtype)
+            if dtype == self.dtype and section.size == padded(nbytes)
+            else None
+        )
 
 
 class Range(IndexFormat):
     """Format 2."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
-        return 8 if vector.nnz and vector.span == vector.nnz and vector.width != 0 else None
+        return (
+            8
+            if vector.nnz and vector.span == vector.nnz and vector.width != 0
+            else None
+        )
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         write_fields(section, _FIRST, vector.first)
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
+    def read(
+        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
+    ) -> Array | None:
         if section.size != 8 or not count:
             return None
         (first,) = read_fields(fields, _FIRST)
         if not 0 <= first <= MAX_LENGTH - count:
             return None
-        return kernels_for(section).consecutive(first, first + count, _room_for(first + count, dtype))  # type: ignore[no-any-return]
+        end = first + count
+        kernels = kernels_for(section)
+        return kernels.consecutive(first, end, _room_for(end, dtype))  # type: ignore[no-any-return]
 
 
 class Bitmap(IndexFormat):
@@ -88,15 +116,25 @@ class Bitmap(IndexFormat):
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         _write_span(vector, section)
-        kernels_for(section).to_bitmap(vector.indices, vector.first, section[16:].view(np.uint64))
+        kernels_for(section).to_bitmap(
+            vector.indices, vector.first, section[16:].view(np.uint64)
+        )
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
+    def read(
+        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
+    ) -> Array | None:
         first, span = _read_span(fields)
         if not count <= span or section.size != 16 + 8 * _words(span):
             return None
         indices: Array = namespace(section).empty(count, _room_for(first + span, dtype))
-        bits_set = kernels_for(section).from_bitmap(section[16:].view(np.uint64), first, indices)
-        return indices if bits_set == count and (not count or indices[-1] < first + span) else None
+        bits_set = kernels_for(section).from_bitmap(
+            section[16:].view(np.uint64), first, indices
+        )
+        return (
+            indices
+            if bits_set == count and (not count or indices[-1] < first + span)
+            else None
+        )
 
 
 class EliasFano(IndexFormat):
@@ -110,29 +148,48 @@ class EliasFano(IndexFormat):
     def _layout(count: int, span: int) -> tuple[int, int, int]:
         """Return the numbers of low bits of an index, of words for all low bits (one spare), and for the high bits."""
         low_bits = max(0, (span // max(1, count)).bit_length() - 1)
-        return low_bits, _words(count * low_bits) + 1, _words(count + (span >> low_bits))
+        return (
+            low_bits,
+            _words(count * low_bits) + 1,
+            _words(count + (span >> low_bits)),
+        )
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
         _write_span(vector, section)
         low_bits, lows, _ = self._layout(vector.nnz, vector.span)
         words = section[16:].view(np.uint64)
-        kernels_for(section).to_elias_fano(vector.indices, vector.first, low_bits, words[:lows], words[lows:])
+        kernels_for(section).to_elias_fano(
+            vector.indices, vector.first, low_bits, words[:lows], words[lows:]
+        )
 
-    def read(self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer) -> Array | None:
+    def read(
+        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
+    ) -> Array | None:
         first, span = _read_span(fields)
         low_bits, lows, highs = self._layout(count, span)
         if not count <= span or section.size != 16 + 8 * (lows + highs):
             return None
         words = section[16:].view(np.uint64)
-        # What the words can say at most: 64 zeros more than there are steps, and all low bits set.
-        indices: Array = namespace(section).empty(count, _room_for(first + span + (128 << low_bits), dtype))
-        decoded = kernels_for(section).from_elias_fano(words[:lows], words[lows:], first, low_bits, indices)
+        # What the words can say at most: 64 zeros more than there are steps, and all
+        # low bits set.
+        indices: Array = namespace(section).empty(
+            count, _room_for(first + span + (128 << low_bits), dtype)
+        )
+        decoded = kernels_for(section).from_elias_fano(
+            words[:lows], words[lows:], first, low_bits, indices
+        )
         if decoded != count or (count and indices[-1] != first + span - 1):
             return None
         return indices
 
 
-INDEX_FORMATS: tuple[IndexFormat, ...] = (Plain(np.int32), Plain(np.int64), Range(), Bitmap(), EliasFano())
+INDEX_FORMATS: tuple[IndexFormat, ...] = (
+    Plain(np.int32),
+    Plain(np.int64),
+    Range(),
+    Bitmap(),
+    EliasFano(),
+)
 
 
 def padded(nbytes: int) -> int:

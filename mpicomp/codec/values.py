@@ -1,8 +1,9 @@
 """Value formats (docs/wire_format.md): the values of a vector as bytes. None of them loses a bit.
 
-A plane has one bit a value, and is a multiple of 8 bytes. Runs have a plane of signs, and for two magnitudes one of
-bits that are set at the larger one. Then come, for each run, the position of its first value and the bits of its
-magnitudes, the least first; then the number of runs. Offsets have w bits and a sign each, in planes of 8 bits and of
+A plane has one bit a value, and is a multiple of 8 bytes. Runs have a plane of signs,
+and for two magnitudes one of bits that are set at the larger one. Then come, for each
+run, the position of its first value and the bits of its magnitudes, the least first;
+then the number of runs. Offsets have w bits and a sign each, in planes of 8 bits and of
 one; then the least magnitude and w. All of these are int64.
 """
 
@@ -25,7 +26,8 @@ from mpicomp.arrays import (
     write_fields,
 )
 
-_WINDOW = np.arange(8)  # values of a window; as many windows are looked at before all values are
+# values of a window; as many windows are looked at before all values are
+_WINDOW = np.arange(8)
 _PAIR = struct.Struct("<qq")  # that offsets end with
 _MOST_RUNS = 1024
 _FEW = 32  # values: below, offsets spare next to nothing
@@ -53,11 +55,15 @@ class ValueFormat(ABC):
 class Stored(ValueFormat):
     """Formats 0 to 8: the values of one dtype, stored as another one whose fraction has `precision` bits."""
 
-    def __init__(self, number: int, dtype: Any, stored: Any, precision: int | None = None) -> None:
+    def __init__(
+        self, number: int, dtype: Any, stored: Any, precision: int | None = None
+    ) -> None:
         super().__init__(number, dtype)
         self.stored = np.dtype(stored)
         self._itemsize = int(self.stored.itemsize)
-        cut = np.finfo(self.dtype).nmant - (np.finfo(self.stored).nmant if precision is None else precision)
+        cut = np.finfo(self.dtype).nmant - (
+            np.finfo(self.stored).nmant if precision is None else precision
+        )
         self._lost = (1 << cut) - 1
 
     def may_fit(self, bits_set: int) -> bool:
@@ -66,7 +72,9 @@ class Stored(ValueFormat):
 
     def fits(self, values: Array) -> bool:
         """Return whether values (1-d, of the dtype) are stored without loss."""
-        return self.dtype == self.stored or bool((_bits(self._back(self._shortened(values))) == _bits(values)).all())
+        return self.dtype == self.stored or bool(
+            (_bits(self._back(self._shortened(values))) == _bits(values)).all()
+        )
 
     def nbytes(self, count: int) -> int:
         return count * self._itemsize
@@ -80,7 +88,8 @@ class Stored(ValueFormat):
     def _shortened(self, values: Array) -> Array:
         if values.dtype == self.stored:
             return values
-        with np.errstate(over="ignore", invalid="ignore"):  # a value that overflows does not fit
+        # a value that overflows does not fit
+        with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(self.stored)
 
     def _back(self, stored: Array) -> Array:
@@ -109,10 +118,13 @@ class StoredBfloat16(Stored):
 class Runs(ValueFormat):
     """Formats 9 to 14: runs of values with at most one magnitude, or two.
 
-    most: magnitudes of a run. table: in host memory, a row for each run: its start, and its magnitudes.
+    most: magnitudes of a run. table: in host memory, a row for each run: its start, and
+    its magnitudes.
     """
 
-    def __init__(self, dtype: np.dtype[Any], most: int, table: NDArray[np.int64]) -> None:
+    def __init__(
+        self, dtype: np.dtype[Any], most: int, table: NDArray[np.int64]
+    ) -> None:
         super().__init__(6 + 3 * most + VALUE_DTYPES.index(dtype), dtype)
         self.most, self.table = most, table
 
@@ -124,21 +136,29 @@ class Runs(ValueFormat):
         magnitudes, xp = _magnitudes(values), namespace(values)
         changes = np.flatnonzero(magnitudes[1:] != magnitudes[:-1]) + 1
         firsts = np.concatenate([xp.zeros(1, changes.dtype), changes])
-        stretches = magnitudes[firsts]  # each of equal magnitudes, and next to it another one
+        # each of equal magnitudes, and next to it another one
+        stretches = magnitudes[firsts]
         # Of runs, and behind each perhaps one more.
         breaks = np.flatnonzero(stretches[most:] != stretches[:-most]) + most
-        if breaks.size > most * _MOST_RUNS or (breaks.size and not stretches.all()):  # zeros: of a dense vector
+        # zeros: of a dense vector
+        if breaks.size > most * _MOST_RUNS or (breaks.size and not stretches.all()):
             return None
         starts = [0]
         for place in to_numpy(breaks).tolist():
-            if place >= starts[-1] + most:  # the second stretch of a run is never a third magnitude
+            # the second stretch of a run is never a third magnitude
+            if place >= starts[-1] + most:
                 starts.append(place)
         if len(starts) > _MOST_RUNS:
             return None
         first = xp.asarray(np.array(starts))
-        pair = [stretches[np.minimum(first + place, stretches.size - 1)] for place in range(most)]
+        pair = [
+            stretches[np.minimum(first + place, stretches.size - 1)]
+            for place in range(most)
+        ]
         ordered = pair if most == 1 else [np.minimum(*pair), np.maximum(*pair)]
-        columns = [to_numpy(each).astype(np.int64) for each in (firsts[first], *ordered)]
+        columns = [
+            to_numpy(each).astype(np.int64) for each in (firsts[first], *ordered)
+        ]
         return cls(values.dtype, most, np.stack(columns, axis=1))
 
     def nbytes(self, count: int) -> int:
@@ -149,29 +169,50 @@ class Runs(ValueFormat):
         plane = _plane_nbytes(values.size)
         _write_plane(section[:plane], np.signbit(values))
         if self.most == 2:
-            _write_plane(section[plane : 2 * plane], _magnitudes(values) != self._of_each(1, values.size, values))
+            _write_plane(
+                section[plane : 2 * plane],
+                _magnitudes(values) != self._of_each(1, values.size, values),
+            )
         tail = np.append(self.table.reshape(-1), len(self.table)).view(np.uint8)
         section[self.most * plane :] = namespace(section).asarray(tail)
 
     def read(self, section: Buffer, count: int) -> Array:
-        (starts, *bits), sign, plane = self.table.T, _sign_of(self.dtype), _plane_nbytes(count)
+        (starts, *bits), sign, plane = (
+            self.table.T,
+            _sign_of(self.dtype),
+            _plane_nbytes(count),
+        )
         if starts[0] or (np.diff(starts) <= 0).any() or starts[-1] >= count:
-            raise ValueError(f"got runs of {count} values: expected starts in order, from 0 on, below the number")
-        if (bits[0] < 0).any() or (bits[0] > bits[-1]).any() or (bits[-1] >= sign).any():
-            raise ValueError(f"got runs of other bits: expected those of magnitudes of {self.dtype}, in order")
+            raise ValueError(
+                f"got runs of {count} values: expected starts in order, from 0 on, below the number"
+            )
+        if (
+            (bits[0] < 0).any()
+            or (bits[0] > bits[-1]).any()
+            or (bits[-1] >= sign).any()
+        ):
+            raise ValueError(
+                f"got runs of other bits: expected those of magnitudes of {self.dtype}, in order"
+            )
         keys = _keys(self.dtype)
         found: Array = _read_plane(section[:plane], count).astype(keys)
         found *= keys.type(sign)
         found |= (least := self._of_each(1, count, section))
         if self.most == 2:
-            found ^= _read_plane(section[plane : 2 * plane], count) * (least ^ self._of_each(2, count, section))
+            found ^= _read_plane(section[plane : 2 * plane], count) * (
+                least ^ self._of_each(2, count, section)
+            )
         return found.view(self.dtype)
 
     def _of_each(self, column: int, count: int, beside: Array) -> Array:
         """Return the bits in a column of the table for each of `count` values, or for all."""
         xp, bits = namespace(beside), self.table[:, column].astype(_keys(self.dtype))
         counts = np.diff(self.table[:, 0], append=count)
-        found: Array = _repeated(xp.asarray(bits), xp.asarray(counts), count) if bits.size > 1 else bits[0]
+        found: Array = (
+            _repeated(xp.asarray(bits), xp.asarray(counts), count)
+            if bits.size > 1
+            else bits[0]
+        )
         return found
 
 
@@ -194,12 +235,16 @@ class Offsets(ValueFormat):
 
     def write(self, values: Array, section: Buffer) -> None:
         section[:] = 0
-        kernels_for(values).to_offsets(values, self.least, self.width, section[: -_PAIR.size])
+        kernels_for(values).to_offsets(
+            values, self.least, self.width, section[: -_PAIR.size]
+        )
         write_fields(section[-_PAIR.size :], _PAIR, self.least, self.width)
 
     def read(self, section: Buffer, count: int) -> Array:
         values: Array = namespace(section).empty(count, self.dtype)
-        kernels_for(section).from_offsets(section[: -_PAIR.size], self.least, self.width, values)
+        kernels_for(section).from_offsets(
+            section[: -_PAIR.size], self.least, self.width, values
+        )
         return values
 
 
@@ -245,7 +290,10 @@ VALUE_FORMATS = (
 )
 
 AS_THEY_ARE = VALUE_FORMATS[: len(VALUE_DTYPES)]  # of each dtype, in its order
-_FORMATS_FOR = {dtype: [form for form in VALUE_FORMATS if form.dtype == dtype] for dtype in VALUE_DTYPES}
+_FORMATS_FOR = {
+    dtype: [form for form in VALUE_FORMATS if form.dtype == dtype]
+    for dtype in VALUE_DTYPES
+}
 
 
 def format_of(number: int, message: Buffer, nbytes: int) -> ValueFormat | None:
@@ -258,7 +306,11 @@ def format_of(number: int, message: Buffer, nbytes: int) -> ValueFormat | None:
     dtype, most = VALUE_DTYPES[place], kind - 2
     least, last = read_fields(message[-_PAIR.size :], _PAIR)
     if kind == 5:
-        return Offsets(dtype, least, last) if least >= 0 and 0 <= last < 8 * dtype.itemsize else None
+        return (
+            Offsets(dtype, least, last)
+            if least >= 0 and 0 <= last < 8 * dtype.itemsize
+            else None
+        )
     table_nbytes = 8 * (1 + most) * last
     if not 0 < last <= _MOST_RUNS or table_nbytes + 8 > message.size:
         return None
@@ -284,10 +336,19 @@ def _shortest(values: Array) -> ValueFormat:
     """Return the format that stores values in the fewest bytes, except offsets."""
     sample = _sample(values)
     candidates: list[Runs | Stored] = [
-        form for form in _FORMATS_FOR[values.dtype] if form.may_fit(int(np.bitwise_or.reduce(sample, axis=None)))
+        form
+        for form in _FORMATS_FOR[values.dtype]
+        if form.may_fit(int(np.bitwise_or.reduce(sample, axis=None)))
     ]
-    magnitudes = min([len({*window}) for window in (sample & (_sign_of(values.dtype) - 1)).tolist()], default=3)
-    candidates += [runs for most in (1, 2) if magnitudes <= most and (runs := Runs.of(values, most)) is not None]
+    magnitudes = min(
+        [len({*window}) for window in (sample & (_sign_of(values.dtype) - 1)).tolist()],
+        default=3,
+    )
+    candidates += [
+        runs
+        for most in (1, 2)
+        if magnitudes <= most and (runs := Runs.of(values, most)) is not None
+    ]
     for form in sorted(candidates, key=lambda form: form.nbytes(values.size)):
         if isinstance(form, Runs) or form.fits(values):
             return form
@@ -296,7 +357,9 @@ def _shortest(values: Array) -> ValueFormat:
 
 def _sample(values: Array) -> NDArray[Any]:
     """Return the bits of values in windows all over a vector, whose first values may be like no other, (windows, 8)."""
-    firsts = np.linspace(0, max(values.size - _WINDOW.size, 0), min(values.size, _WINDOW.size)).astype(np.int64)
+    firsts = np.linspace(
+        0, max(values.size - _WINDOW.size, 0), min(values.size, _WINDOW.size)
+    ).astype(np.int64)
     places = np.minimum(firsts[:, None] + _WINDOW, values.size - 1)
     return to_numpy(_bits(values)[namespace(values).asarray(places)])
 
@@ -305,6 +368,8 @@ def _repeated(values: Array, counts: Array, total: int) -> Array:
     """Return each value, repeated by its count, `total` values in all."""
     if not on_device(values):
         return np.repeat(values, counts)
-    places = np.searchsorted(counts.cumsum(dtype=np.int64), namespace(values).arange(total), side="right")
+    places = np.searchsorted(
+        counts.cumsum(dtype=np.int64), namespace(values).arange(total), side="right"
+    )
     result: Array = values[places]  # CuPy's repeat takes no array of counts
     return result

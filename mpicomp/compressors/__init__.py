@@ -2,7 +2,15 @@
 
 from mpicomp.compressors.adacomp import AdaComp
 from mpicomp.compressors.aggregation_aware import AggregationAware
-from mpicomp.compressors.base import Check, Compressor, Report, Wrapper, check_compressor, expect_integer, expect_number
+from mpicomp.compressors.base import (
+    Check,
+    Compressor,
+    Report,
+    Wrapper,
+    check_compressor,
+    expect_integer,
+    expect_number,
+)
 from mpicomp.compressors.chunked import ChunkedTopK
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.quantised import Quantised, quantise

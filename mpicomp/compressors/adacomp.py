@@ -1,7 +1,8 @@
 """AdaComp: select per bin the entries that exceed the bin maximum after the gradient is added once more.
 
-Source: C.-Y. Chen, J. Choi, D. Brand, A. Agrawal, W. Zhang, K. Gopalakrishnan, "AdaComp: adaptive residual gradient
-compression for data-parallel distributed training", AAAI 2018 (arXiv 1712.02679).
+Source: C.-Y. Chen, J. Choi, D. Brand, A. Agrawal, W. Zhang, K. Gopalakrishnan,
+"AdaComp: adaptive residual gradient compression for data-parallel distributed
+training", AAAI 2018 (arXiv 1712.02679).
 
 With the residue R and the new gradient dW: G = R + dW, H = G + dW; an entry is sent if |H| >= max |G| over its bin.
 All entries are sent with one magnitude, the mean of max |G| over all bins, and the sign of G: with `codec="smallest"` a
@@ -33,11 +34,12 @@ _REMEDY = (
 class AdaComp(Compressor):
     """Select adaptively in bins of consecutive entries, and send one magnitude.
 
-    The bins and the magnitude are those of one layer: give an exchange named tensors, and a function of their names and
-    shapes for compressors with other bins; see `GradientExchange`. In one flat vector bins straddle layers.
+    The bins and the magnitude are those of one layer: give an exchange named tensors,
+    and a function of their names and shapes for compressors with other bins; see
+    `GradientExchange`. In one flat vector bins straddle layers.
 
-    bin_size: entries in a bin, 1 to 16384, else ValueError. The paper uses 50 for convolutions and 500 for fully
-    connected and recurrent layers.
+    bin_size: entries in a bin, 1 to 16384, else ValueError. The paper uses 50 for
+    convolutions and 500 for fully connected and recurrent layers.
 
     >>> AdaComp(bin_size=2).compress(gradient, gradient=gradient).indices.tolist()
     [1, 3]
@@ -55,18 +57,32 @@ class AdaComp(Compressor):
             raise ValueError(_REMEDY)
         dense, new = to_vector(corrected), to_vector(gradient)
         if dense.size != new.size:
-            raise ValueError(f"gradient has {new.size} values: expected {dense.size} as in corrected")
-        return _selected([self], dense, [0, dense.size], [new.astype(dense.dtype, copy=False)])
+            raise ValueError(
+                f"gradient has {new.size} values: expected {dense.size} as in corrected"
+            )
+        return _selected(
+            [self], dense, [0, dense.size], [new.astype(dense.dtype, copy=False)]
+        )
 
     def compress_segments(
-        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.compress_segments`; one pass over all segments."""
-        return self.compress_each([self] * (len(bounds) - 1), corrected, bounds, summands=summands)
+        return self.compress_each(
+            [self] * (len(bounds) - 1), corrected, bounds, summands=summands
+        )
 
     @staticmethod
     def compress_each(
-        compressors: Sequence[Any], corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        compressors: Sequence[Any],
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.compress_each`; one pass over all segments, each of which has bins of its own."""
         if summands is None:
@@ -95,12 +111,17 @@ def _selected(
 
     bins = [each.bin_size for each in compressors]
     kernels = kernels_for(dense)
-    indices, values, places = kernels.entries_in_bins(dense, parts, bounds, bins, magnitudes, summand=summand)
+    indices, values, places = kernels.entries_in_bins(
+        dense, parts, bounds, bins, magnitudes, summand=summand
+    )
     vector = SparseVector.trusted(indices, values, dense.size)
-    rows = zip(pairwise(bounds), pairwise(places.tolist()), scales, compressors, strict=True)
+    rows = zip(
+        pairwise(bounds), pairwise(places.tolist()), scales, compressors, strict=True
+    )
     for (first, end), (low, high), scale, compressor in rows:
         own = SparseVector.trusted(indices[low:high], values[low:high], end - first)
-        if scale and low == high:  # the new gradient cancels the largest entry of every bin
+        # the new gradient cancels the largest entry of every bin
+        if scale and low == high:
             positions, largest = kernels.largest(dense[first:end], 1)
             own = placed(positions, np.copysign(scale, largest), end - first)
             vector = merge(vector, placed(positions + first, own.values, dense.size))
@@ -112,8 +133,12 @@ def _means(largest: Array, places: Array, dtype: np.dtype[Any]) -> Array:
     """Return the mean over the bins of each segment, above zero if a bin is."""
     found = kernels_for(largest).magnitudes_in_segments(largest, places, two=False)
     means, most = found[:, 0], found[:, 1]
-    for row in np.flatnonzero(most > np.finfo(np.float64).max / np.diff(places).clip(1)):  # the sum may be infinite
+    # the sum may be infinite
+    for row in np.flatnonzero(
+        most > np.finfo(np.float64).max / np.diff(places).clip(1)
+    ):
         means[row] = mean_and_largest(largest[places[row] : places[row + 1]])[0]
     scales: Array = means.astype(dtype)
-    scales[(scales == 0) & (most > 0)] = np.finfo(dtype).smallest_subnormal  # as the mean with many bins of zeros
+    # as the mean with many bins of zeros
+    scales[(scales == 0) & (most > 0)] = np.finfo(dtype).smallest_subnormal
     return scales

@@ -1,17 +1,20 @@
 """Aggregation-aware selection: prefer the entries of the last aggregate, so that the ranks' supports overlap.
 
-Inspired by "Communication usage optimization of gradient sparsification with aggregation in deep learning", ICNCC 2018:
-a server sends the union of the ranks' supports, and large gradients stay large for a short time only. Every exact sum
-sends that union.
+Inspired by "Communication usage optimization of gradient sparsification with
+aggregation in deep learning", ICNCC 2018: a server sends the union of the ranks'
+supports, and large gradients stay large for a short time only. Every exact sum sends
+that union.
 
 Differences from the paper: no formula of it is public; the scores below are our own.
 
-A rank knows the support A of the last aggregate, its magnitudes, and how many aggregates ago each index was in one. The
-k largest scores are sent; feedback keeps the rest, so every entry is sent at some time, except with a quota of 1.
+A rank knows the support A of the last aggregate, its magnitudes, and how many
+aggregates ago each index was in one. The k largest scores are sent; feedback keeps the
+rest, so every entry is sent at some time, except with a quota of 1.
 
-A bonus never lowers a score, so that the k largest scores are among the k largest magnitudes and the entries with a
-bonus: a selection is exact top-k, in one pass with the addition of the residual, and a choice among these. The history
-is sparse: with "recency" an index leaves it once its bonus does not change a score any more.
+A bonus never lowers a score, so that the k largest scores are among the k largest
+magnitudes and the entries with a bonus: a selection is exact top-k, in one pass with
+the addition of the residual, and a choice among these. The history is sparse: with
+"recency" an index leaves it once its bonus does not change a score any more.
 """
 
 from collections.abc import Sequence
@@ -38,7 +41,9 @@ def _check_bonus(compressor: "AggregationAware", array: Array | None) -> Array |
     if array.ndim != 1 or array.dtype not in (np.float32, np.float64):
         raise ValueError("a vector of float32 or float64")
     if held is not None and (held.length, held.dtype) != (array.size, array.dtype):
-        raise ValueError(f"{held.length} values of {held.dtype} as in the last aggregate; reset() first to change that")
+        raise ValueError(
+            f"{held.length} values of {held.dtype} as in the last aggregate; reset() first to change that"
+        )
     if not (np.isfinite(array).all() and (array >= 0).all() and (array <= most).all()):
         raise ValueError(f"finite values from 0 to {most}")
     return array
@@ -56,8 +61,9 @@ class AggregationAware(Density):
         quota      x; the fraction `quota` of k is selected inside the last aggregate, the rest, at least one entry
                    below a quota of 1, anywhere
 
-    weight: at least 0. decay, quota: 0 to 1. Raises ValueError otherwise. One object serves one vector; call `observe`
-    with every aggregate. Before the first one the selection is exact top-k.
+    weight: at least 0. decay, quota: 0 to 1. Raises ValueError otherwise. One object
+    serves one vector; call `observe` with every aggregate. Before the first one the
+    selection is exact top-k.
 
     >>> AggregationAware(k=2).compress(gradient).indices.tolist()
     [1, 3]
@@ -78,8 +84,12 @@ class AggregationAware(Density):
         super().__init__(density, k=k)
         self.metric = to_choice("metric", metric, METRICS)
         self.weight = to_number("weight", weight, least=0)
-        self.decay, self.quota = to_number("decay", decay, least=0, most=1), to_number("quota", quota, least=0, most=1)
-        self._history: SparseVector | None = None  # the bonus of each position, before the weight
+        self.decay, self.quota = (
+            to_number("decay", decay, least=0, most=1),
+            to_number("quota", quota, least=0, most=1),
+        )
+        # the bonus of each position, before the weight
+        self._history: SparseVector | None = None
 
     @property
     def _bonus(self) -> Array | None:
@@ -93,8 +103,8 @@ class AggregationAware(Density):
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """Receive the sum over the ranks.
 
-        aggregate: as the collective returned it. votes: for the metric "votes", for each entry the fraction of the
-        ranks that sent it, 0 to 1, else ValueError.
+        aggregate: as the collective returned it. votes: for the metric "votes", for
+        each entry the fraction of the ranks that sent it, 0 to 1, else ValueError.
         """
         if self.metric == "votes":
             if votes is None or len(votes) != aggregate.nnz:
@@ -105,14 +115,23 @@ class AggregationAware(Density):
             seen = aggregate.with_values(to_device_of(votes, aggregate.values))
         else:  # a filled sum has zeros where no rank sent an entry
             seen = without_zeros(aggregate)
-        bonus = np.abs(seen.values) if self.metric in ("votes", "magnitude") else np.ones_like(seen.values)
+        bonus = (
+            np.abs(seen.values)
+            if self.metric in ("votes", "magnitude")
+            else np.ones_like(seen.values)
+        )
         kind = np.promote_types(aggregate.dtype, np.float32)
-        latest = SparseVector.trusted(seen.indices.copy(), bonus.astype(kind), aggregate.length)
+        latest = SparseVector.trusted(
+            seen.indices.copy(), bonus.astype(kind), aggregate.length
+        )
         if self.metric == "recency" and self._history is not None:
             before = _beside(self._history, bonus)
-            both = merge(before.with_values(before.values * kind.type(self.decay)), latest)
+            both = merge(
+                before.with_values(before.values * kind.type(self.decay)), latest
+            )
             ages = np.minimum(both.values, kind.type(1))
-            places = np.flatnonzero(1 + self.weight * ages > 1)  # the others do not change a score any more
+            # the others do not change a score any more
+            places = np.flatnonzero(1 + self.weight * ages > 1)
             latest = both.with_values(ages).divide(places)[0]
         self._history = latest
 
@@ -126,7 +145,11 @@ class AggregationAware(Density):
         return self.compress_each([self], dense, [0, dense.size])
 
     def compress_segments(
-        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.compress_segments`; one object is for one segment, several take `compress_each`."""
         if len(bounds) != 2:
@@ -135,7 +158,11 @@ class AggregationAware(Density):
 
     @staticmethod
     def compress_each(
-        compressors: Sequence[Any], corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        compressors: Sequence[Any],
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.compress_each`: exact top-k, and a choice among its entries and those of the history.
 
@@ -144,34 +171,65 @@ class AggregationAware(Density):
         one, kind = compressors[0], np.promote_types(corrected.dtype, np.float32)
         for each, (first, end) in zip(compressors, pairwise(bounds), strict=True):
             each._check_fits(end - first, corrected.dtype)
-        top, alone = TopK(one.density, k=one.k), summands is None and len(compressors) == 1
-        sent = top.compress(corrected) if alone else top.compress_segments(corrected, bounds, summands=summands)
+        top, alone = (
+            TopK(one.density, k=one.k),
+            summands is None and len(compressors) == 1,
+        )
+        sent = (
+            top.compress(corrected)
+            if alone
+            else top.compress_segments(corrected, bounds, summands=summands)
+        )
         if any(each._history is not None for each in compressors):
             parts = zip(compressors, np.diff(bounds).tolist(), strict=True)
-            held = [each._history or SparseVector.empty(size, kind, beside=corrected) for each, size in parts]
+            held = [
+                each._history or SparseVector.empty(size, kind, beside=corrected)
+                for each, size in parts
+            ]
             history = concatenate([_beside(each, corrected) for each in held])
             bonus = merge(sent.with_values(np.zeros_like(sent.values, kind)), history)
             values = kernels_for(corrected).gather(corrected, bonus.indices)
-            edges, rows = places_of(bonus, bounds), zip(compressors, pairwise(bounds), strict=True)
+            edges, rows = (
+                places_of(bonus, bounds),
+                zip(compressors, pairwise(bounds), strict=True),
+            )
             chosen = [
-                each._chosen(values[low:high], bonus.values[low:high], each.count(end - first)) + low
-                for (each, (first, end)), (low, high) in zip(rows, pairwise(edges), strict=True)
+                each._chosen(
+                    values[low:high], bonus.values[low:high], each.count(end - first)
+                )
+                + low
+                for (each, (first, end)), (low, high) in zip(
+                    rows, pairwise(edges), strict=True
+                )
             ]
             places = np.concatenate(chosen)
-            sent = SparseVector.trusted(bonus.indices[places], values[places], corrected.size)
+            sent = SparseVector.trusted(
+                bonus.indices[places], values[places], corrected.size
+            )
         for each, (first, end), (low, high) in zip(
-            compressors, pairwise(bounds), pairwise(places_of(sent, bounds)), strict=True
+            compressors,
+            pairwise(bounds),
+            pairwise(places_of(sent, bounds)),
+            strict=True,
         ):
-            each.reported(SparseVector.trusted(sent.indices[low:high], sent.values[low:high], end - first))
+            each.reported(
+                SparseVector.trusted(
+                    sent.indices[low:high], sent.values[low:high], end - first
+                )
+            )
         return sent
 
     def _check_fits(self, size: int, dtype: np.dtype[Any]) -> None:
         """Raise ValueError unless the history is of a vector of this size and dtype."""
         held = self._history
         if held is not None and held.length != size:
-            raise ValueError(f"corrected has {size} values: expected {held.length} as in the last aggregate")
+            raise ValueError(
+                f"corrected has {size} values: expected {held.length} as in the last aggregate"
+            )
         if held is not None and held.dtype != np.promote_types(dtype, np.float32):
-            raise ValueError(f"corrected is {dtype}: the last aggregate was stored in {held.dtype}")
+            raise ValueError(
+                f"corrected is {dtype}: the last aggregate was stored in {held.dtype}"
+            )
 
     def _chosen(self, values: Array, bonus: Array, k: int) -> Array:
         """Return the places of the k largest scores, in order."""
@@ -186,7 +244,9 @@ class AggregationAware(Density):
             scores[inside] = 0
             return np.sort(np.concatenate([inside, largest(scores, k - inside.size)]))
         if self.metric == "magnitude":
-            scores += np.where(scores > 0, scores.dtype.type(self.weight) * bonus, 0).astype(scores.dtype)
+            scores += np.where(
+                scores > 0, scores.dtype.type(self.weight) * bonus, 0
+            ).astype(scores.dtype)
         else:
             scores *= (1 + self.weight * bonus).astype(scores.dtype)
         return largest(scores, k)
@@ -194,4 +254,8 @@ class AggregationAware(Density):
 
 def _beside(vector: SparseVector, other: Array) -> SparseVector:
     """Return a vector on the device of an array."""
-    return SparseVector.trusted(to_device_of(vector.indices, other), to_device_of(vector.values, other), vector.length)
+    return SparseVector.trusted(
+        to_device_of(vector.indices, other),
+        to_device_of(vector.values, other),
+        vector.length,
+    )

@@ -16,7 +16,8 @@ from mpicomp.arrays import Array, kernels_for, read_only, to_numpy
 from mpicomp.settings import Configured
 from mpicomp.vector import SparseVector, concatenate
 
-Summands = tuple[Array, float, Sequence[Array]]  # a vector, its factor, and the parts of another vector
+# a vector, its factor, and the parts of another vector
+Summands = tuple[Array, float, Sequence[Array]]
 
 Snapshot = tuple["Compressor", dict[str, Any]]  # of the attributes
 
@@ -31,8 +32,8 @@ Raises ValueError with a text that says what was expected, such as "an integer o
 class Report:
     """Statistics of a call of a compressor.
 
-    target, achieved: densities. nbytes: of the returned indices and values in memory. threshold: of the magnitude, None
-    for methods without one. rounds: of its search.
+    target, achieved: densities. nbytes: of the returned indices and values in memory.
+    threshold: of the magnitude, None for methods without one. rounds: of its search.
     """
 
     target: float
@@ -45,8 +46,9 @@ class Report:
 class Compressor(Configured):
     """Select the entries of a dense vector that are sent.
 
-    Store every constructor argument in an attribute of the same name: `repr` shows them, and ranks compare settings by
-    it. Assign new values to attributes, and change no list or array in place: `snapshot` stores references.
+    Store every constructor argument in an attribute of the same name: `repr` shows
+    them, and ranks compare settings by it. Assign new values to attributes, and change
+    no list or array in place: `snapshot` stores references.
     """
 
     state: ClassVar[Mapping[str, Check]] = {}
@@ -61,25 +63,34 @@ class Compressor(Configured):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the selected entries of `corrected`, the gradient with the residual added.
 
-        corrected: an array of any shape, taken in C order; float16, float32 or float64. It may be read-only: do not
-        write to it. gradient: what the step added to the residual; None if it is not available.
+        corrected: an array of any shape, taken in C order; float16, float32 or float64.
+        It may be read-only: do not write to it. gradient: what the step added to the
+        residual; None if it is not available.
 
-        Returns no exact zero of `corrected`, and at least one entry if any is not zero (`common.at_positions`).
-        Raises ValueError naming the first value of `corrected` that is not finite, also one that is not selected
-        (`common.finite_vector`); the compressor does not change then.
+        Returns no exact zero of `corrected`, and at least one entry if any is not zero
+        (`common.at_positions`). Raises ValueError naming the first value of `corrected`
+        that is not finite, also one that is not selected (`common.finite_vector`); the
+        compressor does not change then.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no compress(corrected, *, gradient=None)")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no compress(corrected, *, gradient=None)"
+        )
 
     def compress_segments(
-        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         """Return the entries that `compress` selects in each segment of a vector, as one vector.
 
-        corrected: 1-d, C-contiguous. bounds: the first position of each segment, and the length of the vector.
-        summands: (residual, scale, parts); `corrected` is first overwritten by ``scale * residual`` plus the parts, one
-        gradient for each segment. A compressor with a kernel that adds and selects in one pass, or in all segments at
-        once, implements this method: one object then serves all segments with equal settings that follow each other,
-        otherwise each has its own.
+        corrected: 1-d, C-contiguous. bounds: the first position of each segment, and
+        the length of the vector. summands: (residual, scale, parts); `corrected` is
+        first overwritten by ``scale * residual`` plus the parts, one gradient for each
+        segment. A compressor with a kernel that adds and selects in one pass, or in all
+        segments at once, implements this method: one object then serves all segments
+        with equal settings that follow each other, otherwise each has its own.
 
         Raises the errors of `compress`; `corrected` is written in any case.
         """
@@ -89,18 +100,30 @@ class Compressor(Configured):
             write_sum(summands, corrected)
             parts = summands[2]
         pairs = zip(spans, parts, strict=True)
-        return concatenate([self.compress(read_only(corrected[span]), gradient=part) for span, part in pairs])
+        return concatenate(
+            [
+                self.compress(read_only(corrected[span]), gradient=part)
+                for span, part in pairs
+            ]
+        )
 
     @staticmethod
     def compress_each(
-        compressors: Sequence[Any], corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        compressors: Sequence[Any],
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         """Return the entries that compressors of this class select, each in its segment, as one vector.
 
-        compressors: one for each segment, joined by `is_joined_with`. The others as for `compress_segments`.
-        Implemented by a class whose state is that of one segment, and which has a kernel for several.
+        compressors: one for each segment, joined by `is_joined_with`. The others as for
+        `compress_segments`. Implemented by a class whose state is that of one segment,
+        and which has a kernel for several.
         """
-        raise NotImplementedError("this compressor has no compress_each(compressors, corrected, bounds)")
+        raise NotImplementedError(
+            "this compressor has no compress_each(compressors, corrected, bounds)"
+        )
 
     def is_joined_with(self, other: "Compressor") -> bool:
         """Return whether one call serves a segment of this compressor and one of another: if settings are equal."""
@@ -111,18 +134,32 @@ class Compressor(Configured):
         return None
 
     def reported(
-        self, vector: SparseVector, threshold: float | None = None, rounds: int = 1, target: float | None = None
+        self,
+        vector: SparseVector,
+        threshold: float | None = None,
+        rounds: int = 1,
+        target: float | None = None,
     ) -> SparseVector:
         """Set `report` to the statistics of a call, and return its vector. target: None for that of `share`."""
-        achieved, asked = vector.density, self.share(vector.length) if target is None else target
-        self.report = Report(achieved if asked is None else asked, achieved, vector.nbytes, threshold, rounds)
+        achieved, asked = (
+            vector.density,
+            self.share(vector.length) if target is None else target,
+        )
+        self.report = Report(
+            achieved if asked is None else asked,
+            achieved,
+            vector.nbytes,
+            threshold,
+            rounds,
+        )
         return vector
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """Receive the mean over the ranks, the same on every rank, once a step; by default do nothing.
 
-        aggregate: copy what you keep, as the caller receives its arrays. votes: for each entry the fraction of the
-        ranks that sent it, 0 to 1, if the collective returns votes.
+        aggregate: copy what you keep, as the caller receives its arrays. votes: for
+        each entry the fraction of the ranks that sent it, 0 to 1, if the collective
+        returns votes.
         """
 
     def chain(self) -> list["Compressor"]:
@@ -147,12 +184,14 @@ class Compressor(Configured):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict` of a compressor with these settings.
 
-        Raises ValueError for keys that are unknown or missing, and for values of a shape, kind or range that this
-        compressor cannot have; nothing changes then.
+        Raises ValueError for keys that are unknown or missing, and for values of a
+        shape, kind or range that this compressor cannot have; nothing changes then.
         """
         known = self._state_keys()
         if not state.keys() <= known.keys():
-            raise ValueError(f"the state has {sorted(state)}: expected {sorted(known)} at most, of {self!r}")
+            raise ValueError(
+                f"the state has {sorted(state)}: expected {sorted(known)} at most, of {self!r}"
+            )
         values = []
         for key, (part, name) in known.items():
             array = np.asarray(to_numpy(state[key])) if key in state else None
@@ -162,12 +201,18 @@ class Compressor(Configured):
                 got = "nothing" if array is None else repr(state[key])
                 if array is not None and array.size != 1:
                     got = f"{array.dtype} of shape {array.shape}"
-                raise ValueError(f"the state has {got} as {key}: expected {error}") from None
+                raise ValueError(
+                    f"the state has {got} as {key}: expected {error}"
+                ) from None
         for (part, name), value in zip(known.values(), values, strict=True):
             setattr(part, name, value)
 
     def _state_keys(self) -> dict[str, tuple["Compressor", str]]:
-        return {f"{depth}.{name}": (part, name) for depth, part in enumerate(self.chain()) for name in part.state}
+        return {
+            f"{depth}.{name}": (part, name)
+            for depth, part in enumerate(self.chain())
+            for name in part.state
+        }
 
 
 class Wrapper(Compressor):
@@ -218,7 +263,10 @@ def check_compressor(compressor: Any, name: str = "compressor") -> None:
     if isinstance(compressor, Compressor):
         return
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
-        got, remedy = f"the class {compressor.__name__}", f"an object of it, such as {compressor.__name__}(...)"
+        got, remedy = (
+            f"the class {compressor.__name__}",
+            f"an object of it, such as {compressor.__name__}(...)",
+        )
     elif callable(compressor):
         got = f"the function {compressor!r}"
         remedy = "an object of a class that derives from mpicomp.Compressor and has the function as its method compress"
@@ -230,9 +278,13 @@ def check_compressor(compressor: Any, name: str = "compressor") -> None:
 def check_selected(vector: Any, dense: Array, compressor: Compressor) -> None:
     """Raise TypeError or ValueError unless a compressor returned a vector of numbers of the length and dtype it got."""
     if not isinstance(vector, SparseVector):
-        raise TypeError(f"{compressor!r} returned {type(vector).__name__}: expected a SparseVector")
+        raise TypeError(
+            f"{compressor!r} returned {type(vector).__name__}: expected a SparseVector"
+        )
     if (vector.length, vector.dtype, vector.width) != (dense.size, dense.dtype, None):
-        raise ValueError(f"{compressor!r} returned {vector!r}: expected {dense.dtype} numbers of length {dense.size}")
+        raise ValueError(
+            f"{compressor!r} returned {vector!r}: expected {dense.dtype} numbers of length {dense.size}"
+        )
 
 
 def expect_integer(least: int, most: int = 2**62) -> Check:
@@ -247,7 +299,12 @@ def expect_number(least: float, most: float) -> Check:
 
 def _expect(convert: type, kinds: str, text: str, least: float, most: float) -> Check:
     def check(compressor: Any, array: Array | None) -> Any:
-        sound = array is not None and not array.shape and array.dtype.kind in kinds and least <= array.item() <= most
+        sound = (
+            array is not None
+            and not array.shape
+            and array.dtype.kind in kinds
+            and least <= array.item() <= most
+        )
         if array is None or not sound or not math.isfinite(array.item()):
             raise ValueError(f"{text} from {least} to {most}")
         return convert(array)

@@ -1,14 +1,16 @@
 """Top-k in chunks: select the k largest magnitudes of every chunk of consecutive entries.
 
-Source: A. Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv 2508.15706, where 64 to 128
-of 4096 entries are selected from the sum of 15 to 30 local steps.
+Source: A. Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo",
+arXiv 2508.15706, where 64 to 128 of 4096 entries are selected from the sum of 15 to 30
+local steps.
 
-A chunk fits the cache of a core, and is one block of threads on a GPU, so that a selection is one read of the gradient.
-Every part of a vector sends its share. On independent values it captures the norm of exact top-k within half a per
-cent.
+A chunk fits the cache of a core, and is one block of threads on a GPU, so that a
+selection is one read of the gradient. Every part of a vector sends its share. On
+independent values it captures the norm of exact top-k within half a per cent.
 
-Differences from the paper: chunks are of consecutive entries of the flat vector, of any length; the paper cuts tensors
-by divisors of their dimensions, and a prime dimension then makes chunks of one entry, or one chunk of everything.
+Differences from the paper: chunks are of consecutive entries of the flat vector, of any
+length; the paper cuts tensors by divisors of their dimensions, and a prime dimension
+then makes chunks of one entry, or one chunk of everything.
 """
 
 from collections.abc import Sequence
@@ -26,8 +28,8 @@ from mpicomp.vector import SparseVector
 class ChunkedTopK(Density):
     """Select the k largest magnitudes of every chunk of consecutive entries, exactly; ties go to the lowest indices.
 
-    k: of a chunk, 1 <= k <= chunk, else ValueError. chunk: entries, at least 1. The last chunk, of length m < chunk,
-    keeps max(1, round(k m / chunk)).
+    k: of a chunk, 1 <= k <= chunk, else ValueError. chunk: entries, at least 1. The
+    last chunk, of length m < chunk, keeps max(1, round(k m / chunk)).
 
     >>> ChunkedTopK(k=1, chunk=3).compress(np.array([1.0, -2, 0, 5, 4, 3, 1])).indices.tolist()
     [1, 3, 6]
@@ -38,12 +40,16 @@ class ChunkedTopK(Density):
         self.k: int = to_integer("k", k)
         self.chunk = to_integer("chunk", chunk)
         if k > chunk:
-            raise ValueError(f"k is {k} and chunk is {chunk}: expected k <= chunk; k=chunk sends every entry")
+            raise ValueError(
+                f"k is {k} and chunk is {chunk}: expected k <= chunk; k=chunk sends every entry"
+            )
 
     def count(self, length: int) -> int:
         """Return the number of entries to select from a vector of `length`."""
         chunks, rest = divmod(length, self.chunk)
-        return chunks * self.k + (max(1, round(self.k * rest / self.chunk)) if rest else 0)
+        return chunks * self.k + (
+            max(1, round(self.k * rest / self.chunk)) if rest else 0
+        )
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the largest magnitudes of each chunk; see `Compressor.compress`."""
@@ -51,12 +57,20 @@ class ChunkedTopK(Density):
         return self.compress_segments(dense, [0, dense.size])
 
     def compress_segments(
-        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.compress_segments`; chunks begin at the first entry of each segment."""
         chunks, rest = np.divmod(np.diff(bounds), self.chunk)
         last = np.maximum(1, np.rint(self.k * rest / self.chunk)).astype(np.int64)
         rows = np.full(rest.size, self.k), np.full(rest.size, self.chunk), last
-        found = kernels_for(corrected).largest_in_segments(corrected, bounds, *rows, summands=summands)
+        found = kernels_for(corrected).largest_in_segments(
+            corrected, bounds, *rows, summands=summands
+        )
         count = int((chunks * self.k + np.where(rest, last, 0)).sum())
-        return self.reported(selected(corrected, *found), target=count / max(1, corrected.size))
+        return self.reported(
+            selected(corrected, *found), target=count / max(1, corrected.size)
+        )

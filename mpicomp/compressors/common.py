@@ -18,19 +18,27 @@ def to_density(density: Any, remedy: str = "") -> float:
             f"density is {density!r} of type {type(density).__name__}: expected a float, 0 < density <= 1; write "
             "density=1.0 to send every entry, or k=1 to send one"
         )
-    return to_number("density", density, above=0, most=1, remedy=f" (0.001 sends about a thousandth{remedy})")
+    return to_number(
+        "density",
+        density,
+        above=0,
+        most=1,
+        remedy=f" (0.001 sends about a thousandth{remedy})",
+    )
 
 
 class Density(Compressor):
     """Base of compressors that select a given number of entries: a fraction of the length, or a count.
 
-    Give one of: density, 0 < density <= 1, where k = max(1, round(density n)); k >= 1. Raises ValueError if both or
-    none are given, or if one is out of range.
+    Give one of: density, 0 < density <= 1, where k = max(1, round(density n)); k >= 1.
+    Raises ValueError if both or none are given, or if one is out of range.
     """
 
     def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
         if (density is None) == (k is None):
-            raise ValueError(f"got density={density} and k={k}: expected exactly one of them")
+            raise ValueError(
+                f"got density={density} and k={k}: expected exactly one of them"
+            )
         self.density = None if density is None else to_density(density, "; or give k=")
         self.k = None if k is None else to_integer("k", k)
 
@@ -78,7 +86,8 @@ def placed(positions: Array, values: Array, length: int) -> SparseVector:
 def at_positions(dense: Array, positions: Array) -> SparseVector:
     """Return the non-zero entries of a dense vector at increasing positions (intp).
 
-    If there is none, the largest entry, so that a vector that is not zero is never sent empty.
+    If there is none, the largest entry, so that a vector that is not zero is never sent
+    empty.
     """
     values = kernels_for(dense).gather(dense, positions)
     kept = nonzero(values)
@@ -91,7 +100,9 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
 
 def selected(dense: Array, positions: Array, values: Array) -> SparseVector:
     """Return the largest entries of a dense vector, which a kernel found; ValueError if a value is not finite."""
-    vector = SparseVector.trusted(positions.astype(index_dtype(dense.size)), values, dense.size)
+    vector = SparseVector.trusted(
+        positions.astype(index_dtype(dense.size)), values, dense.size
+    )
     try:
         vector.check_finite()
     except ValueError:

@@ -18,10 +18,16 @@ class Dense(Compressor):
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return all non-zero entries of `corrected`; see `Compressor.compress`."""
-        return self.reported(SparseVector.from_dense(finite_vector(corrected)), target=1.0)
+        return self.reported(
+            SparseVector.from_dense(finite_vector(corrected)), target=1.0
+        )
 
     def compress_segments(
-        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         if summands is not None:
             write_sum(summands, corrected)

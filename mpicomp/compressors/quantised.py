@@ -1,12 +1,14 @@
 """Quantisation: send the entries that another compressor selects with fewer bits a value; the error is in the residual.
 
-Sources: one magnitude and signs: F. Seide, H. Fu, J. Droppo, G. Li, D. Yu, "1-bit stochastic gradient descent",
-Interspeech 2014, with one scale for all entries. Two magnitudes: S. P. Lloyd, "Least squares quantization in PCM", IEEE
-Trans. Information Theory 28(2), 1982, on the magnitudes. float16 and bfloat16: rounded to nearest, ties to even
-(float64 to bfloat16 by way of float32).
+Sources: one magnitude and signs: F. Seide, H. Fu, J. Droppo, G. Li, D. Yu, "1-bit
+stochastic gradient descent", Interspeech 2014, with one scale for all entries. Two
+magnitudes: S. P. Lloyd, "Least squares quantization in PCM", IEEE Trans. Information
+Theory 28(2), 1982, on the magnitudes. float16 and bfloat16: rounded to nearest, ties to
+even (float64 to bfloat16 by way of float32).
 
-Differences from the paper: quantised values keep their dtype, so sums over the ranks are computed as before, and sent
-in full; `codec="smallest"` detects that values fit a shorter format.
+Differences from the paper: quantised values keep their dtype, so sums over the ranks
+are computed as before, and sent in full; `codec="smallest"` detects that values fit a
+shorter format.
 """
 
 import math
@@ -30,24 +32,42 @@ def _to_float16(values: Array) -> Array:
 
 def _to_bfloat16(values: Array) -> Array:
     largest = np.uint32(0x7F7F0000).view(np.float32)
-    limit = np.float32(65280) if values.dtype == np.float16 else largest  # the largest bfloat16 in the dtype's range
+    # the largest bfloat16 in the dtype's range
+    limit = np.float32(65280) if values.dtype == np.float16 else largest
     bits = np.clip(values, -limit, limit).astype(np.float32).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded: Array = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
-    nearest: Array = np.clip(rounded.view(np.float32), -limit, limit).astype(values.dtype)
+    nearest: Array = np.clip(rounded.view(np.float32), -limit, limit).astype(
+        values.dtype
+    )
     return nearest
 
 
 def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     """Return signs with one or two magnitudes for each segment; their bits do not depend on the other segments."""
     kernels = kernels_for(values)
-    found = kernels.magnitudes_in_segments(values, bounds, two=two) if values.size < _LONG else None
-    if found is not None and (found[:, :2] <= np.finfo(np.float64).max / np.diff(bounds).clip(1)[:, None]).all():
+    found = (
+        kernels.magnitudes_in_segments(values, bounds, two=two)
+        if values.size < _LONG
+        else None
+    )
+    if (
+        found is not None
+        and (
+            found[:, :2] <= np.finfo(np.float64).max / np.diff(bounds).clip(1)[:, None]
+        ).all()
+    ):
         found = found[:, 2:]
     else:
-        found = np.array([_magnitudes_of(values[first:end], two=two) for first, end in pairwise(bounds)])
+        found = np.array(
+            [
+                _magnitudes_of(values[first:end], two=two)
+                for first, end in pairwise(bounds)
+            ]
+        )
     rows = found.astype(values.dtype)
-    away = rows[:, 2].astype(np.float64) > found[:, 2]  # rounded down, it divides values of the dtype as in float64
+    # rounded down, it divides values of the dtype as in float64
+    away = rows[:, 2].astype(np.float64) > found[:, 2]
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
     signed: Array = kernels.with_magnitudes(values, bounds, rows)
     return signed
@@ -58,7 +78,8 @@ def _magnitudes_of(values: Array, *, two: bool) -> tuple[float, float, float]:
     mean, largest = mean_and_largest(values)
     if not two:
         return mean, mean, mean
-    if not math.isfinite(largest * values.size):  # the sums of such numbers are infinite
+    # the sums of such numbers are infinite
+    if not math.isfinite(largest * values.size):
         low, high, threshold = _magnitudes_of(values * 2.0**-64, two=True)
         return low * 2.0**64, high * 2.0**64, threshold * 2.0**64
     low, high, threshold = kernels_for(values).two_magnitudes(values, mean, largest)
@@ -70,35 +91,48 @@ _MAGNITUDES = {"sign": False, "two_bit": True}  # whether there are two
 _LONG = 1 << 21  # values: in longer vectors several threads add up the magnitudes
 
 
-def quantise(vector: SparseVector, form: str, bounds: Sequence[int] | None = None) -> tuple[SparseVector, SparseVector]:
+def quantise(
+    vector: SparseVector, form: str, bounds: Sequence[int] | None = None
+) -> tuple[SparseVector, SparseVector]:
     """Return (quantised, error): the vector with values that fit a shorter format, and the difference at every index.
 
-    form: "float16", "bfloat16", "sign" (the mean magnitude, and the signs), or "two_bit" (of two magnitudes the nearer
-    one, and the signs), else ValueError. bounds: the first position of each segment, and the length; each segment has
-    magnitudes of its own. Values beyond the range of a format are clipped to its largest. The error is exact if value
-    and quantised value are within a factor of two of each other (Sterbenz' lemma), else rounded.
+    form: "float16", "bfloat16", "sign" (the mean magnitude, and the signs), or
+    "two_bit" (of two magnitudes the nearer one, and the signs), else ValueError.
+    bounds: the first position of each segment, and the length; each segment has
+    magnitudes of its own. Values beyond the range of a format are clipped to its
+    largest. The error is exact if value and quantised value are within a factor of two
+    of each other (Sterbenz' lemma), else rounded.
 
     >>> quantised, error = quantise(TopK(k=2).compress(gradient), "sign")
     >>> quantised.values.tolist(), error.values.tolist()
     ([-2.5, 2.5], [-0.5, -0.5])
     """
     if form in _MAGNITUDES:
-        edges = [0, vector.nnz] if bounds is None or len(bounds) == 2 else places_of(vector, bounds)
-        places = [edge * (1 if vector.width is None else vector.width) for edge in edges]
+        edges = (
+            [0, vector.nnz]
+            if bounds is None or len(bounds) == 2
+            else places_of(vector, bounds)
+        )
+        places = [
+            edge * (1 if vector.width is None else vector.width) for edge in edges
+        ]
         flat = _to_magnitudes(vector.values.reshape(-1), places, two=_MAGNITUDES[form])
         rounded = flat.reshape(vector.values.shape)
     elif form in _ROUNDINGS:
         rounded = _ROUNDINGS[form](vector.values)
     else:
-        raise ValueError(f"form is {form!r}: expected one of {[*_ROUNDINGS, *_MAGNITUDES]}")
+        raise ValueError(
+            f"form is {form!r}: expected one of {[*_ROUNDINGS, *_MAGNITUDES]}"
+        )
     return vector.with_values(rounded), vector.with_values(vector.values - rounded)
 
 
 class Quantised(Wrapper):
     """Quantise the entries that another compressor selects.
 
-    compressor: any. form: "float16", "bfloat16", "sign" or "two_bit", else ValueError. Feedback adds the error to the
-    residual. `error` is that of the last call, None before any.
+    compressor: any. form: "float16", "bfloat16", "sign" or "two_bit", else ValueError.
+    Feedback adds the error to the residual. `error` is that of the last call, None
+    before any.
 
     >>> Quantised(TopK(k=2), "sign").compress(gradient).values.tolist()
     [-2.5, 2.5]
@@ -114,12 +148,21 @@ class Quantised(Wrapper):
         return self._quantised(self.compressor.compress(corrected, gradient=gradient))
 
     def compress_segments(
-        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.compress_segments`; each segment has magnitudes of its own."""
-        return self._quantised(self.compressor.compress_segments(corrected, bounds, summands=summands), bounds)
+        return self._quantised(
+            self.compressor.compress_segments(corrected, bounds, summands=summands),
+            bounds,
+        )
 
-    def _quantised(self, vector: SparseVector, bounds: Sequence[int] | None = None) -> SparseVector:
+    def _quantised(
+        self, vector: SparseVector, bounds: Sequence[int] | None = None
+    ) -> SparseVector:
         quantised, self.error = quantise(vector, self.form, bounds)
         self.report = self.compressor.report
         return quantised

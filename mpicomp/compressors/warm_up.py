@@ -1,6 +1,7 @@
 """Warm-up: a schedule of densities for the first steps of a training.
 
-Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression", ICLR 2018 (arXiv 1712.01887).
+Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression", ICLR
+2018 (arXiv 1712.01887).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,10 @@ from mpicomp.vector import SparseVector
 class WarmUp(Wrapper):
     """Run a compressor with a schedule of densities.
 
-    compressor: any with a `density`; to quantise as well, `Quantised(WarmUp(...), "float16")`. densities: one for each
-    stage; the last one is kept. calls: number of calls in a stage. Raises ValueError if the list is empty, a number is
-    out of range, or the compressor was made with k.
+    compressor: any with a `density`; to quantise as well, `Quantised(WarmUp(...),
+    "float16")`. densities: one for each stage; the last one is kept. calls: number of
+    calls in a stage. Raises ValueError if the list is empty, a number is out of range,
+    or the compressor was made with k.
 
     >>> compressor = WarmUp(TopK(0.25), [1.0, 0.5, 0.25])
     >>> [compressor.compress(gradient).nnz for step in range(4)]
@@ -41,7 +43,11 @@ class WarmUp(Wrapper):
                 f"got densities={list(densities)}, compressor={compressor!r}: expected at least one density, and a "
                 "compressor made with density="
             )
-        self.densities, self.calls, self.step = list(map(to_density, densities)), to_integer("calls", calls), 0
+        self.densities, self.calls, self.step = (
+            list(map(to_density, densities)),
+            to_integer("calls", calls),
+            0,
+        )
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Compress at the density of this step; see `Compressor.compress`."""
@@ -49,17 +55,25 @@ class WarmUp(Wrapper):
             return self.compressor.compress(corrected, gradient=gradient)
 
     def compress_segments(
-        self, corrected: Array, bounds: Sequence[int], *, summands: Summands | None = None
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        *,
+        summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.compress_segments`; calls that of the inner compressor at the density of this step."""
         with self._stage():
-            return self.compressor.compress_segments(corrected, bounds, summands=summands)
+            return self.compressor.compress_segments(
+                corrected, bounds, summands=summands
+            )
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
         """Set the inner compressor to the density of this step for one call, and count the call if it succeeds."""
         asked = self.compressor.density
-        self.compressor.density = self.densities[min(self.step // self.calls, len(self.densities) - 1)]
+        self.compressor.density = self.densities[
+            min(self.step // self.calls, len(self.densities) - 1)
+        ]
         try:
             yield
         finally:

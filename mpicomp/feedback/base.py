@@ -1,8 +1,9 @@
 """The contract of a feedback method, and the arrays that outlive a step.
 
-A step calls `compress` (or `correct`), `settle` and `commit`, in this order; a step that fails ends anywhere before
-`commit`. Everything that can fail is in the first two, which write to spare buffers only, so a second `correct` returns
-the same result. `commit` swaps arrays with their spares: it allocates nothing and raises nothing.
+A step calls `compress` (or `correct`), `settle` and `commit`, in this order; a step
+that fails ends anywhere before `commit`. Everything that can fail is in the first two,
+which write to spare buffers only, so a second `correct` returns the same result.
+`commit` swaps arrays with their spares: it allocates nothing and raises nothing.
 """
 
 import math
@@ -39,18 +40,22 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class Feedback(Configured):
     """Base class of all feedback methods: keep the entries that are not sent.
 
-    A method implements `correct` and `settle`, and `dtypes` if it keeps other arrays than the residual
-    (docs/feedback.md has an example). One object serves one vector of one length and dtype. Constructor arguments are
-    stored in attributes of the same name: `repr` shows them, and saved states are compared by it. A method calls
+    A method implements `correct` and `settle`, and `dtypes` if it keeps other arrays
+    than the residual (docs/feedback.md has an example). One object serves one vector of
+    one length and dtype. Constructor arguments are stored in attributes of the same
+    name: `repr` shows them, and saved states are compared by it. A method calls
 
     * in `__init__`: ``super().__init__()``, before anything else;
-    * in `correct`: `_stage`, which checks the gradient and allocates the arrays, of zeros; `_joined` for the gradient
-      as one vector; `_spare(name)` for the buffer of the next `name`. It returns the spare residual;
-    * in `settle`: `_subtract`, which turns the spare residual into the next one in place. It then sets `_settled` to
-      the names of the arrays that `commit` swaps with their spares.
+    * in `correct`: `_stage`, which checks the gradient and allocates the arrays, of
+      zeros; `_joined` for the gradient as one vector; `_spare(name)` for the buffer of
+      the next `name`. It returns the spare residual;
+    * in `settle`: `_subtract`, which turns the spare residual into the next one in
+      place. It then sets `_settled` to the names of the arrays that `commit` swaps with
+      their spares.
     """
 
-    _numbers: tuple[str, ...] = ()  # the attributes that are saved beside the arrays, the same on all ranks
+    # the attributes that are saved beside the arrays, the same on all ranks
+    _numbers: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._arrays: dict[str, Array] = {}
@@ -58,7 +63,8 @@ class Feedback(Configured):
         self._bounds: Sequence[int] = ()  # of the segments of the staged gradient
         self._begun = False  # a step was kept: the arrays are not just zeros
         self._staged = False  # `correct` was called, and `settle` was not
-        self._settled: tuple[str, ...] = ()  # the arrays that `commit` swaps with their spares
+        # the arrays that `commit` swaps with their spares
+        self._settled: tuple[str, ...] = ()
 
     @property
     def has_gradient_units(self) -> bool:
@@ -73,37 +79,56 @@ class Feedback(Configured):
     def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
         """Return the vector to compress, the gradient plus the residual; changes no array that is kept.
 
-        gradient: a vector (n,), or a list of its consecutive parts. bounds: the first position of each segment, and n;
-        None for one segment.
+        gradient: a vector (n,), or a list of its consecutive parts. bounds: the first
+        position of each segment, and n; None for one segment.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no correct(): expected a method of the class")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no correct(): expected a method of the class"
+        )
 
     def compress(
-        self, gradient: Gradient, compressor: Compressor, bounds: Sequence[int] | None = None
+        self,
+        gradient: Gradient,
+        compressor: Compressor,
+        bounds: Sequence[int] | None = None,
     ) -> tuple[Array, SparseVector]:
         """Return `correct(gradient, bounds)`, and the entries that a compressor of all segments selects of it."""
         corrected = self.correct(gradient, bounds)
         return corrected, compressor.compress(read_only(corrected))
 
-    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
+    def settle(
+        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
+    ) -> None:
         """Prepare to keep `corrected` less `sent`, the values that receivers decode, plus `rejected`.
 
-        corrected: the result of `correct` or `compress`; the feedback may write to it. A method that forgets old
-        entries does so in `correct`, as `ErrorFeedback(decay=...)` does. Raises RuntimeError without a `correct`
-        before, ValueError for another length, OverflowError if the result leaves the range of its dtype.
+        corrected: the result of `correct` or `compress`; the feedback may write to it.
+        A method that forgets old entries does so in `correct`, as
+        `ErrorFeedback(decay=...)` does. Raises RuntimeError without a `correct` before,
+        ValueError for another length, OverflowError if the result leaves the range of
+        its dtype.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no settle(): expected a method of the class")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no settle(): expected a method of the class"
+        )
 
     def settle_all(self, corrected: Array, rejected: Array | None) -> None:
         """Prepare to keep `rejected`, zeros for None, as all values of `corrected` were sent; it may be `corrected`."""
-        if not any(corrected is spare for spare in self._spares.values()):  # it may be the caller's gradient
-            self.settle(corrected, whole(corrected), None if rejected is None else whole(rejected))
+        # it may be the caller's gradient
+        if not any(corrected is spare for spare in self._spares.values()):
+            self.settle(
+                corrected,
+                whole(corrected),
+                None if rejected is None else whole(rejected),
+            )
             return
         if rejected is None:
             kernels_for(corrected).clear(corrected)
         elif rejected is not corrected:
             np.copyto(corrected, rejected)
-        self.settle(corrected, SparseVector.empty(corrected.size, corrected.dtype, beside=corrected))
+        self.settle(
+            corrected,
+            SparseVector.empty(corrected.size, corrected.dtype, beside=corrected),
+        )
 
     def settle_residual(self, residual: Array) -> None:
         """Prepare to keep a copy of another residual, between two steps."""
@@ -122,7 +147,10 @@ class Feedback(Configured):
     def commit(self) -> None:
         """Swap in the arrays that `settle` prepared."""
         for name in self._settled:
-            self._spares[name], self._arrays[name] = self._arrays[name], self._spares[name]
+            self._spares[name], self._arrays[name] = (
+                self._arrays[name],
+                self._spares[name],
+            )
         self._begun, self._settled = True, ()
 
     def ahead(self, x: Any) -> Any:
@@ -140,13 +168,18 @@ class Feedback(Configured):
         residual = self.residual
         if residual is None:
             return 0.0
-        kept = residual.astype(wide(residual.dtype), copy=False)  # squares leave the range of float16
+        # squares leave the range of float16
+        kept = residual.astype(wide(residual.dtype), copy=False)
         return math.sqrt(float(np.vdot(kept, kept)))
 
     @property
     def size(self) -> int | None:
         """Length of the arrays; None before the first step, or without arrays."""
-        return next((array.size for array in self._arrays.values()), None) if self._begun else None
+        return (
+            next((array.size for array in self._arrays.values()), None)
+            if self._begun
+            else None
+        )
 
     def fits(self, size: int, dtype: np.dtype[Any]) -> bool:
         """Return whether the arrays, if there are any, are those for gradients of this size and dtype."""
@@ -155,9 +188,12 @@ class Feedback(Configured):
     def rescale(self, factor: float) -> None:
         """Multiply the residual by `factor`, the old learning rate over the new one, if it is in gradient units.
 
-        Raises ValueError unless 0 < factor < infinity, OverflowError if a value leaves its range.
+        Raises ValueError unless 0 < factor < infinity, OverflowError if a value leaves
+        its range.
         """
-        factor = to_number("factor", factor, above=0, remedy=", the old learning rate over the new one")
+        factor = to_number(
+            "factor", factor, above=0, remedy=", the old learning rate over the new one"
+        )
         self._staged, self._settled = False, ()
         if not (self._begun and self.has_gradient_units and "residual" in self._arrays):
             return
@@ -165,7 +201,9 @@ class Feedback(Configured):
         with np.errstate(over="ignore"):
             np.multiply(residual, factor, out=scaled)
         if not np.isfinite(scaled).all():
-            raise OverflowError(f"the residual times {factor} leaves the range of {scaled.dtype}")
+            raise OverflowError(
+                f"the residual times {factor} leaves the range of {scaled.dtype}"
+            )
         self._arrays["residual"], self._spares["residual"] = scaled, residual
 
     def reset(self) -> None:
@@ -186,8 +224,9 @@ class Feedback(Configured):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load copies of a `state_dict`; the following steps have the same bits.
 
-        Raises ValueError for other names, dtypes or shapes, also than those of earlier calls (call `reset` first), and
-        for values that are not finite; nothing changes then.
+        Raises ValueError for other names, dtypes or shapes, also than those of earlier
+        calls (call `reset` first), and for values that are not finite; nothing changes
+        then.
         """
         given = {name: np.asarray(state[name]) for name in state}
         numbers = {name: given.pop(name) for name in self._numbers if name in given}
@@ -200,12 +239,20 @@ class Feedback(Configured):
         for name, number in numbers.items():
             expected = np.asarray(getattr(self, name))
             if number.shape != () or number.dtype != expected.dtype:
-                raise ValueError(f"{name} is {_kind(number)}: expected {_kind(expected)}")
+                raise ValueError(
+                    f"{name} is {_kind(number)}: expected {_kind(expected)}"
+                )
         got = ", ".join(f"{name} {_kind(array)}" for name, array in given.items())
         if given and not self._dtypes_for(given):
-            fits = " or ".join(str({name: str(kind) for name, kind in self.dtypes(d).items()}) for d in VALUE_DTYPES)
+            fits = " or ".join(
+                str({name: str(kind) for name, kind in self.dtypes(d).items()})
+                for d in VALUE_DTYPES
+            )
             raise ValueError(f"the state has {got}: expected {fits}")
-        if any(array.ndim != 1 for array in given.values()) or len({array.size for array in given.values()}) > 1:
+        if (
+            any(array.ndim != 1 for array in given.values())
+            or len({array.size for array in given.values()}) > 1
+        ):
             raise ValueError(f"the state has {got}: expected arrays of one shape (n,)")
         held = self._arrays if self._begun and given else {}
         if any(_kind(array) != _kind(given[name]) for name, array in held.items()):
@@ -215,10 +262,18 @@ class Feedback(Configured):
             )
         for name, array in [*numbers.items(), *given.items()]:
             if not np.isfinite(array).all():
-                raise ValueError(f"{name} has a value that is not finite: expected what state_dict() returned")
+                raise ValueError(
+                    f"{name} has a value that is not finite: expected what state_dict() returned"
+                )
         for name, number in numbers.items():
             setattr(self, name, number.item())
-        self._arrays, self._spares = {name: new_vector(np, each.size, each.dtype) for name, each in given.items()}, {}
+        self._arrays, self._spares = (
+            {
+                name: new_vector(np, each.size, each.dtype)
+                for name, each in given.items()
+            },
+            {},
+        )
         for name, array in given.items():
             self._arrays[name][:] = array
         self._begun, self._staged, self._settled = bool(given), False, ()
@@ -228,15 +283,22 @@ class Feedback(Configured):
         return {"residual": dtype}
 
     def _view(self, name: str) -> Array | None:
-        return read_only(self._arrays[name]) if self._begun and name in self._arrays else None
+        return (
+            read_only(self._arrays[name])
+            if self._begun and name in self._arrays
+            else None
+        )
 
     def _stage(self, gradient: Gradient, bounds: Sequence[int] | None) -> None:
         """Check a gradient, and allocate the arrays before the first step."""
         parts = gradient if isinstance(gradient, list) else [gradient]
         first, size = parts[0], sum([part.size for part in parts])
-        self._settled, self._bounds = (), bounds or (0, size)  # the spares are overwritten
+        # the spares are overwritten
+        self._settled, self._bounds = (), bounds or (0, size)
         if any([type(array) is not type(first) for array in self._arrays.values()]):
-            self._arrays = {name: to_device_of(array, first) for name, array in self._arrays.items()}
+            self._arrays = {
+                name: to_device_of(array, first) for name, array in self._arrays.items()
+            }
         if first.ndim == 1 and self._is_for((size,), first.dtype):
             self._staged = True
             return
@@ -248,9 +310,13 @@ class Feedback(Configured):
             )
         if first.ndim != 1 or first.dtype not in VALUE_DTYPES:
             expected = " or ".join(map(str, VALUE_DTYPES))
-            raise ValueError(f"the gradient is {got}: expected {expected} of shape (n,)")
+            raise ValueError(
+                f"the gradient is {got}: expected {expected} of shape (n,)"
+            )
         xp, layout = namespace(first), self.dtypes(first.dtype)
-        self._arrays = {name: new_vector(xp, size, dtype) for name, dtype in layout.items()}
+        self._arrays = {
+            name: new_vector(xp, size, dtype) for name, dtype in layout.items()
+        }
         self._spares, self._staged = {}, True
 
     def _joined(self, gradient: Gradient) -> Array:
@@ -258,7 +324,9 @@ class Feedback(Configured):
         if not isinstance(gradient, list):
             return gradient
         size, first = sum([part.size for part in gradient]), gradient[0]
-        return np.concatenate(gradient, out=self._buffer("gradient", first, size, first.dtype))
+        return np.concatenate(
+            gradient, out=self._buffer("gradient", first, size, first.dtype)
+        )
 
     def _spare(self, name: str) -> Array:
         """Return the buffer for the next `name`."""
@@ -270,7 +338,11 @@ class Feedback(Configured):
     def _buffer(self, name: str, like: Array, size: int, dtype: np.dtype[Any]) -> Array:
         """Return the buffer of a name, on the device of another array."""
         held = self._spares.get(name)
-        if held is None or (held.size, held.dtype) != (size, dtype) or on_device(held) != on_device(like):
+        if (
+            held is None
+            or (held.size, held.dtype) != (size, dtype)
+            or on_device(held) != on_device(like)
+        ):
             held = self._spares[name] = new_vector(namespace(like), size, dtype)
         return held
 
@@ -282,10 +354,14 @@ class Feedback(Configured):
             )
         for vector in vectors:
             if vector is not None and vector.length != size:
-                raise ValueError(f"got a vector of length {vector.length}: expected {size} as of the gradient")
+                raise ValueError(
+                    f"got a vector of length {vector.length}: expected {size} as of the gradient"
+                )
         self._staged = False
 
-    def _subtract(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None) -> None:
+    def _subtract(
+        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None
+    ) -> None:
         """Turn `corrected`, the spare residual, into the new one: subtract `sent` and add `rejected`."""
         self._check_staged(corrected.size, sent, rejected)
         kernels = kernels_for(corrected)
@@ -296,8 +372,12 @@ class Feedback(Configured):
 
     def _is_for(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
         """Return whether the arrays are those for gradients of this shape and dtype."""
-        held = {name: (array.dtype, array.shape) for name, array in self._arrays.items()}
-        return held == {name: (kind, shape) for name, kind in self.dtypes(dtype).items()}
+        held = {
+            name: (array.dtype, array.shape) for name, array in self._arrays.items()
+        }
+        return held == {
+            name: (kind, shape) for name, kind in self.dtypes(dtype).items()
+        }
 
     def _dtypes_for(self, arrays: Mapping[str, Array]) -> list[str]:
         """Return the dtypes of gradients for which arrays of these dtypes are kept."""
@@ -308,7 +388,11 @@ class Feedback(Configured):
 def check_feedback(feedback: Any) -> None:
     """Raise TypeError unless this is a feedback."""
     if not isinstance(feedback, Feedback):
-        got = f"the class {feedback.__name__}" if isinstance(feedback, type) else repr(feedback)
+        got = (
+            f"the class {feedback.__name__}"
+            if isinstance(feedback, type)
+            else repr(feedback)
+        )
         raise TypeError(
             f"feedback is {got}: expected an object such as ErrorFeedback() or NoFeedback(), or of a class of your own "
             "that derives from mpicomp.Feedback"
@@ -324,7 +408,9 @@ def check_range(values: Array | SparseVector, what: str) -> None:
             kernels_for(values).raise_not_finite(values)
     except ValueError:
         remedy = "scale the gradients down, or use float32"
-        raise OverflowError(f"the {what} leaves the range of {values.dtype}: {remedy}") from None
+        raise OverflowError(
+            f"the {what} leaves the range of {values.dtype}: {remedy}"
+        ) from None
 
 
 def _kind(array: Array) -> str:

@@ -1,8 +1,9 @@
 """Error feedback (EF-SGD): p = g + decay e, send D = C(p), keep e = p - D + what the collective rejects.
 
-Source: S. P. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error feedback fixes SignSGD and other gradient compression
-schemes", ICML 2019 (arXiv 1901.09847), where e is in units of updates; the decay: "Communication efficient LLM
-pre-training with SparseLoCo", 2025 (arXiv 2508.15706). Invariant: docs/feedback.md, "What is conserved".
+Source: S. P. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error feedback fixes SignSGD
+and other gradient compression schemes", ICML 2019 (arXiv 1901.09847), where e is in
+units of updates; the decay: "Communication efficient LLM pre-training with SparseLoCo",
+2025 (arXiv 2508.15706). Invariant: docs/feedback.md, "What is conserved".
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +24,17 @@ from mpicomp.vector import SparseVector, split, whole
 class ErrorFeedback(Feedback):
     """Add to each gradient the entries of earlier ones that were not sent.
 
-    The residual has the dtype, size and units of the gradients and is zero before the first; `rescale` scales it. It
-    takes the memory of two gradients: the residual, and the one of the next step.
+    The residual has the dtype, size and units of the gradients and is zero before the
+    first; `rescale` scales it. It takes the memory of two gradients: the residual, and
+    the one of the next step.
 
-    in_place: keep the residual in the gradient's own array. After a step the array holds the entries that were not
-    sent, and the next backward pass adds to it, so do not clear it between steps (in PyTorch: no `zero_grad`). This
-    object has no state then: save, clear or rescale the gradient arrays yourself.
+    in_place: keep the residual in the gradient's own array. After a step the array
+    holds the entries that were not sent, and the next backward pass adds to it, so do
+    not clear it between steps (in PyTorch: no `zero_grad`). This object has no state
+    then: save, clear or rescale the gradient arrays yourself.
 
-    decay: the factor by which the residual is multiplied before each gradient is added, 0 < decay <= 1. Below 1 old
-    entries fade, on purpose.
+    decay: the factor by which the residual is multiplied before each gradient is added,
+    0 < decay <= 1. Below 1 old entries fade, on purpose.
 
     Raises ValueError for a decay out of range, and for one below 1 with `in_place`.
 
@@ -50,7 +53,8 @@ class ErrorFeedback(Feedback):
                 "gradient, of which the residual cannot decay alone; expected ErrorFeedback(decay=...) without in_place"
             )
         self._homes: list[Array] = []  # in place: the gradient's arrays
-        self._changes: tuple[SparseVector, ...] = ()  # in place: what `commit` adds to them
+        # in place: what `commit` adds to them
+        self._changes: tuple[SparseVector, ...] = ()
 
     @property
     def has_gradient_units(self) -> bool:
@@ -65,7 +69,8 @@ class ErrorFeedback(Feedback):
     def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
         """Return gradient + decay * residual in a separate buffer; in place, the gradient itself.
 
-        Raises ValueError if the gradient has another size or dtype than the residual: use one object for each tensor.
+        Raises ValueError if the gradient has another size or dtype than the residual:
+        use one object for each tensor.
         """
         self._stage(gradient, bounds)
         parts = gradient if isinstance(gradient, list) else [gradient]
@@ -77,7 +82,10 @@ class ErrorFeedback(Feedback):
         return corrected
 
     def compress(
-        self, gradient: Gradient, compressor: Compressor, bounds: Sequence[int] | None = None
+        self,
+        gradient: Gradient,
+        compressor: Compressor,
+        bounds: Sequence[int] | None = None,
     ) -> tuple[Array, SparseVector]:
         """Return the result of `correct`, and the selected entries; in one pass, if the compressor has a kernel."""
         if self.in_place:
@@ -92,7 +100,9 @@ class ErrorFeedback(Feedback):
             corrected, self._bounds, summands=(residual, self.decay, gradient)
         )
 
-    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
+    def settle(
+        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
+    ) -> None:
         """Prepare corrected - sent + rejected as the residual; see `Feedback.settle`."""
         if self.in_place:
             self._changes = self._checked_changes(corrected, sent, rejected)
@@ -104,7 +114,9 @@ class ErrorFeedback(Feedback):
         """Prepare what was rejected as the residual; see `Feedback.settle_all`."""
         if self.in_place:
             before = np.concatenate(self._homes)
-            self.settle(before, whole(before), None if rejected is None else whole(rejected))
+            self.settle(
+                before, whole(before), None if rejected is None else whole(rejected)
+            )
         else:
             super().settle_all(corrected, rejected)
 
@@ -130,7 +142,9 @@ class ErrorFeedback(Feedback):
     def rescale(self, factor: float) -> None:
         """Multiply the residual by `factor`; raises RuntimeError in place: rescale the gradient's array instead."""
         if self.in_place:
-            raise RuntimeError("the residual is in the gradient's own array (in_place): multiply that by the factor")
+            raise RuntimeError(
+                "the residual is in the gradient's own array (in_place): multiply that by the factor"
+            )
         super().rescale(factor)
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
@@ -141,13 +155,24 @@ class ErrorFeedback(Feedback):
     ) -> tuple[SparseVector, ...]:
         """Return the vectors to add to the gradient's array: -sent, then rejected."""
         self._check_staged(gradient.size, sent, rejected)
-        back = SparseVector.empty(sent.length, sent.dtype, beside=sent.values) if rejected is None else rejected
+        back = (
+            SparseVector.empty(sent.length, sent.dtype, beside=sent.values)
+            if rejected is None
+            else rejected
+        )
         if not (_is_small(sent.values) and _is_small(back.values)):
             gather = kernels_for(gradient).gather
-            left, base = gather(gradient, sent.indices) - sent.values, gather(gradient, back.indices)
+            left, base = (
+                gather(gradient, sent.indices) - sent.values,
+                gather(gradient, back.indices),
+            )
             if sent.nnz and back.nnz:
-                places = np.minimum(np.searchsorted(sent.indices, back.indices), sent.nnz - 1)
-                base = np.where(sent.indices[places] == back.indices, left[places], base)
+                places = np.minimum(
+                    np.searchsorted(sent.indices, back.indices), sent.nnz - 1
+                )
+                base = np.where(
+                    sent.indices[places] == back.indices, left[places], base
+                )
             check_range(left, "residual")
             check_range(base + back.values, "residual")
         removed = sent.with_values(-sent.values)

@@ -1,19 +1,23 @@
 """Momentum correction (Deep Gradient Compression): accumulate the velocity, not the gradient, and send its largest.
 
-Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression: reducing the communication bandwidth
-for distributed training", ICLR 2018 (arXiv 1712.01887), sections 3.1 and 3.2. The rule: docs/feedback.md.
+Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression:
+reducing the communication bandwidth for distributed training", ICLR 2018 (arXiv
+1712.01887), sections 3.1 and 3.2. The rule: docs/feedback.md.
 
-Masking, u = 0 where it was sent, prevents a stale velocity from moving an entry further. An entry that the collective
-rejects on this rank is added to v again and keeps its momentum. If everything was sent (an entry for every position, or
-a v of zeros afterwards) no velocity is stale and nothing is masked: with `Dense` the mean is the velocity of plain
-momentum SGD.
+Masking, u = 0 where it was sent, prevents a stale velocity from moving an entry
+further. An entry that the collective rejects on this rank is added to v again and keeps
+its momentum. If everything was sent (an entry for every position, or a v of zeros
+afterwards) no velocity is stale and nothing is masked: with `Dense` the mean is the
+velocity of plain momentum SGD.
 
-Differences from the paper: no Nesterov momentum; gradients are not clipped (`collectives.torch.attach` clips those of a
-model); the rounding error of a quantised value stays in v; zeros are never sent, so u is kept where v is zero. gTop-k
-may return an entry to another rank than its sender: the sender then masks u, and the other rank adds the entry to its
-v.
+Differences from the paper: no Nesterov momentum; gradients are not clipped
+(`collectives.torch.attach` clips those of a model); the rounding error of a quantised
+value stays in v; zeros are never sent, so u is kept where v is zero. gTop-k may return
+an entry to another rank than its sender: the sender then masks u, and the other rank
+adds the entry to its v.
 
-Invariant: v after + sent - rejected = v before + u, exactly where the additions are exact.
+Invariant: v after + sent - rejected = v before + u, exactly where the additions are
+exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +39,9 @@ class MomentumCorrection(Feedback):
 
     momentum: m, 0 <= m <= 1, else ValueError. masking: clear u where it was sent.
 
-    v has the dtype of the gradients; so has u, but for float16 it is float32. `rescale` scales v, not u: the optimiser
-    applies the new learning rate to it, as to any momentum buffer.
+    v has the dtype of the gradients; so has u, but for float16 it is float32. `rescale`
+    scales v, not u: the optimiser applies the new learning rate to it, as to any
+    momentum buffer.
 
     >>> exchange = GradientExchange(comm, TopK(k=2), MomentumCorrection(momentum=0.9))
     >>> exchange(gradient).tolist()
@@ -45,7 +50,10 @@ class MomentumCorrection(Feedback):
 
     def __init__(self, momentum: float = 0.9, *, masking: bool = True) -> None:
         super().__init__()
-        self.momentum, self.masking = to_number("momentum", momentum, least=0, most=1), to_bool("masking", masking)
+        self.momentum, self.masking = (
+            to_number("momentum", momentum, least=0, most=1),
+            to_bool("masking", masking),
+        )
 
     @property
     def velocity(self) -> Array | None:
@@ -63,7 +71,9 @@ class MomentumCorrection(Feedback):
         np.add(residual, velocity, out=corrected, casting="same_kind")
         return corrected
 
-    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
+    def settle(
+        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
+    ) -> None:
         """Prepare corrected - sent + rejected as v, and mask u; see `Feedback.settle`."""
         self._subtract(corrected, sent, rejected)
         if self.masking:
@@ -75,11 +85,17 @@ class MomentumCorrection(Feedback):
             velocity[back] = kept
         self._settled = "residual", "velocity"
 
-    def _stale(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None) -> Iterator[Array]:
+    def _stale(
+        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None
+    ) -> Iterator[Array]:
         """Yield the sent indices of each segment of which something was not sent."""
         places = places_of(sent, self._bounds)
-        returned = [0] * len(places) if rejected is None else places_of(rejected, self._bounds)
-        for span, (first, end), (low, high) in zip(*map(pairwise, (self._bounds, places, returned)), strict=True):
+        returned = (
+            [0] * len(places) if rejected is None else places_of(rejected, self._bounds)
+        )
+        for span, (first, end), (low, high) in zip(
+            *map(pairwise, (self._bounds, places, returned)), strict=True
+        ):
             is_partial = end - first < span[1] - span[0]
             if high > low or (is_partial and _has_nonzero(corrected[slice(*span)])):
                 yield sent.indices[first:end]
@@ -90,4 +106,6 @@ class MomentumCorrection(Feedback):
 
 def _has_nonzero(values: Array) -> bool:
     """Return whether a value is not zero; unlike any(), stops at the first block that has one."""
-    return any(values[start : start + _BLOCK].any() for start in range(0, values.size, _BLOCK))
+    return any(
+        values[start : start + _BLOCK].any() for start in range(0, values.size, _BLOCK)
+    )

@@ -27,13 +27,18 @@ class NoFeedback(Feedback):
         return self._joined(gradient)
 
     def compress(
-        self, gradient: Gradient, compressor: Compressor, bounds: Sequence[int] | None = None
+        self,
+        gradient: Gradient,
+        compressor: Compressor,
+        bounds: Sequence[int] | None = None,
     ) -> tuple[Array, SparseVector]:
         """Return the gradient, and the entries that a compressor selects of it."""
         corrected = self.correct(gradient, bounds)
         return corrected, compressor.compress(read_only(corrected), gradient=corrected)
 
-    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
+    def settle(
+        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
+    ) -> None:
         """Keep nothing."""
 
     def settle_all(self, corrected: Array, rejected: Array | None) -> None:

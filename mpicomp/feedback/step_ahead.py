@@ -1,14 +1,17 @@
 """Step-ahead error feedback: evaluate the gradient at the model after this rank's residual is applied.
 
-Source: A. Xu, Z. Huo, H. Huang, "Step-ahead error feedback for distributed training with compressed gradient", AAAI
-2021 (arXiv 2008.05823), with its error averaging (`collectives.average_residuals`). The rule: docs/feedback.md.
+Source: A. Xu, Z. Huo, H. Huang, "Step-ahead error feedback for distributed training
+with compressed gradient", AAAI 2021 (arXiv 2008.05823), with its error averaging
+(`collectives.average_residuals`). The rule: docs/feedback.md.
 
-Differences from the paper: the residual starts at zero (a published baseline starts at C(-x)), and entries that the
-collective rejects are added to it. Its two-way compression is `compressed_allreduce`: the server's residual is part of
-the residuals of the ranks, each in the share of the sum that it owns, and so part of e at `ahead(x)` as well.
+Differences from the paper: the residual starts at zero (a published baseline starts at
+C(-x)), and entries that the collective rejects are added to it. Its two-way compression
+is `compressed_allreduce`: the server's residual is part of the residuals of the ranks,
+each in the share of the sum that it owns, and so part of e at `ahead(x)` as well.
 
-Invariants: residual after + sent - rejected = residual before + eta m; averaging does not change the sum over the
-ranks. So the virtual iterate xbar = x - mean e obeys xbar' = xbar - eta mean m.
+Invariants: residual after + sent - rejected = residual before + eta m; averaging does
+not change the sum over the ranks. So the virtual iterate xbar = x - mean e obeys xbar'
+= xbar - eta mean m.
 """
 
 from collections.abc import Sequence
@@ -25,11 +28,13 @@ from mpicomp.vector import SparseVector
 class StepAhead(Feedback):
     """Keep the residual of the update, and a momentum of the gradients.
 
-    rate: eta, above 0; it may be changed between steps. momentum: mu, 0 <= mu <= 1. Else ValueError.
+    rate: eta, above 0; it may be changed between steps. momentum: mu, 0 <= mu <= 1.
+    Else ValueError.
 
-    The exchange returns an update: subtract it from the model as it is, and evaluate the model at x. The residual is in
-    update units: `rescale` changes nothing. It has the dtype of the gradients; so has the momentum, but for float16 it
-    is float32. Updates are small: in float16 those below 6e-8 vanish.
+    The exchange returns an update: subtract it from the model as it is, and evaluate
+    the model at x. The residual is in update units: `rescale` changes nothing. It has
+    the dtype of the gradients; so has the momentum, but for float16 it is float32.
+    Updates are small: in float16 those below 6e-8 vanish.
 
     >>> exchange = GradientExchange(comm, TopK(k=2), StepAhead(rate=0.5))
     >>> update = exchange(gradient)  # parameters -= update
@@ -41,7 +46,10 @@ class StepAhead(Feedback):
 
     def __init__(self, rate: float, momentum: float = 0.0) -> None:
         super().__init__()
-        self.rate, self.momentum = rate, to_number("momentum", momentum, least=0, most=1)
+        self.rate, self.momentum = (
+            rate,
+            to_number("momentum", momentum, least=0, most=1),
+        )
 
     @property
     def has_gradient_units(self) -> bool:
@@ -55,20 +63,27 @@ class StepAhead(Feedback):
 
     @rate.setter
     def rate(self, rate: float) -> None:
-        self._rate = to_number("rate", rate, above=0)  # with a NumPy scalar float32 would be multiplied in float64
+        # with a NumPy scalar float32 would be multiplied in float64
+        self._rate = to_number("rate", rate, above=0)
 
     def ahead(self, x: Any) -> Any:
         """Return x - e, the point for the next gradient: a new array of the shape, dtype and kind of x.
 
-        x: the model, n values in an array of any shape; raises ValueError for another number of values.
+        x: the model, n values in an array of any shape; raises ValueError for another
+        number of values.
         """
         values = to_values(x)
         if not self._begun:
             return like(values.copy(), x)
         residual = to_device_of(self._arrays["residual"], values)
         if values.size != residual.size:
-            raise ValueError(f"x has {values.size} values: expected {residual.size} as in the gradients")
-        return like((values - residual.reshape(values.shape)).astype(values.dtype, copy=False), x)
+            raise ValueError(
+                f"x has {values.size} values: expected {residual.size} as in the gradients"
+            )
+        return like(
+            (values - residual.reshape(values.shape)).astype(values.dtype, copy=False),
+            x,
+        )
 
     def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
         """Return eta m + e for the new m; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
@@ -82,14 +97,20 @@ class StepAhead(Feedback):
         corrected += self._arrays["residual"]
         return corrected
 
-    def settle(self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None) -> None:
+    def settle(
+        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
+    ) -> None:
         """Prepare corrected - sent + rejected as the residual; see `Feedback.settle`."""
         self._subtract(corrected, sent, rejected)
         self._settled = ("residual", "velocity") if self.momentum else ("residual",)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that states are compared by: all but the rate, which is part of the state."""
-        return {name: value for name, value in super()._settings().items() if name != "rate"}
+        return {
+            name: value for name, value in super()._settings().items() if name != "rate"
+        }
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
-        return {"residual": dtype} | ({"velocity": wide(dtype)} if self.momentum else {})
+        return {"residual": dtype} | (
+            {"velocity": wide(dtype)} if self.momentum else {}
+        )

@@ -30,20 +30,35 @@ mpicomp bench compressors --length 1e6
 def add_to(commands: Any) -> None:
     """Add the command and its suites to the command line."""
     about = "time collectives, compressors or whole steps, with baselines"
-    bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.", examples=EXAMPLES)
+    bench = commands.add_parser(
+        "bench", help=about, description=f"{about.capitalize()}.", examples=EXAMPLES
+    )
     subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     for name, suite in SUITES.items():
         line = f"Time {suite.help}."
         parser = subjects.add_parser(
-            name, help=suite.help, description=line, examples=suite.examples, notes=suite.about
+            name,
+            help=suite.help,
+            description=line,
+            examples=suite.examples,
+            notes=suite.about,
         )
         suite.add_options(parser)
         if suite.length:
             about = "values of a gradient (%(default)s)"
-            parser.add_argument("--length", type=positive, default=suite.length, metavar="N", help=about)
+            parser.add_argument(
+                "--length", type=positive, default=suite.length, metavar="N", help=about
+            )
         about = "timed turns of each call (%(default)s)"
-        parser.add_argument("--repeats", type=positive, default=suite.repeats, metavar="N", help=about)
-        parser.add_argument("--json", type=new_file, metavar="FILE", help="write the rows as JSON (not written)")
+        parser.add_argument(
+            "--repeats", type=positive, default=suite.repeats, metavar="N", help=about
+        )
+        parser.add_argument(
+            "--json",
+            type=new_file,
+            metavar="FILE",
+            help="write the rows as JSON (not written)",
+        )
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
@@ -62,9 +77,16 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     common = None if suite.alone else comm
     where = f"{library}, {comm.size} rank{'s' if comm.size > 1 else ''}"
     head = where if suite.columns is COMPARISON and common else ""
-    rows = show(suite.rows(options, common), suite.columns, None if comm.rank else out, head)
+    rows = show(
+        suite.rows(options, common), suite.columns, None if comm.rank else out, head
+    )
     if comm.rank == 0:
         out.write(suite.report(options, rows))
-    about = {"subject": options.subject, "options": settings(options), "ranks": comm.size, "MPI": library}
+    about = {
+        "subject": options.subject,
+        "options": settings(options),
+        "ranks": comm.size,
+        "MPI": library,
+    }
     about |= {"length": options.length} if "length" in options else {}
     return write_rows(options, rows, about, common)

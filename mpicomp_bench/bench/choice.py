@@ -27,7 +27,8 @@ mpirun -n 4 mpicomp bench choice
 mpirun -n 4 mpicomp bench choice --lengths 1e5 --densities 0.01 --json p4.json
 """
 
-AUTO, NEAR = "auto", 1.15  # times the best algorithm's time: what "auto" is to stay below
+# times the best algorithm's time: what "auto" is to stay below
+AUTO, NEAR = "auto", 1.15
 LENGTHS, DENSITIES, BITS = [10_000, 100_000, 1_000_000], [0.001, 0.01, 0.1, 0.3], [8, 4]
 CHOOSING = [name for name, each in COLLECTIVES.items() if each.automatic]
 
@@ -47,36 +48,68 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
 
     supports: for the sum of dense arrays in few bits the bits of a value.
     """
-    for length, density, pattern in product(options.lengths, options.densities, options.patterns):
-        vector = draw_sparse(pattern, comm.rank, comm.size, length, max(1, round(length * density)), "float32")
+    for length, density, pattern in product(
+        options.lengths, options.densities, options.patterns
+    ):
+        vector = draw_sparse(
+            pattern,
+            comm.rank,
+            comm.size,
+            length,
+            max(1, round(length * density)),
+            "float32",
+        )
         place = {"length": length, "density": density, "supports": pattern}
         yield measured("sparse_allreduce", (vector, comm), place, options)
         yield measured("gtopk_allreduce", (vector, comm, vector.nnz), place, options)
     for length, bits in product(options.lengths, BITS):
-        array = np.random.default_rng([6, comm.rank]).standard_normal(length, np.float32)
+        array = np.random.default_rng([6, comm.rank]).standard_normal(
+            length, np.float32
+        )
         place = {"length": length, "density": 1.0, "supports": f"{bits} bits"}
         yield measured("quantised_allreduce", (array, comm, bits), place, options)
 
 
-def measured(collective: str, arguments: Sequence[Any], place: Row, options: Options) -> Row:
+def measured(
+    collective: str, arguments: Sequence[Any], place: Row, options: Options
+) -> Row:
     """Return the row of a collective at a place."""
     comm = arguments[1]
     several = 1 < len(set(link_of(comm).nodes)) < comm.size
-    names = [name for name in COLLECTIVES[collective].algorithms if several or not name.startswith("node")]
+    names = [
+        name
+        for name in COLLECTIVES[collective].algorithms
+        if several or not name.startswith("node")
+    ]
     calls: dict[str, Call] = {
-        name: partial(COLLECTIVES[collective], *arguments, algorithm=name) for name in (AUTO, *names)
+        name: partial(COLLECTIVES[collective], *arguments, algorithm=name)
+        for name in (AUTO, *names)
     }
     times = interleave(paced(calls, comm), options.repeats, comm)
-    seconds = {name: float(f"{np.median(own.max(axis=0)):.4g}") for name, own in zip(calls, times, strict=True)}
+    seconds = {
+        name: float(f"{np.median(own.max(axis=0)):.4g}")
+        for name, own in zip(calls, times, strict=True)
+    }
     best = min(names, key=seconds.__getitem__)
-    found = {"best": best, "best_seconds": seconds[best], "ratio": seconds[AUTO] / seconds[best], "seconds": seconds}
+    found = {
+        "best": best,
+        "best_seconds": seconds[best],
+        "ratio": seconds[AUTO] / seconds[best],
+        "seconds": seconds,
+    }
     return {"collective": collective, **place, **found}
 
 
 def near_best(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
     """Return for each collective in how many places "auto" is within 15 % of the best algorithm, and of how many."""
-    ratios = {name: [row["ratio"] for row in rows if row["collective"] == name] for name in CHOOSING}
-    return {name: (sum(ratio <= NEAR for ratio in own), len(own)) for name, own in ratios.items()}
+    ratios = {
+        name: [row["ratio"] for row in rows if row["collective"] == name]
+        for name in CHOOSING
+    }
+    return {
+        name: (sum(ratio <= NEAR for ratio in own), len(own))
+        for name, own in ratios.items()
+    }
 
 
 def report(options: Options, rows: Sequence[Row]) -> str:
@@ -85,15 +118,31 @@ def report(options: Options, rows: Sequence[Row]) -> str:
         f'{name:22}"auto" is within 15 % of the best algorithm in {near} of {count} places'
         for name, (near, count) in near_best(rows).items()
     ]
-    lines += [f"{name:22}has one algorithm" for name in COLLECTIVES if name not in CHOOSING]
+    lines += [
+        f"{name:22}has one algorithm" for name in COLLECTIVES if name not in CHOOSING
+    ]
     return "\n".join(lines) + "\n"
 
 
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
-    add_list(parser, "--lengths", LENGTHS, "values of the dense vectors ", type=positive)
-    add_list(parser, "--densities", DENSITIES, "fractions of entries each rank contributes ", type=share)
-    add_list(parser, "--patterns", ["independent", "shared", "hot"], "supports: ", choices=PATTERNS)
+    add_list(
+        parser, "--lengths", LENGTHS, "values of the dense vectors ", type=positive
+    )
+    add_list(
+        parser,
+        "--densities",
+        DENSITIES,
+        "fractions of entries each rank contributes ",
+        type=share,
+    )
+    add_list(
+        parser,
+        "--patterns",
+        ["independent", "shared", "hot"],
+        "supports: ",
+        choices=PATTERNS,
+    )
 
 
 SUITE = Suite(

@@ -1,8 +1,9 @@
 """`mpicomp bench allreduce | reduce_scatter | allgather | gtopk`: a collective, against its baselines.
 
-Baselines in the same run: MPI's own sum of the dense vector; the gTop-k tree as published (plain indices, to one rank
-and back); Top-k by MPI's Allgatherv of plain indices and values, added up on every rank, of which for gTop-k every rank
-selects the largest entries, and keeps its own others.
+Baselines in the same run: MPI's own sum of the dense vector; the gTop-k tree as
+published (plain indices, to one rank and back); Top-k by MPI's Allgatherv of plain
+indices and values, added up on every rank, of which for gTop-k every rank selects the
+largest entries, and keeps its own others.
 """
 
 import importlib
@@ -26,7 +27,15 @@ from mpicomp.vector import add_up, parted, top_k
 from mpicomp_bench.bench.data import PATTERNS, draw_sparse, gradient_above
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.bounds import dense_nbytes, least_nbytes
-from mpicomp_bench.measuring import Call, Contestant, Row, interleave, missing_gpu, timed, until_done
+from mpicomp_bench.measuring import (
+    Call,
+    Contestant,
+    Row,
+    interleave,
+    missing_gpu,
+    timed,
+    until_done,
+)
 from mpicomp_bench.options import add_list, positive, share
 from mpicomp_bench.output import Column, figure, show, text
 
@@ -42,7 +51,8 @@ COLLECTIVES: dict[str, Collective[..., Any]] = {
 def algorithms() -> dict[str, list[str]]:
     """Return the declared algorithms of each collective; with "auto" if it chooses among them."""
     return {
-        name: ["auto"] * (collective.automatic is not None) + list(collective.algorithms)
+        name: ["auto"] * (collective.automatic is not None)
+        + list(collective.algorithms)
         for name, collective in COLLECTIVES.items()
     }
 
@@ -101,7 +111,11 @@ COLUMNS: list[Column] = [
     ("/ bound", ">7", figure("over_bound", ".2f")),
 ]
 AT_INTERFACES: list[Column] = [
-    *(column for column in COLUMNS if column[0] in ("length", "density", "algorithm", "codec")),
+    *(
+        column
+        for column in COLUMNS
+        if column[0] in ("length", "density", "algorithm", "codec")
+    ),
     ("kB a call", ">10", figure("wire_nbytes", ".1f", 1e-3)),
     ("/ bound", ">7", figure("wire_over_bound", ".2f")),
 ]
@@ -109,37 +123,61 @@ AT_INTERFACES: list[Column] = [
 
 def cases(options: Options) -> list[Row]:
     """Return the cases to compare the contestants on. entries: of a rank's vector."""
-    asked = itertools.product(options.lengths, options.dtypes, options.densities, options.patterns)
+    asked = itertools.product(
+        options.lengths, options.dtypes, options.densities, options.patterns
+    )
     names = "length", "dtype", "density", "pattern"
-    return [dict(zip(names, each, strict=True)) | {"entries": max(1, round(each[0] * each[2]))} for each in asked]
+    return [
+        dict(zip(names, each, strict=True))
+        | {"entries": max(1, round(each[0] * each[2]))}
+        for each in asked
+    ]
 
 
 def rows(options: Options, comm: Any) -> Iterator[Row]:
     """Yield a row for each contestant of every case.
 
-    seconds, low, high: median and quartiles over the turns, of the slowest rank. dense_seconds: the median of MPI's
-    dense sum, None if it was not measured. nbytes: sent by the busiest rank; mean_nbytes: the mean over the ranks;
-    least_nbytes: the lower bound. wire_nbytes: at the interfaces of the busiest host, with headers; None if they were
-    not counted.
+    seconds, low, high: median and quartiles over the turns, of the slowest rank.
+    dense_seconds: the median of MPI's dense sum, None if it was not measured. nbytes:
+    sent by the busiest rank; mean_nbytes: the mean over the ranks; least_nbytes: the
+    lower bound. wire_nbytes: at the interfaces of the busiest host, with headers; None
+    if they were not counted.
     """
     for case in cases(options):
-        vector = draw_sparse(case["pattern"], comm.rank, comm.size, case["length"], case["entries"], case["dtype"])
-        union = collectives.sparse_allreduce(vector, comm, algorithm="split_allgather").nnz
-        yield from compared(options, comm, case, union, contestants(options, comm, case, vector))
+        vector = draw_sparse(
+            case["pattern"],
+            comm.rank,
+            comm.size,
+            case["length"],
+            case["entries"],
+            case["dtype"],
+        )
+        union = collectives.sparse_allreduce(
+            vector, comm, algorithm="split_allgather"
+        ).nnz
+        yield from compared(
+            options, comm, case, union, contestants(options, comm, case, vector)
+        )
 
 
-def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) -> list[Contestant]:
+def contestants(
+    options: Options, comm: Any, case: Row, vector: SparseVector
+) -> list[Contestant]:
     """Return the contestants of a case, the baselines first. A contestant is named by its algorithm and codec."""
     on_gpu = options.device == "gpu"
     place = importlib.import_module("cupy").asarray if on_gpu else np.asarray
-    gradient = place(gradient_above(vector, comm.rank)) if options.from_gradient else None
+    gradient = (
+        place(gradient_above(vector, comm.rank)) if options.from_gradient else None
+    )
     vector = SparseVector(place(vector.indices), place(vector.values), vector.length)
     compressor = TopK(k=case["entries"])
 
     def own() -> SparseVector:
         return vector if gradient is None else compressor.compress(gradient)
 
-    def contestant(algorithm: str, codec: str, call: Call, nbytes: float | None = None) -> Contestant:
+    def contestant(
+        algorithm: str, codec: str, call: Call, nbytes: float | None = None
+    ) -> Contestant:
         return Contestant((algorithm, codec), call, before=call, nbytes=nbytes)
 
     def calling(subject: str, **how: Any) -> Call:
@@ -147,50 +185,100 @@ def contestants(options: Options, comm: Any, case: Row, vector: SparseVector) ->
 
     found, subject = [], options.subject
     second = TopK(k=math.ceil(case["entries"] / comm.size))
-    terms = {"compressed": {"compressor": second}, "gtopk": {"k": case["entries"]}}.get(subject, {})
+    terms = {"compressed": {"compressor": second}, "gtopk": {"k": case["entries"]}}.get(
+        subject, {}
+    )
     if "dense" in options.baselines:
         found.append(dense(options, comm, case, place, gradient))
     if "tree" in options.baselines:
         found.append(
-            contestant("gTop-k tree, as published", "plain", calling("gtopk", algorithm="tree", codec="plain"))
+            contestant(
+                "gTop-k tree, as published",
+                "plain",
+                calling("gtopk", algorithm="tree", codec="plain"),
+            )
         )
     if "allgather" in options.baselines and not on_gpu:
         sent = (comm.size - 1) * own().nbytes
-        found.append(contestant("MPI_Allgatherv", "plain", lambda: by_allgather(subject, own(), comm), sent))
+        found.append(
+            contestant(
+                "MPI_Allgatherv",
+                "plain",
+                lambda: by_allgather(subject, own(), comm),
+                sent,
+            )
+        )
     if gradient is not None:
         found.append(contestant(SELECTION, "-", own, 0.0))
     for algorithm, codec in itertools.product(options.algorithms, options.codecs):
-        found.append(contestant(algorithm, codec, calling(subject, algorithm=algorithm, codec=codec, **terms)))
+        found.append(
+            contestant(
+                algorithm,
+                codec,
+                calling(subject, algorithm=algorithm, codec=codec, **terms),
+            )
+        )
     if gradient is not None and subject in EXCHANGED:
         algorithm, codec = options.algorithms[0], options.codecs[0]
         run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec, **terms)
         exchange = GradientExchange(comm, compressor, collective=run)
-        into = namespace(gradient).empty_like(gradient)  # as MPI's dense sum has an array for its result
-        found.append(contestant(f"GradientExchange {algorithm}", codec, partial(exchange, gradient, out=into)))
+        # as MPI's dense sum has an array for its result
+        into = namespace(gradient).empty_like(gradient)
+        found.append(
+            contestant(
+                f"GradientExchange {algorithm}",
+                codec,
+                partial(exchange, gradient, out=into),
+            )
+        )
     if on_gpu:
         found = [each._replace(call=until_done(each.call)) for each in found]
     return found
 
 
-def dense(options: Options, comm: Any, case: Row, place: Any, gradient: Any) -> Contestant:
+def dense(
+    options: Options, comm: Any, case: Row, place: Any, gradient: Any
+) -> Contestant:
     """Return a call of MPI's own dense allreduce or reduce-scatter; on a GPU of the library's dense allreduce.
 
     It writes to an existing buffer, so it needs no untimed call before.
     """
-    every = math.ceil(options.repeats / min(options.dense_repeats or options.repeats, options.repeats))
+    every = math.ceil(
+        options.repeats / min(options.dense_repeats or options.repeats, options.repeats)
+    )
     scatter, on_gpu = options.subject == "reduce_scatter", options.device == "gpu"
-    dtype = np.dtype(case["dtype"]) if on_gpu else np.promote_types(case["dtype"], np.float32)  # MPI has no float16
-    values = place(np.ones(case["length"], dtype)) if gradient is None else gradient.astype(dtype, copy=False)
-    sent = dense_nbytes(comm.size, case["length"], dtype.itemsize, scattered=options.subject == "reduce_scatter")
+    # MPI has no float16
+    dtype = (
+        np.dtype(case["dtype"])
+        if on_gpu
+        else np.promote_types(case["dtype"], np.float32)
+    )
+    values = (
+        place(np.ones(case["length"], dtype))
+        if gradient is None
+        else gradient.astype(dtype, copy=False)
+    )
+    sent = dense_nbytes(
+        comm.size,
+        case["length"],
+        dtype.itemsize,
+        scattered=options.subject == "reduce_scatter",
+    )
     if on_gpu:
         name, call = "dense_allreduce", partial(dense_allreduce, values, comm)
         return Contestant((name, "-"), call, before=call, every=every, nbytes=sent)
     if scatter:
         counts = [len(part) for part in np.array_split(values, comm.size)]
         into = np.empty(counts[comm.rank], values.dtype)
-        name, call = "MPI_Reduce_scatter", partial(comm.Reduce_scatter, values, into, counts)
+        name, call = (
+            "MPI_Reduce_scatter",
+            partial(comm.Reduce_scatter, values, into, counts),
+        )
     else:
-        name, call = "MPI_Allreduce", partial(comm.Allreduce, values, np.empty_like(values))
+        name, call = (
+            "MPI_Allreduce",
+            partial(comm.Allreduce, values, np.empty_like(values)),
+        )
     return Contestant((name, "-"), call, every=every, nbytes=sent)
 
 
@@ -210,24 +298,41 @@ def gathered(vector: SparseVector, comm: Any) -> list[SparseVector]:
     """Return all vectors, in rank order, by MPI's Allgatherv."""
     counts = comm.allgather(vector.nnz)
     ends = list(itertools.accumulate(counts))
-    indices, values = (np.empty(ends[-1], array.dtype) for array in (vector.indices, vector.values))
+    indices, values = (
+        np.empty(ends[-1], array.dtype) for array in (vector.indices, vector.values)
+    )
     bits = f"u{values.itemsize}"  # MPI has no float16
     comm.Allgatherv(vector.indices, [indices, counts])
     comm.Allgatherv(vector.values.view(bits), [values.view(bits), counts])
     pieces = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    return [SparseVector(indices[piece], values[piece], vector.length) for piece in pieces]
+    return [
+        SparseVector(indices[piece], values[piece], vector.length) for piece in pieces
+    ]
 
 
-def compared(options: Options, comm: Any, case: Row, union: int, found: Sequence[Contestant]) -> Iterator[Row]:
+def compared(
+    options: Options, comm: Any, case: Row, union: int, found: Sequence[Contestant]
+) -> Iterator[Row]:
     """Measure the contestants, and yield a row for each. union: entries of the exact sum."""
     sent = [nbytes_of(each, comm) for each in found]
     times = interleave(found, options.repeats, comm, warm=False)
     dense_seconds = timed(times[0])["seconds"] if "dense" in options.baselines else None
     itemsize = np.dtype(case["dtype"]).itemsize
-    least = least_nbytes(COLLECTIVES[options.subject].name, comm.size, case["length"], case["entries"], union, itemsize)
+    least = least_nbytes(
+        COLLECTIVES[options.subject].name,
+        comm.size,
+        case["length"],
+        case["entries"],
+        union,
+        itemsize,
+    )
     for each, seconds, (most_sent, mean_sent) in zip(found, times, sent, strict=True):
         figures = timed(seconds)
-        wire = sent_during(comm, each.call, WIRE_CALLS if each.every == 1 else 1) if options.interfaces else None
+        wire = (
+            sent_during(comm, each.call, WIRE_CALLS if each.every == 1 else 1)
+            if options.interfaces
+            else None
+        )
         yield {
             "subject": options.subject,
             "ranks": comm.size,
@@ -264,10 +369,16 @@ COUNTERS = pathlib.Path("/proc/self/net/dev")  # of this process's network names
 def sent_by_host(counters: str) -> int:
     """Return the bytes sent over all interfaces of a host except loopback, from the text of /proc/net/dev.
 
-    Includes the headers of TCP and Ethernet, and other traffic: for otherwise idle hosts.
+    Includes the headers of TCP and Ethernet, and other traffic: for otherwise idle
+    hosts.
     """
-    figures = {name.strip(): line.split() for name, _, line in (line.partition(":") for line in counters.splitlines())}
-    return sum(int(figure[8]) for name, figure in figures.items() if figure and name != "lo")
+    figures = {
+        name.strip(): line.split()
+        for name, _, line in (line.partition(":") for line in counters.splitlines())
+    }
+    return sum(
+        int(figure[8]) for name, figure in figures.items() if figure and name != "lo"
+    )
 
 
 def sent_during(comm: Any, call: Call, calls: int) -> float:
@@ -277,7 +388,9 @@ def sent_during(comm: Any, call: Call, calls: int) -> float:
     for _ in range(calls):
         call()
     comm.Barrier()  # the last messages of this rank have arrived
-    return float(max(comm.allgather((sent_by_host(COUNTERS.read_text()) - before) / calls)))
+    return float(
+        max(comm.allgather((sent_by_host(COUNTERS.read_text()) - before) / calls))
+    )
 
 
 def report(options: Options, rows: Sequence[Row]) -> str:
@@ -316,18 +429,37 @@ def too_many(cases: Sequence[Row], ranks: int) -> str | None:
 
 def add_options(subject: str, parser: Any) -> None:
     """Add the options of a collective."""
-    add_list(parser, "--lengths", [1_000_000], "values of the dense vectors ", type=positive)
-    add_list(parser, "--densities", [0.001, 0.01], "fractions of entries each rank contributes ", type=share)
+    add_list(
+        parser, "--lengths", [1_000_000], "values of the dense vectors ", type=positive
+    )
+    add_list(
+        parser,
+        "--densities",
+        [0.001, 0.01],
+        "fractions of entries each rank contributes ",
+        type=share,
+    )
     known = algorithms()[subject]
     add_list(parser, "--patterns", ["independent"], "supports: ", choices=PATTERNS)
     add_list(parser, "--dtypes", ["float32"], "dtypes of the values: ", choices=DTYPES)
     add_list(parser, "--algorithms", known, "algorithms: ", choices=known)
     add_list(parser, "--codecs", ["auto"], "codecs of messages: ", choices=CODECS)
-    add_list(parser, "--baselines", BASELINES[subject], "baselines: ", choices=[*BASELINES[subject], "none"])
+    add_list(
+        parser,
+        "--baselines",
+        BASELINES[subject],
+        "baselines: ",
+        choices=[*BASELINES[subject], "none"],
+    )
     add = parser.add_argument
     about = "where the vectors are; ranks may share a GPU, which has fewer baselines (%(default)s)"
     add("--device", choices=["cpu", "gpu"], default="cpu", help=about)
-    add("--dense-repeats", type=positive, metavar="N", help="turns of MPI's dense sum (as --repeats)")
+    add(
+        "--dense-repeats",
+        type=positive,
+        metavar="N",
+        help="turns of MPI's dense sum (as --repeats)",
+    )
     about = "each call selects from a dense gradient; rows for the selection and GradientExchange too (sparse vectors)"
     add("--from-gradient", action="store_true", help=about)
     about = "count bytes at the network interfaces; each rank on a host of its own: benchmarks/testbed (not counted)"

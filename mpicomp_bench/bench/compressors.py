@@ -32,7 +32,8 @@ from mpicomp_bench.options import add_list, share
 from mpicomp_bench.output import Column, figure, quartiles, text
 
 BASELINE = "TopK"
-SETTLING_CALLS = 30  # SIDCo's fits came within 5 % in 26 at most, on all of `data` at 0.01 and 0.001
+# SIDCo's fits came within 5 % in 26 at most, on all of `data` at 0.01 and 0.001
+SETTLING_CALLS = 30
 
 CHUNK = 4096
 
@@ -45,17 +46,23 @@ def chunked(density: float, chunk: int = CHUNK) -> ChunkedTopK:
 COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
     BASELINE: TopK,
     "ChunkedTopK": chunked,
-    **{f"SIDCo-{fit}": partial(SIDCo, distribution=fit) for fit in ("exponential", "pareto", "gamma")},
+    **{
+        f"SIDCo-{fit}": partial(SIDCo, distribution=fit)
+        for fit in ("exponential", "pareto", "gamma")
+    },
     "AggregationAware": AggregationAware,
     **{
         f"Quantised-{form}": lambda density, form=form: Quantised(TopK(density), form)  # type: ignore[misc]
         for form in ("float16", "bfloat16", "two_bit", "sign")
     },
-    "ChunkedTopK-two_bit": lambda density, **settings: Quantised(chunked(density, **settings), "two_bit"),
+    "ChunkedTopK-two_bit": lambda density, **settings: Quantised(
+        chunked(density, **settings), "two_bit"
+    ),
     "AdaComp": lambda density: AdaComp(),
     "Dense": lambda density: Dense(),
 }
-WITHOUT_TARGET = "AdaComp", "Dense"  # the number of entries does not depend on the density
+# the number of entries does not depend on the density
+WITHOUT_TARGET = "AdaComp", "Dense"
 
 ABOUT = f"""\
 All calls are interleaved, in one process. A time is the median over the turns, also as a ratio to
@@ -96,15 +103,27 @@ COLUMNS: list[Column] = [
 def rows(options: Options, comm: Any) -> Iterator[Row]:
     """Yield a row for each compressor of every distribution and density, the baseline first.
 
-    seconds; floor: seconds of one read of the gradient. achieved: entries over length; captured: see `captured`; both
-    are means over one call a turn. first: the density of the first call. target: None for a method without one.
-    entries, message_nbytes: of the last call.
+    seconds; floor: seconds of one read of the gradient. achieved: entries over length;
+    captured: see `captured`; both are means over one call a turn. first: the density of
+    the first call. target: None for a method without one. entries, message_nbytes: of
+    the last call.
     """
     clock = time.thread_time if options.cpu_time else time.perf_counter
-    names = [BASELINE, *(name for name in options.compressors if name not in (BASELINE, *options.skipped))]
+    names = [
+        BASELINE,
+        *(
+            name
+            for name in options.compressors
+            if name not in (BASELINE, *options.skipped)
+        ),
+    ]
     for distribution, gradient in gradients(options):
         for density in options.densities:
-            about = {"distribution": distribution, "length": gradient.size, "density": density}
+            about = {
+                "distribution": distribution,
+                "length": gradient.size,
+                "density": density,
+            }
             yield from compared(names, about, gradient, options.repeats, clock)
 
 
@@ -115,9 +134,16 @@ def captured_file(path: Path) -> dict[str, Array]:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file}
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"got {str(path)!r}: {error}; expected a file of --capture") from None
-    if not found or any(each.ndim != 1 or each.dtype.kind != "f" or not each.any() for each in found.values()):
-        raise argparse.ArgumentTypeError(f"got {str(path)!r}: expected vectors of floats, none of zeros alone")
+        raise argparse.ArgumentTypeError(
+            f"got {str(path)!r}: {error}; expected a file of --capture"
+        ) from None
+    if not found or any(
+        each.ndim != 1 or each.dtype.kind != "f" or not each.any()
+        for each in found.values()
+    ):
+        raise argparse.ArgumentTypeError(
+            f"got {str(path)!r}: expected vectors of floats, none of zeros alone"
+        )
     return found
 
 
@@ -130,7 +156,11 @@ def gradients(options: Options) -> Iterator[tuple[str, Array]]:
 
 
 def compared(
-    names: Sequence[str], about: Row, gradient: Array, turns: int, clock: Callable[[], float]
+    names: Sequence[str],
+    about: Row,
+    gradient: Array,
+    turns: int,
+    clock: Callable[[], float],
 ) -> Iterator[Row]:
     """Yield a row for each compressor on one gradient; their calls and one read of it are interleaved."""
     square = float(np.square(gradient, dtype=np.float64).sum())
@@ -146,11 +176,19 @@ def compared(
             kept[name].append((vector.density, captured(gradient, vector, square)))
 
         contestants.append(Contestant(name, compress, before=rehearse))
-    *times, reads = map(timed, interleave([*contestants, Contestant("read", read_once(gradient))], turns, clock=clock))
+    *times, reads = map(
+        timed,
+        interleave(
+            [*contestants, Contestant("read", read_once(gradient))], turns, clock=clock
+        ),
+    )
     of_top_k = statistics.fmean(share for _, share in kept[BASELINE])
     for name, figures in zip(names, times, strict=True):
         achieved, share = map(statistics.fmean, zip(*kept[name], strict=True))
-        target, nbytes = None if name in WITHOUT_TARGET else density, encoded_nbytes(last[name], smallest(last[name]))
+        target, nbytes = (
+            None if name in WITHOUT_TARGET else density,
+            encoded_nbytes(last[name], smallest(last[name])),
+        )
         yield {
             **about,
             "compressor": name,
@@ -176,7 +214,8 @@ def compared(
 def ready(name: str, density: float, gradient: Array) -> tuple[Compressor, float]:
     """Return a compressor whose state has settled on this gradient, and the density of its first call.
 
-    The controller of SIDCo takes SETTLING_CALLS; AggregationAware observes its own vector.
+    The controller of SIDCo takes SETTLING_CALLS; AggregationAware observes its own
+    vector.
     """
     compressor = COMPRESSORS[name](density)
     first = compressor.compress(gradient, gradient=gradient)
@@ -210,12 +249,32 @@ def without_missing(options: Options, comm: Any) -> None:
 
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
-    add_list(parser, "--densities", [0.1, 0.01, 0.001], "fractions of entries to send ", type=share)
-    add_list(parser, "--distributions", list(FAMILIES), "distributions of the values: ", choices=list(FAMILIES))
+    add_list(
+        parser,
+        "--densities",
+        [0.1, 0.01, 0.001],
+        "fractions of entries to send ",
+        type=share,
+    )
+    add_list(
+        parser,
+        "--distributions",
+        list(FAMILIES),
+        "distributions of the values: ",
+        choices=list(FAMILIES),
+    )
     about = "gradients of benchmarks/training/train.py --capture, repeated to --length (the distributions)"
     parser.add_argument("--captured", type=captured_file, metavar="FILE", help=about)
-    add_list(parser, "--compressors", list(COMPRESSORS), "compressors: ", choices=list(COMPRESSORS))
-    about = "count the time in which the thread has a core, for a busy machine (wall clock)"
+    add_list(
+        parser,
+        "--compressors",
+        list(COMPRESSORS),
+        "compressors: ",
+        choices=list(COMPRESSORS),
+    )
+    about = (
+        "count the time in which the thread has a core, for a busy machine (wall clock)"
+    )
     parser.add_argument("--cpu-time", action="store_true", help=about)
 
 

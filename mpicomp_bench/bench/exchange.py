@@ -34,7 +34,9 @@ mpirun -n 1 mpicomp bench exchange --tensors wide-gpt --compressors TopK SIDCo-e
 """
 
 
-def gpt_shapes(width: int = 256, blocks: int = 4, vocabulary: int = 65, context: int = 128) -> dict[str, Shape]:
+def gpt_shapes(
+    width: int = 256, blocks: int = 4, vocabulary: int = 65, context: int = 128
+) -> dict[str, Shape]:
     """Return the shapes of the tensors of a small GPT by name, in the order of the model: 54, with 3.2e6 values."""
     layers = {
         "norm1": (width,),
@@ -44,15 +46,26 @@ def gpt_shapes(width: int = 256, blocks: int = 4, vocabulary: int = 65, context:
         "mlp.expansion": (4 * width, width),
         "mlp.projection": (width, 4 * width),
     }
-    shapes: dict[str, Shape] = {"token_embedding": (vocabulary, width), "position_embedding": (context, width)}
+    shapes: dict[str, Shape] = {
+        "token_embedding": (vocabulary, width),
+        "position_embedding": (context, width),
+    }
     for block in range(blocks):
         for name, shape in layers.items():
-            shapes |= {f"block{block}.{name}.weight": shape, f"block{block}.{name}.bias": shape[:1]}
-    head = {"norm.weight": (width,), "norm.bias": (width,), "head.weight": (vocabulary, width)}
+            shapes |= {
+                f"block{block}.{name}.weight": shape,
+                f"block{block}.{name}.bias": shape[:1],
+            }
+    head = {
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+        "head.weight": (vocabulary, width),
+    }
     return {**shapes, **head, "head.bias": (vocabulary,)}
 
 
-TENSORS = {"gpt": gpt_shapes(), "wide-gpt": gpt_shapes(width=718)}  # of 3.2e6 and 25e6 values
+# of 3.2e6 and 25e6 values
+TENSORS = {"gpt": gpt_shapes(), "wide-gpt": gpt_shapes(width=718)}
 
 
 def length_of(tensors: str) -> int:
@@ -64,17 +77,28 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
     """Yield the comparisons of every density; each rank's gradient is `length` float32."""
     family = "layers" if options.compressors else "normal"
     gradient = FAMILIES[family](np.random.default_rng([1, comm.rank]), options.length)
-    dense = {"MPI_Allreduce": partial(comm.Allreduce, gradient, np.empty_like(gradient))}
+    dense = {
+        "MPI_Allreduce": partial(comm.Allreduce, gradient, np.empty_like(gradient))
+    }
     for density in options.density:
         if options.compressors:
-            given = tensors_of(gradient, TENSORS[options.model]) if options.model else gradient
-            steps = [compressed_step(comm, given, density, name) for name in options.compressors]
+            given = (
+                tensors_of(gradient, TENSORS[options.model])
+                if options.model
+                else gradient
+            )
+            steps = [
+                compressed_step(comm, given, density, name)
+                for name in options.compressors
+            ]
         elif options.model:
             steps = model_steps(comm, gradient, density, TENSORS[options.model])
         else:
             steps = vector_steps(comm, gradient, density)
         named = [step._replace(name=f"{density:g} {step.name}") for step in steps]
-        yield from compare(named, dense, options.repeats, comm, floor=read_once(gradient))
+        yield from compare(
+            named, dense, options.repeats, comm, floor=read_once(gradient)
+        )
 
 
 def vector_steps(comm: Any, gradient: Any, density: float) -> list[Contestant]:
@@ -82,43 +106,70 @@ def vector_steps(comm: Any, gradient: Any, density: float) -> list[Contestant]:
     select = partial(TopK(density=density).compress, gradient)
     return [
         Contestant("selection alone", select),
-        Contestant("selection, sparse_allreduce", lambda: sparse_allreduce(select(), comm)),
-        Contestant("selection, gtopk_allreduce", lambda: gtopk_allreduce(select(), comm)),
+        Contestant(
+            "selection, sparse_allreduce", lambda: sparse_allreduce(select(), comm)
+        ),
+        Contestant(
+            "selection, gtopk_allreduce", lambda: gtopk_allreduce(select(), comm)
+        ),
         *exchanges(comm, gradient, density, sparse_allreduce, "GradientExchange"),
-        *exchanges(comm, gradient, density, gtopk_allreduce, "GradientExchange by gTop-k"),
+        *exchanges(
+            comm, gradient, density, gtopk_allreduce, "GradientExchange by gTop-k"
+        ),
     ]
 
 
-def exchanges(comm: Any, gradient: Any, density: float, collective: Any, name: str) -> list[Contestant]:
+def exchanges(
+    comm: Any, gradient: Any, density: float, collective: Any, name: str
+) -> list[Contestant]:
     """Return steps of `GradientExchange` on one vector, by `name` and result; each has its own residual.
 
-    The gradient is copied to the array of a residual in place before each turn, untimed.
+    The gradient is copied to the array of a residual in place before each turn,
+    untimed.
     """
     in_place, sparse, out, dense = (
-        GradientExchange(comm, TopK(density=density), ErrorFeedback(in_place=first), collective)
+        GradientExchange(
+            comm, TopK(density=density), ErrorFeedback(in_place=first), collective
+        )
         for first in (True, False, False, False)
     )
     own, refill = gradient.copy(), partial(np.copyto, src=gradient)
     first = f"{name} residual in place, sparse mean"
     return [
-        Contestant(first, partial(in_place, own, sparse=True), before=partial(refill, own)),
+        Contestant(
+            first, partial(in_place, own, sparse=True), before=partial(refill, own)
+        ),
         Contestant(f"{name}, sparse mean", partial(sparse, gradient, sparse=True)),
-        Contestant(f"{name}, mean in out=", partial(out, gradient, out=np.empty_like(gradient))),
+        Contestant(
+            f"{name}, mean in out=", partial(out, gradient, out=np.empty_like(gradient))
+        ),
         Contestant(f"{name}, new dense mean", partial(dense, gradient)),
     ]
 
 
-def model_steps(comm: Any, gradient: Any, density: float, shapes: dict[str, Shape]) -> list[Contestant]:
+def model_steps(
+    comm: Any, gradient: Any, density: float, shapes: dict[str, Shape]
+) -> list[Contestant]:
     """Return steps of `GradientExchange` on a model's tensors by name, and on one vector of the same length."""
-    tensors, buffers = tensors_of(gradient, shapes), tensors_of(np.empty_like(gradient), shapes)
-    sparse, out, dense = (GradientExchange(comm, TopK(density=density)) for _ in range(3))
+    tensors, buffers = (
+        tensors_of(gradient, shapes),
+        tensors_of(np.empty_like(gradient), shapes),
+    )
+    sparse, out, dense = (
+        GradientExchange(comm, TopK(density=density)) for _ in range(3)
+    )
     name = f"{len(shapes)} tensors"
     return [
         Contestant(f"{name}, sparse means", partial(sparse, tensors, sparse=True)),
         Contestant(f"{name}, means in out=", partial(out, tensors, out=buffers)),
         Contestant(f"{name}, new dense means", partial(dense, tensors)),
         *exchanges(comm, gradient, density, sparse_allreduce, "one vector"),
-        local_round(comm, tensors_of(gradient.copy(), shapes), density, f"{name}, a round of OuterLoop"),
+        local_round(
+            comm,
+            tensors_of(gradient.copy(), shapes),
+            density,
+            f"{name}, a round of OuterLoop",
+        ),
     ]
 
 
@@ -126,27 +177,36 @@ def tensors_of(vector: Any, shapes: dict[str, Shape]) -> dict[str, Any]:
     """Return the consecutive parts of a vector by name."""
     ends = np.cumsum([0, *(np.prod(shape) for shape in shapes.values())]).tolist()
     parts = zip(shapes.items(), pairwise(ends), strict=True)
-    return {name: vector[first:end].reshape(shape) for (name, shape), (first, end) in parts}
+    return {
+        name: vector[first:end].reshape(shape) for (name, shape), (first, end) in parts
+    }
 
 
 def compressed_step(comm: Any, gradient: Any, density: float, name: str) -> Contestant:
     """Return a whole step of a vector, or of tensors by name, with a compressor whose state has settled."""
     new = partial(COMPRESSORS[name], density)
-    exchange = GradientExchange(comm, (lambda *tensor: new()) if isinstance(gradient, dict) else new())
+    exchange = GradientExchange(
+        comm, (lambda *tensor: new()) if isinstance(gradient, dict) else new()
+    )
     step = partial(exchange, gradient, sparse=True)
     for _ in range(SETTLING_CALLS):
         step()
     return Contestant(f"{name}, sparse mean", step, before=step)
 
 
-def local_round(comm: Any, parameters: dict[str, Any], density: float, name: str) -> Contestant:
+def local_round(
+    comm: Any, parameters: dict[str, Any], density: float, name: str
+) -> Contestant:
     """Return a round of local steps, each after an untimed step of training."""
     method = f"local-sparse-1:k={max(1, round(4096 * density))}"
     for array in parameters.values():
         comm.Bcast(array)
     outer = OuterLoop(construct(method, comm), parameters, **outer_settings(method))
     rng = np.random.default_rng([2, comm.rank])
-    noise = {each: rng.standard_normal(array.shape, np.float32) for each, array in parameters.items()}
+    noise = {
+        each: rng.standard_normal(array.shape, np.float32)
+        for each, array in parameters.items()
+    }
 
     def train() -> None:
         for each, array in parameters.items():
@@ -157,9 +217,24 @@ def local_round(comm: Any, parameters: dict[str, Any], density: float, name: str
 
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
-    shown = ", ".join(f"{name} ({len(shapes)} of {length_of(name):g} values)" for name, shapes in TENSORS.items())
-    add_list(parser, "--density", [0.001, 0.01], "fractions of entries each rank contributes ", type=share)
-    add_list(parser, "--compressors", [], "compare whole steps with: ", choices=list(COMPRESSORS))
+    shown = ", ".join(
+        f"{name} ({len(shapes)} of {length_of(name):g} values)"
+        for name, shapes in TENSORS.items()
+    )
+    add_list(
+        parser,
+        "--density",
+        [0.001, 0.01],
+        "fractions of entries each rank contributes ",
+        type=share,
+    )
+    add_list(
+        parser,
+        "--compressors",
+        [],
+        "compare whole steps with: ",
+        choices=list(COMPRESSORS),
+    )
     about = f"tensors of a model: {shown} (one vector of --length)"
     parser.add_argument("--tensors", dest="model", choices=list(TENSORS), help=about)
 

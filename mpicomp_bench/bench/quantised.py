@@ -33,11 +33,19 @@ mpirun -n 4 mpicomp bench quantised --bits 4 --algorithms direct --parts --json 
 
 def rows(options: Options, comm: Any) -> Iterator[Row]:
     """Yield the comparisons; each rank's array is `length` normal float32."""
-    array = np.random.default_rng([1, comm.rank]).standard_normal(options.length, np.float32)
+    array = np.random.default_rng([1, comm.rank]).standard_normal(
+        options.length, np.float32
+    )
     total, rejected = np.empty_like(array), np.empty_like(array)
     calls = {
         f"{bits} bits {algorithm}": partial(
-            quantised_allreduce, array, comm, int(bits), options.block, algorithm=algorithm, out=(total, rejected)
+            quantised_allreduce,
+            array,
+            comm,
+            int(bits),
+            options.block,
+            algorithm=algorithm,
+            out=(total, rejected),
         )
         for bits, algorithm in product(options.bits, options.algorithms)
     }
@@ -49,13 +57,27 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
     if options.parts:
         for bits in map(int, options.bits):
             run = partial(
-                quantised_allreduce, array, comm, bits, options.block, algorithm="direct", out=(total, rejected)
+                quantised_allreduce,
+                array,
+                comm,
+                bits,
+                options.block,
+                algorithm="direct",
+                out=(total, rejected),
             )
             found = parts(array, comm, bits, options.block, (total, rejected))
-            yield from compare(found, {f"{bits} bits direct": run}, options.repeats, comm, floor=read_once(array))
+            yield from compare(
+                found,
+                {f"{bits} bits direct": run},
+                options.repeats,
+                comm,
+                floor=read_once(array),
+            )
 
 
-def parts(array: Array, comm: Any, bits: int, block: int, out: tuple[Array, Array]) -> dict[str, Call]:
+def parts(
+    array: Array, comm: Any, bits: int, block: int, out: tuple[Array, Array]
+) -> dict[str, Call]:
     """Return what a rank does in the direct algorithm, as calls on their own; the messages by MPI's collectives."""
     bounds = block_bounds(array.size, block, comm.size)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -67,39 +89,71 @@ def parts(array: Array, comm: Any, bits: int, block: int, out: tuple[Array, Arra
 
     shares = [coded(rank) for rank in range(comm.size)]
     counts = [share.codes.nbytes + share.scales.nbytes for share in shares]
-    sent, received = np.zeros(sum(counts), np.uint8), np.empty((comm.size, counts[comm.rank]), np.uint8)
+    sent, received = (
+        np.zeros(sum(counts), np.uint8),
+        np.empty((comm.size, counts[comm.rank]), np.uint8),
+    )
 
     def messages() -> None:
         comm.Alltoallv([sent, counts], [received, [counts[comm.rank]] * comm.size])
         comm.Allgatherv(received[0], [sent, counts])
 
     return {
-        f"{bits} bits: quantise the others' shares": lambda: [coded(rank) for rank in others],
-        f"{bits} bits: add up, and quantise the sum": partial(coded, comm.rank, [shares[comm.rank]] * len(others)),
+        f"{bits} bits: quantise the others' shares": lambda: [
+            coded(rank) for rank in others
+        ],
+        f"{bits} bits: add up, and quantise the sum": partial(
+            coded, comm.rank, [shares[comm.rank]] * len(others)
+        ),
         f"{bits} bits: write the sum": partial(decoded, shares, out),
         f"{bits} bits: as many bytes by MPI": messages,
     }
 
 
-def sum_in_16_bits(array: NDArray[np.float32], comm: Any, total: NDArray[np.float32]) -> None:
+def sum_in_16_bits(
+    array: NDArray[np.float32], comm: Any, total: NDArray[np.float32]
+) -> None:
     """Write the sum over all ranks to `total`: its shares are summed by their owners, and sent in float16 both ways."""
     counts = [len(part) for part in np.array_split(array, comm.size)]
-    own, halves = counts[comm.rank], array.astype(np.float16).view(np.uint16)  # MPI has no float16
+    # MPI has no float16
+    own, halves = counts[comm.rank], array.astype(np.float16).view(np.uint16)
     received = np.empty((comm.size, own), np.uint16)
     comm.Alltoallv([halves, counts], [received, [own] * comm.size])
-    share = received.view(np.float16).sum(axis=0, dtype=np.float32).astype(np.float16).view(np.uint16)
+    share = (
+        received.view(np.float16)
+        .sum(axis=0, dtype=np.float32)
+        .astype(np.float16)
+        .view(np.uint16)
+    )
     comm.Allgatherv(share, [halves, counts])
     total[...] = halves.view(np.float16)
 
 
 def add_options(parser: Any) -> None:
     """Add the options of the suite."""
-    add_list(parser, "--bits", ["8", "4"], "bits of a value: ", choices=[str(bits) for bits in BITS])
-    add_list(parser, "--algorithms", ["auto"], "algorithms: ", choices=["auto", *quantised_allreduce.algorithms])
+    add_list(
+        parser,
+        "--bits",
+        ["8", "4"],
+        "bits of a value: ",
+        choices=[str(bits) for bits in BITS],
+    )
+    add_list(
+        parser,
+        "--algorithms",
+        ["auto"],
+        "algorithms: ",
+        choices=["auto", *quantised_allreduce.algorithms],
+    )
     about = "times of the parts of the direct algorithm too (the whole call)"
     parser.add_argument("--parts", action="store_true", help=about)
     parser.add_argument(
-        "--block", type=positive, choices=BLOCKS, default=256, metavar="B", help="values with one scale (%(default)s)"
+        "--block",
+        type=positive,
+        choices=BLOCKS,
+        default=256,
+        metavar="B",
+        help="values with one scale (%(default)s)",
     )
 
 

@@ -15,9 +15,10 @@ Options = argparse.Namespace
 class Suite:
     """A subject of `mpicomp bench`. help: one line, without a full stop; about: notes below the examples.
 
-    rows: yields the rows; all ranks call it with the communicator, or with `alone` rank 0 only, with None. length,
-    repeats: the defaults of these options; None: no common --length. refuse: returns an error of this rank before the
-    measurement; it may complete the options. report: returns the text below the table.
+    rows: yields the rows; all ranks call it with the communicator, or with `alone` rank
+    0 only, with None. length, repeats: the defaults of these options; None: no common
+    --length. refuse: returns an error of this rank before the measurement; it may
+    complete the options. report: returns the text below the table.
     """
 
     help: str

@@ -38,7 +38,10 @@ def assert_same(ours, expected):
         assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
         assert ours.tobytes() == expected.tobytes()
     else:
-        assert np.float64(ours).tobytes() == np.float64(expected).tobytes() or ours == expected
+        assert (
+            np.float64(ours).tobytes() == np.float64(expected).tobytes()
+            or ours == expected
+        )
 
 
 def compare(device, cupy, name, *args):
@@ -50,7 +53,10 @@ def compare(device, cupy, name, *args):
 def compare_in_place(device, cupy, name, *args, written):
     """Call a kernel that writes to its arguments `written`; fail unless they, and the results, are the same."""
     sent = there(cupy, list(args))
-    ours, args = getattr(device, name)(*sent), [np.copy(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+    ours, args = (
+        getattr(device, name)(*sent),
+        [np.copy(arg) if isinstance(arg, np.ndarray) else arg for arg in args],
+    )
     assert_same(ours, getattr(host, name)(*args))
     for i in written:
         assert_same(sent[i].get(), args[i])
@@ -62,7 +68,11 @@ def top_k_at_the_edges_of_tiles(device, cupy):
         tile = TILES[dtype.itemsize]
         for size in (0, 1, 31, 32, 33, tile - 1, tile, tile + 1, 2 * tile + 77):
             values = np.round(9 * rng.standard_normal(size)).astype(dtype)
-            for k in {1, size // 9 + 1, max(1, size), 10**6} if size < tile else {2, size // 9}:
+            for k in (
+                {1, size // 9 + 1, max(1, size), 10**6}
+                if size < tile
+                else {2, size // 9}
+            ):
                 with by_a_grid(device):
                     compare(device, cupy, "largest", values, k)
 
@@ -85,7 +95,9 @@ def top_k_of_few(device, cupy):
     for dtype in DTYPES:
         tile = 4 * TILES[dtype.itemsize]  # of a block of 1024 threads
         for size, k in ((700, 30), (tile, 9), (2 * tile + 77, 300), (tile + 1, tile)):
-            values = np.round(9 * np.random.default_rng(size).standard_normal(size)).astype(dtype)
+            values = np.round(
+                9 * np.random.default_rng(size).standard_normal(size)
+            ).astype(dtype)
             compare(device, cupy, "largest", values, k)
 
 
@@ -113,56 +125,117 @@ def top_k_by_a_sample(device, cupy):
 
 def floors_from_a_sample(device, cupy):
     for size in (1 << 16, 100_003):
-        numbers, strides = np.arange(1 << 14, dtype=np.uint64), np.arange((1 << 14) + 1) * size >> 14
+        numbers, strides = (
+            np.arange(1 << 14, dtype=np.uint64),
+            np.arange((1 << 14) + 1) * size >> 14,
+        )
         hashed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         hashed = (hashed ^ hashed >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
         widths, low = np.diff(strides).astype(np.uint64), np.uint64(0xFFFFFFFF)
-        offsets = ((hashed >> np.uint64(32)) * widths + ((hashed & low) * widths >> np.uint64(32))) >> np.uint64(32)
+        offsets = (
+            (hashed >> np.uint64(32)) * widths
+            + ((hashed & low) * widths >> np.uint64(32))
+        ) >> np.uint64(32)
         for dtype in DTYPES:
             values = np.random.default_rng(size).standard_normal(size).astype(dtype)
             keys, width = magnitude_keys(values)
             sample = np.sort(keys[strides[:-1] + offsets.astype(int)])
-            sent, found = cupy.asarray(values).view(keys.dtype), cupy.zeros(3, np.uint64)
+            sent, found = (
+                cupy.asarray(values).view(keys.dtype),
+                cupy.zeros(3, np.uint64),
+            )
             for rank in (1, 40, 9000):
-                args = sent, None, size, (1 << width) - 1, width, rank, 77, found[:1], found[1:]
-                device.compiling.launch("sample_floor", [keys.dtype], 1, *args, threads=1024)
+                args = (
+                    sent,
+                    None,
+                    size,
+                    (1 << width) - 1,
+                    width,
+                    rank,
+                    77,
+                    found[:1],
+                    found[1:],
+                )
+                device.compiling.launch(
+                    "sample_floor", [keys.dtype], 1, *args, threads=1024
+                )
                 assert found.get().tolist() == [sample[-rank], 0, 77]
 
 
 def largest_in_segments(device, cupy):
     for dtype in DTYPES:
         tile = TILES[dtype.itemsize]
-        cases = (1, 1, 1, 30), (3, 50, 1, 170), (9, 1009, 5, 2500), (64, tile, 9, 2 * tile), (70, tile + 5, 3, 2 * tile)
+        cases = (
+            (1, 1, 1, 30),
+            (3, 50, 1, 170),
+            (9, 1009, 5, 2500),
+            (64, tile, 9, 2 * tile),
+            (70, tile + 5, 3, 2 * tile),
+        )
         for k, chunk, last, size in cases:
             for family in ("quantised", "infinite"):
                 values = families(dtype, size)[family].astype(dtype)
-                compare(device, cupy, "largest_in_segments", values, [0, size], [k], [chunk], [last])
+                compare(
+                    device,
+                    cupy,
+                    "largest_in_segments",
+                    values,
+                    [0, size],
+                    [k],
+                    [chunk],
+                    [last],
+                )
         values = families(dtype, 300)["negative zeros"].astype(dtype)
         compare(device, cupy, "largest_in_segments", values, [0, 300], [50], [50], [1])
         compare(device, cupy, "largest_in_segments", values[:0], [0, 0], [3], [50], [1])
-        compare(device, cupy, "largest_in_segments", values, [0, 0, 40, 300], [1, 9, 5], [1, 40, 64], [1, 9, 2])
+        compare(
+            device,
+            cupy,
+            "largest_in_segments",
+            values,
+            [0, 0, 40, 300],
+            [1, 9, 5],
+            [1, 40, 64],
+            [1, 9, 2],
+        )
         sent, rows = cupy.asarray(values)[1:], ([0, 299], [3], [64], [3])
-        assert_same(here(device.largest_in_segments(sent, *rows)), host.largest_in_segments(values[1:], *rows))
+        assert_same(
+            here(device.largest_in_segments(sent, *rows)),
+            host.largest_in_segments(values[1:], *rows),
+        )
 
 
 def entries_of_bins(device, cupy):
     def magnitudes(largest, places):
         kernels = device if isinstance(largest, cupy.ndarray) else host
-        return kernels.magnitudes_in_segments(largest, places, two=False)[:, 0].astype(largest.dtype)
+        return kernels.magnitudes_in_segments(largest, places, two=False)[:, 0].astype(
+            largest.dtype
+        )
 
-    for dtype, (bounds, bins) in product(DTYPES, (([0, 0], [9]), ([0, 7, 7, 300, 2900], [7, 5, 50, 500]))):
+    for dtype, (bounds, bins) in product(
+        DTYPES, (([0, 0], [9]), ([0, 7, 7, 300, 2900], [7, 5, 50, 500]))
+    ):
         for family, drawn in families(dtype, 3000).items():
             values = drawn[: bounds[-1]].astype(dtype)
-            for new in (np.roll(values, 3), values / 2) if np.isfinite(values).all() else ():
-                parts = [new[first:end].astype(dtype) for first, end in pairwise(bounds)]
+            for new in (
+                (np.roll(values, 3), values / 2) if np.isfinite(values).all() else ()
+            ):
+                parts = [
+                    new[first:end].astype(dtype) for first, end in pairwise(bounds)
+                ]
                 for summand in (None, (values[::-1].copy() / 4, 0.5)):
                     if summand is not None and family == "largest":
                         continue
                     out, sent = values.copy(), cupy.asarray(values)
                     given = summand and (cupy.asarray(summand[0]), summand[1])
                     rest = bounds, bins, magnitudes
-                    found = device.entries_in_bins(sent, there(cupy, parts), *rest, summand=given)
-                    assert_same(here(found), host.entries_in_bins(out, parts, *rest, summand=summand))
+                    found = device.entries_in_bins(
+                        sent, there(cupy, parts), *rest, summand=given
+                    )
+                    assert_same(
+                        here(found),
+                        host.entries_in_bins(out, parts, *rest, summand=summand),
+                    )
                     assert_same(sent.get(), out)
 
 
@@ -182,7 +255,16 @@ def scaled_sums(device, cupy):
     for dtype in DTYPES:
         a, b = np.random.default_rng(5).standard_normal((2, 1000)).astype(dtype)
         for scale in 1, 0.3:
-            compare_in_place(device, cupy, "add_parts", a, scale, [b[:0], b[:7], b[7:]], np.empty_like(a), written=[3])
+            compare_in_place(
+                device,
+                cupy,
+                "add_parts",
+                a,
+                scale,
+                [b[:0], b[:7], b[7:]],
+                np.empty_like(a),
+                written=[3],
+            )
         ours, expected = cupy.empty(a.size, dtype), np.empty_like(a)
         device.add_parts(cupy.asarray(a), 1, [cupy.asarray(b)], ours, sign=-1)
         host.add_parts(a, 1, [b], expected, sign=-1)
@@ -190,7 +272,9 @@ def scaled_sums(device, cupy):
 
 
 def every_k(device, cupy):
-    values = np.round(9 * np.random.default_rng(3).standard_normal(120)).astype(np.float32)
+    values = np.round(9 * np.random.default_rng(3).standard_normal(120)).astype(
+        np.float32
+    )
     for k in range(1, 122):
         compare(device, cupy, "largest", values, k)
         with by_a_grid(device):
@@ -203,14 +287,20 @@ def not_finite_values(device, cupy):
             values = np.arange(9000).astype(dtype) / 8
             values[places] = [np.nan, -np.inf][: len(places)]
             sent = cupy.asarray(values)
-            assert device.selection.first_not_finite(sent) == host.selection.first_not_finite(values)
+            assert device.selection.first_not_finite(
+                sent
+            ) == host.selection.first_not_finite(values)
             compare(device, cupy, "largest", values, 3)
         assert device.selection.first_not_finite(sent[:0]) == -1
 
 
 def misaligned_values(device, cupy):
     for dtype in DTYPES:
-        values = np.random.default_rng(1).standard_normal(2 * TILES[dtype.itemsize] + 9).astype(dtype)
+        values = (
+            np.random.default_rng(1)
+            .standard_normal(2 * TILES[dtype.itemsize] + 9)
+            .astype(dtype)
+        )
         sent = cupy.asarray(values)[1:]
         assert_same(here(device.largest(sent, 100)), host.largest(values[1:], 100))
 
@@ -229,7 +319,10 @@ def magnitudes_of_lloyd(device, cupy):
         for family in ("normal", "zeros", "cauchy", "neighbours"):
             values = families(dtype, 40_000)[family].astype(dtype)
             values = values[np.isfinite(values)]
-            mean, largest = np.abs(values.astype(float)).mean(), float(np.abs(values).max())
+            mean, largest = (
+                np.abs(values.astype(float)).mean(),
+                float(np.abs(values).max()),
+            )
             for some in (values[:1], values[:900], values):
                 compare(device, cupy, "two_magnitudes", some, float(mean), largest)
 
@@ -239,7 +332,12 @@ def sides_of_thresholds(device, cupy):
         for size in (0, 1, 255, 16_384, 40_000):
             for family in ("normal", "denormal", "neighbours"):
                 values = families(dtype, max(size, 18))[family][:size].astype(dtype)
-                for threshold in (0.0, float(np.abs(values).max(initial=0)) / 2, 1.0, np.inf):
+                for threshold in (
+                    0.0,
+                    float(np.abs(values).max(initial=0)) / 2,
+                    1.0,
+                    np.inf,
+                ):
                     compare(device, cupy, "sides", values, threshold)
 
 
@@ -251,8 +349,13 @@ def excesses(device, cupy):
             plans = [last_plan(size, threshold) for _ in range(2)]
             for each in plans:
                 each["share"], each["wanted"] = 0, size / 9
-            ours = device.end_fits(cupy.asarray(values[:size]), [0, size], plans[0], pareto=True)
-            assert_same(here(ours), host.end_fits(values[:size], [0, size], plans[1], pareto=True))
+            ours = device.end_fits(
+                cupy.asarray(values[:size]), [0, size], plans[0], pareto=True
+            )
+            assert_same(
+                here(ours),
+                host.end_fits(values[:size], [0, size], plans[1], pareto=True),
+            )
             assert_same(*plans)
 
 
@@ -262,12 +365,35 @@ def fits(device, cupy):
     for dtype in DTYPES:
         for family in ("laplace", "cauchy", "denormal", "zeros", "infinite"):
             values = families(dtype, bounds[-1])[family].astype(dtype)
-            fit(device, cupy, values, bounds, pareto=family == "cauchy", by_count=family != "laplace")
+            fit(
+                device,
+                cupy,
+                values,
+                bounds,
+                pareto=family == "cauchy",
+                by_count=family != "laplace",
+            )
             a = families(dtype, bounds[-1])["normal"].astype(dtype)
             parts = [values[first:end].copy() for first, end in pairwise(bounds)]
             if dtype != np.float16:
-                fit(device, cupy, np.empty_like(a), bounds, (a, 0.5, parts), pareto=True, by_count=True)
-                fit(device, cupy, np.empty_like(a), [0, a.size], (a, 1.0, [values]), pareto=False, by_count=True)
+                fit(
+                    device,
+                    cupy,
+                    np.empty_like(a),
+                    bounds,
+                    (a, 0.5, parts),
+                    pareto=True,
+                    by_count=True,
+                )
+                fit(
+                    device,
+                    cupy,
+                    np.empty_like(a),
+                    [0, a.size],
+                    (a, 1.0, [values]),
+                    pareto=False,
+                    by_count=True,
+                )
 
 
 def fit(device, cupy, values, bounds, summands=None, *, pareto, by_count):
@@ -277,28 +403,50 @@ def fit(device, cupy, values, bounds, summands=None, *, pareto, by_count):
     counts = np.where(plans["size"] > 1024, 1024, plans["size"])
     for kernels, to in ((host, np.array), (device, cupy.asarray)):
         own, dense = plans.copy(), to(values)
-        given = summands and (to(summands[0]), summands[1], [to(part) for part in summands[2]])
+        given = summands and (
+            to(summands[0]),
+            summands[1],
+            [to(part) for part in summands[2]],
+        )
         with np.errstate(all="ignore"):
             some = kernels.sample(dense, bounds, counts, summands=given)
             kernels.begin_fits(some, counts, own, pareto=pareto, by_count=by_count)
             result = kernels.end_fits(dense, bounds, own, pareto=pareto, summands=given)
         serves = (own["above"] <= own["room"]).all()
-        found.append((some, *here(result), here(dense), own) if serves else (some, here(dense), own["above"]))
+        found.append(
+            (some, *here(result), here(dense), own)
+            if serves
+            else (some, here(dense), own["above"])
+        )
     assert_same(*found)
 
 
 def merges(device, cupy):
     for dtype in DTYPES:
         for index_dtype in INDEX_DTYPES:
-            for size_a, size_b in ((0, 0), (5, 0), (0, 5), (40, 60), (100, 100), (1023, 1025), (3000, 2048)):
+            for size_a, size_b in (
+                (0, 0),
+                (5, 0),
+                (0, 5),
+                (40, 60),
+                (100, 100),
+                (1023, 1025),
+                (3000, 2048),
+            ):
                 rng = np.random.default_rng([size_a, size_b])
-                a, b = (draw_sparse(rng, size, 4000, index_dtype, (), dtype) for size in (size_a, size_b))
+                a, b = (
+                    draw_sparse(rng, size, 4000, index_dtype, (), dtype)
+                    for size in (size_a, size_b)
+                )
                 compare(device, cupy, "merge", *a, *b)
             compare(device, cupy, "merge", a[0], a[1], a[0], a[1])
             run = np.arange(9000, 12_000).astype(index_dtype), np.ones(3000, dtype)
             compare(device, cupy, "merge", *run, *a)
             compare(device, cupy, "merge", *a, *run)
-            rows = [draw_sparse(rng, size, 90, index_dtype, (3,), dtype) for size in (40, 60)]
+            rows = [
+                draw_sparse(rng, size, 90, index_dtype, (3,), dtype)
+                for size in (40, 60)
+            ]
             compare(device, cupy, "merge", *rows[0], *rows[1])
 
 
@@ -307,10 +455,15 @@ def sums_of_many(device, cupy):
         for index_dtype in INDEX_DTYPES:
             for parts, shape in ((1, ()), (2, ()), (9, ()), (5, (2,))):
                 rng = np.random.default_rng(parts)
-                drawn = [draw_sparse(rng, min(150 * p, 700), 2000, index_dtype, shape, dtype) for p in range(parts)]
+                drawn = [
+                    draw_sparse(rng, min(150 * p, 700), 2000, index_dtype, shape, dtype)
+                    for p in range(parts)
+                ]
                 indices, values = ([pair[i] for pair in drawn] for i in (0, 1))
                 compare(device, cupy, "accumulate", indices, values, 2000)
-    indices = [np.array(each, np.int64) for each in ([0, 7, 2**63 - 2], [7], [1, 2**63 - 2])]
+    indices = [
+        np.array(each, np.int64) for each in ([0, 7, 2**63 - 2], [7], [1, 2**63 - 2])
+    ]
     values = [np.array(each, np.float32) for each in ([-0.0, 3, -0.0], [-3], [0, -0.0])]
     compare(device, cupy, "accumulate", indices, values, 2**63 - 1)
     compare(device, cupy, "merge", indices[0], values[0], indices[2], values[2])
@@ -324,20 +477,56 @@ def sums_that_round(device, cupy):
     for step in (1, 997, 20_011):
         compare(device, cupy, "merge", indices, halves, indices, np.roll(halves, step))
         with np.errstate(over="ignore"):
-            compare_in_place(device, cupy, "add", halves, np.roll(halves, step), halves * 0, written=[2])
+            compare_in_place(
+                device,
+                cupy,
+                "add",
+                halves,
+                np.roll(halves, step),
+                halves * 0,
+                written=[2],
+            )
     subnormal = np.arange(1, 300, dtype=np.uint32).view(np.float32)
-    compare_in_place(device, cupy, "add", subnormal, subnormal[::-1].copy(), subnormal * 0, written=[2])
-    dense, doubles = halves.copy(), np.ldexp(np.random.default_rng(0).uniform(-1, 1, halves.size), indices % 50 - 30)
+    compare_in_place(
+        device,
+        cupy,
+        "add",
+        subnormal,
+        subnormal[::-1].copy(),
+        subnormal * 0,
+        written=[2],
+    )
+    dense, doubles = (
+        halves.copy(),
+        np.ldexp(
+            np.random.default_rng(0).uniform(-1, 1, halves.size), indices % 50 - 30
+        ),
+    )
     compare_in_place(device, cupy, "scatter_add", dense, indices, doubles, written=[0])
-    compare_in_place(device, cupy, "scatter_add", dense * 0, indices, doubles.astype(np.float32), written=[0])
+    compare_in_place(
+        device,
+        cupy,
+        "scatter_add",
+        dense * 0,
+        indices,
+        doubles.astype(np.float32),
+        written=[0],
+    )
 
 
 def parts(device, cupy):
     for dtype in DTYPES:
         for index_dtype in INDEX_DTYPES:
             for shape in ((), (3,)):
-                indices, values = draw_sparse(np.random.default_rng(2), 700, 3000, index_dtype, shape, dtype)
-                for positions in (np.arange(0), np.arange(3, 700, 7), np.array([0, 255, 256, 699]), np.arange(700)):
+                indices, values = draw_sparse(
+                    np.random.default_rng(2), 700, 3000, index_dtype, shape, dtype
+                )
+                for positions in (
+                    np.arange(0),
+                    np.arange(3, 700, 7),
+                    np.array([0, 255, 256, 699]),
+                    np.arange(700),
+                ):
                     compare(device, cupy, "divide", indices, values, positions)
                 compare(device, cupy, "divide", indices[:0], values[:0], np.arange(0))
                 if not shape:
@@ -350,22 +539,41 @@ def dense_and_sparse(device, cupy):
         for index_dtype in INDEX_DTYPES:
             for values_dtype in DTYPES:
                 rng = np.random.default_rng(1)
-                indices, values = draw_sparse(rng, 300, 500, index_dtype, (), values_dtype)
+                indices, values = draw_sparse(
+                    rng, 300, 500, index_dtype, (), values_dtype
+                )
                 dense = rng.standard_normal(500).astype(dtype)
                 compare(device, cupy, "gather", dense, indices)
-                compare_in_place(device, cupy, "scatter_add", dense, indices, values, written=[0])
-            compare_in_place(device, cupy, "add", dense, dense[::-1].copy(), dense * 0, written=[2])
+                compare_in_place(
+                    device, cupy, "scatter_add", dense, indices, values, written=[0]
+                )
+            compare_in_place(
+                device, cupy, "add", dense, dense[::-1].copy(), dense * 0, written=[2]
+            )
             compare(device, cupy, "gather", dense, indices[:0])
             indices, values = draw_sparse(rng, 300, 500, index_dtype, (), dtype)
-            compare_in_place(device, cupy, "scatter", dense, indices, values, written=[0])
+            compare_in_place(
+                device, cupy, "scatter", dense, indices, values, written=[0]
+            )
 
 
 def inspections(device, cupy):
     for dtype in INDEX_DTYPES:
-        for indices in ([], [0, 4, 9], [-1, 4], [0, 10], [0, 3, 3], [5, 4], [0, 2**31 - 1, 1]):
+        for indices in (
+            [],
+            [0, 4, 9],
+            [-1, 4],
+            [0, 10],
+            [0, 3, 3],
+            [5, 4],
+            [0, 2**31 - 1, 1],
+        ):
             compare(device, cupy, "first_disorder", np.array(indices, dtype), 10)
         for values_dtype in DTYPES:
-            long, values = np.arange(2000).astype(dtype), np.ones((2000, 2), values_dtype)
+            long, values = (
+                np.arange(2000).astype(dtype),
+                np.ones((2000, 2), values_dtype),
+            )
             compare(device, cupy, "inspect", long, values, 2000)
             long[[1500, 900]] = 3
             values[[1700, 30], 1] = np.nan, -np.inf
@@ -375,54 +583,122 @@ def inspections(device, cupy):
 
 def bitmaps(device, cupy):
     for index_dtype in INDEX_DTYPES:
-        for span, share in [*product((1, 63, 64, 65, 1000, 70_000), (0, 0.05, 0.9, 1)), (400_000, 0.01)]:
+        for span, share in [
+            *product((1, 63, 64, 65, 1000, 70_000), (0, 0.05, 0.9, 1)),
+            (400_000, 0.01),
+        ]:
             places = np.flatnonzero(np.random.default_rng(span).random(span) < share)
-            indices, words = (places + 77).astype(index_dtype), np.zeros(-(-span // 64), np.uint64)
+            indices, words = (
+                (places + 77).astype(index_dtype),
+                np.zeros(-(-span // 64), np.uint64),
+            )
             compare_in_place(device, cupy, "to_bitmap", indices, 77, words, written=[2])
             host.to_bitmap(indices, 77, words)
             for room in {indices.size, indices.size // 2}:
                 out = np.zeros(room, index_dtype)
-                compare_in_place(device, cupy, "from_bitmap", words, 77, out, written=[2])
+                compare_in_place(
+                    device, cupy, "from_bitmap", words, 77, out, written=[2]
+                )
     assert device.from_bitmap(cupy.zeros(0, np.uint64), 0, cupy.zeros(0, np.int64)) == 0
 
 
 def elias_fano(device, cupy):
     for index_dtype in INDEX_DTYPES:
-        for low_bits, step, size in ((0, 1, 70), (1, 3, 700), (9, 1000, 700), (31, 2**33, 70)):
-            indices = 5 + np.cumsum(np.random.default_rng(step).integers(1, step + 1, size))
+        for low_bits, step, size in (
+            (0, 1, 70),
+            (1, 3, 700),
+            (9, 1000, 700),
+            (31, 2**33, 70),
+        ):
+            indices = 5 + np.cumsum(
+                np.random.default_rng(step).integers(1, step + 1, size)
+            )
             if indices[-1] > np.iinfo(index_dtype).max:
                 continue
             indices = indices.astype(index_dtype)
             lows = np.zeros(size * low_bits // 64 + 2, np.uint64)
-            highs = np.zeros((size + (int(indices[-1]) >> low_bits)) // 64 + 1, np.uint64)
-            compare_in_place(device, cupy, "to_elias_fano", indices, 5, low_bits, lows, highs, written=[3, 4])
+            highs = np.zeros(
+                (size + (int(indices[-1]) >> low_bits)) // 64 + 1, np.uint64
+            )
+            compare_in_place(
+                device,
+                cupy,
+                "to_elias_fano",
+                indices,
+                5,
+                low_bits,
+                lows,
+                highs,
+                written=[3, 4],
+            )
             host.to_elias_fano(indices, 5, low_bits, lows, highs)
             for room in (size, size - 1):
                 out = np.zeros(room, index_dtype)
-                compare_in_place(device, cupy, "from_elias_fano", lows, highs, 5, low_bits, out, written=[4])
+                compare_in_place(
+                    device,
+                    cupy,
+                    "from_elias_fano",
+                    lows,
+                    highs,
+                    5,
+                    low_bits,
+                    out,
+                    written=[4],
+                )
 
 
 def offsets(device, cupy):
     rng = np.random.default_rng(9)
     for dtype in DTYPES:
         for size in (1, 64, 700):
-            for values in (1 + rng.random(size), rng.standard_normal(size), np.zeros(size)):
+            for values in (
+                1 + rng.random(size),
+                rng.standard_normal(size),
+                np.zeros(size),
+            ):
                 values = np.copysign(values, rng.standard_normal(size)).astype(dtype)
                 compare(device, cupy, "magnitude_range", values)
                 least, largest = host.magnitude_range(values)
                 width = (largest - least).bit_length()
-                planes = np.zeros(Offsets(dtype, least, width).nbytes(size) - 16, np.uint8)
-                compare_in_place(device, cupy, "to_offsets", values, least, width, planes, written=[3])
+                planes = np.zeros(
+                    Offsets(dtype, least, width).nbytes(size) - 16, np.uint8
+                )
+                compare_in_place(
+                    device,
+                    cupy,
+                    "to_offsets",
+                    values,
+                    least,
+                    width,
+                    planes,
+                    written=[3],
+                )
                 host.to_offsets(values, least, width, planes)
-                compare_in_place(device, cupy, "from_offsets", planes, least, width, np.zeros(size, dtype), written=[3])
+                compare_in_place(
+                    device,
+                    cupy,
+                    "from_offsets",
+                    planes,
+                    least,
+                    width,
+                    np.zeros(size, dtype),
+                    written=[3],
+                )
 
 
 def few_bits(device, cupy):
     for dtype, bits, block in product(DTYPES[1:], (8, 4, 2, 1), (32, 64, 256, 512)):
         rng = np.random.default_rng(block)
-        for size, short in ((0, False), (1, False), (block, True), (9 * block + 7, False)):
+        for size, short in (
+            (0, False),
+            (1, False),
+            (block, True),
+            (9 * block + 7, False),
+        ):
             for family in ("normal", "denormal", "largest", "negative zeros"):
-                values = families(np.float16 if short else dtype, max(size, 18))[family][:size].astype(dtype)
+                values = families(np.float16 if short else dtype, max(size, 18))[
+                    family
+                ][:size].astype(dtype)
                 values[size // 2 :][:1] = np.inf if family == "negative zeros" else 1
                 other = np.roll(values, 3) / 4 + rng.random(size).astype(dtype)
                 compare_few_bits(device, cupy, values, other, bits, block, short)
@@ -430,16 +706,33 @@ def few_bits(device, cupy):
 
 def compare_few_bits(device, cupy, values, other, bits, block, short):
     """Compare the codes of values, and of sums of them; the errors replace the values."""
-    blocks, stored, terms = -(-values.size // block), np.dtype(f"u{values.itemsize // 2}"), []
+    blocks, stored, terms = (
+        -(-values.size // block),
+        np.dtype(f"u{values.itemsize // 2}"),
+        [],
+    )
     for own in (other.copy(), np.flip(other).copy(), values):
-        codes, scales = np.zeros(blocks * block * bits // 8, np.uint8), np.zeros(blocks * (1 + (bits == 2)), stored)
+        codes, scales = (
+            np.zeros(blocks * block * bits // 8, np.uint8),
+            np.zeros(blocks * (1 + (bits == 2)), stored),
+        )
         room, ours, sent = there(cupy, [[codes, scales], own, terms])
         device.quantise(ours, sent, bits, block, *room, ours, short=short)
         host.quantise(own, terms, bits, block, codes, scales, own, short=short)
         for found, expected in zip((*room, ours), (codes, scales, own), strict=True):
             assert_same(found.get(), expected)
         terms = [*terms, [codes, scales]]
-    compare_in_place(device, cupy, "dequantise", codes, scales, bits, block, np.ones_like(values), written=[4])
+    compare_in_place(
+        device,
+        cupy,
+        "dequantise",
+        codes,
+        scales,
+        bits,
+        block,
+        np.ones_like(values),
+        written=[4],
+    )
 
 
 def compare_fused(device, cupy, a, b, *, k):
@@ -447,7 +740,9 @@ def compare_fused(device, cupy, a, b, *, k):
     with np.errstate(all="ignore"):
         for scale in (1.0, 0.7):
             ours, expected = cupy.asarray(a * 0 - 7), np.empty_like(a)
-            found = device.add_largest(*(cupy.asarray(each) for each in (a, b)), ours, k, scale=scale)
+            found = device.add_largest(
+                *(cupy.asarray(each) for each in (a, b)), ours, k, scale=scale
+            )
             assert_same(here(found), host.add_largest(a, b, expected, k, scale=scale))
             assert_same(ours.get(), expected)
 
@@ -459,15 +754,30 @@ def sums_and_the_largest_of_them(device, cupy):
             a, b = np.random.default_rng(size).standard_normal((2, size)).astype(dtype)
             compare_fused(device, cupy, a, b, k=size // 9 + 1)
         for values in families(dtype).values():
-            compare_fused(device, cupy, np.roll(values, 7).astype(dtype), values.astype(dtype), k=37)
-            compare_fused(device, cupy, values.astype(dtype), np.zeros_like(a, shape=3000), k=370)
+            compare_fused(
+                device,
+                cupy,
+                np.roll(values, 7).astype(dtype),
+                values.astype(dtype),
+                k=37,
+            )
+            compare_fused(
+                device, cupy, values.astype(dtype), np.zeros_like(a, shape=3000), k=370
+            )
 
 
 def sums_sampled(device, cupy):
     drawn = families(np.float16, 66_001)
     for dtype in DTYPES:
-        for family in ("normal", "all equal", "sorted", "one non-zero") if dtype == np.float32 else ("cauchy",):
-            a, b = drawn["laplace" if family == "normal" else "zeros"].astype(dtype), drawn[family].astype(dtype)
+        for family in (
+            ("normal", "all equal", "sorted", "one non-zero")
+            if dtype == np.float32
+            else ("cauchy",)
+        ):
+            a, b = (
+                drawn["laplace" if family == "normal" else "zeros"].astype(dtype),
+                drawn[family].astype(dtype),
+            )
             compare_fused(device, cupy, a, b, k=66)
             compare_fused(device, cupy, b, a, k=6600)
         compare_fused(device, cupy, a, b, k=66_000)
@@ -475,34 +785,69 @@ def sums_sampled(device, cupy):
 
 def misaligned_sums(device, cupy):
     for dtype in DTYPES:
-        values = np.random.default_rng(1).standard_normal((2, 2 * TILES[dtype.itemsize] + 9)).astype(dtype)
+        values = (
+            np.random.default_rng(1)
+            .standard_normal((2, 2 * TILES[dtype.itemsize] + 9))
+            .astype(dtype)
+        )
         for starts in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 2, 1)):
             size = values.shape[1] - 3
             a, b, out = (
-                cupy.asarray(each)[at : at + size] for each, at in zip((*values, values[0] * 0), starts, strict=True)
+                cupy.asarray(each)[at : at + size]
+                for each, at in zip((*values, values[0] * 0), starts, strict=True)
             )
             expected, plans = a.get() + b.get(), last_plan(size, 1.5)
             places = np.flatnonzero(np.abs(expected) > 1.5)
-            found = device.end_fits(out, [0, size], plans, pareto=False, summands=(a, 1.0, [b]))
+            found = device.end_fits(
+                out, [0, size], plans, pareto=False, summands=(a, 1.0, [b])
+            )
             assert_same(here(found), (places, expected[places]))
             assert_same(out.get(), expected)
 
 
 def cleared(device, cupy):
     for dtype in DTYPES:
-        compare_in_place(device, cupy, "clear", np.full((3, 50), -1, dtype), written=[0])
+        compare_in_place(
+            device, cupy, "clear", np.full((3, 50), -1, dtype), written=[0]
+        )
 
 
 def hadamard_transforms(device, cupy):
     for dtype in DTYPES:
         for chunk in (1, 2, 8, 64, 256, 4096):
-            for size in {0, 1, chunk - 1, chunk, 2 * chunk + 63, 4095, 4096 + chunk // 2 + 1, 2 * 4096 + 100}:
+            for size in {
+                0,
+                1,
+                chunk - 1,
+                chunk,
+                2 * chunk + 63,
+                4095,
+                4096 + chunk // 2 + 1,
+                2 * 4096 + 100,
+            }:
                 values = np.random.default_rng(size).standard_normal(size).astype(dtype)
-                compare_in_place(device, cupy, "hadamard", values, np.zeros_like(values), chunk, written=[1])
+                compare_in_place(
+                    device,
+                    cupy,
+                    "hadamard",
+                    values,
+                    np.zeros_like(values),
+                    chunk,
+                    written=[1],
+                )
         for family, values in families(dtype).items():
-            if family not in ("infinite", "largest"):  # the bits of a NaN are the processor's
+            # the bits of a NaN are the processor's
+            if family not in ("infinite", "largest"):
                 values = values.astype(dtype)
-                compare_in_place(device, cupy, "hadamard", values, np.zeros_like(values), 32, written=[1])
+                compare_in_place(
+                    device,
+                    cupy,
+                    "hadamard",
+                    values,
+                    np.zeros_like(values),
+                    32,
+                    written=[1],
+                )
         own, expected = cupy.asarray(values), np.empty_like(values)
         device.hadamard(own, own, 128)
         host.hadamard(values, expected, 128)
@@ -516,4 +861,8 @@ def signs_of_values(device, cupy):
         compare_in_place(device, cupy, "signs", np.zeros(0, dtype), written=[0])
 
 
-ALL = [each for each in [*vars().values()] if isfunction(each) and [*signature(each).parameters] == ["device", "cupy"]]
+ALL = [
+    each
+    for each in [*vars().values()]
+    if isfunction(each) and [*signature(each).parameters] == ["device", "cupy"]
+]

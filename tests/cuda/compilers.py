@@ -18,9 +18,20 @@ def nvcc(source, architecture):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernels.cu"
         path.write_text(source)
-        command = ["nvcc", "-cubin", f"-arch={architecture}", *OPTIONS, "-Werror", "all-warnings", "-Xptxas", "-v"]
+        command = [
+            "nvcc",
+            "-cubin",
+            f"-arch={architecture}",
+            *OPTIONS,
+            "-Werror",
+            "all-warnings",
+            "-Xptxas",
+            "-v",
+        ]
         command += ["-o", str(path.with_suffix(".cubin")), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, check=False
+        )
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -40,7 +51,12 @@ def _by_nvrtc(path, source, architecture):
     """Return the log and the PTX of a source."""
     options = [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
     library, program = ctypes.CDLL(str(path)), ctypes.c_void_p()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
+    assert (
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
+        )
+        == 0
+    )
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     error = library.nvrtcCompileProgram(program, len(options), given)
     log = _text(program, library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog)
@@ -59,12 +75,20 @@ def _text(program, ask_size, ask):
 def nvrtc_libraries():
     """Return the paths of NVRTC in the wheels of it that are installed."""
     found = []
-    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"):
+    for name in (
+        "nvidia-cuda-nvrtc",
+        "nvidia-cuda-nvrtc-cu13",
+        "nvidia-cuda-nvrtc-cu12",
+    ):
         try:
             files = metadata.files(name) or []
         except metadata.PackageNotFoundError:
             continue
-        found += [Path(file.locate()) for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name)]
+        found += [
+            Path(file.locate())
+            for file in files
+            if re.fullmatch(r"libnvrtc\.so\.\d+", file.name)
+        ]
     return found
 
 
@@ -78,7 +102,11 @@ def available():
 def spills(log):
     """Return for each kernel how many bytes of registers are spilled, from what the assembler tells."""
     found = {}
-    for name, rest in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", log, re.DOTALL):
-        stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", rest).groups()
+    for name, rest in re.findall(
+        r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", log, re.DOTALL
+    ):
+        stores, loads = re.search(
+            r"(\d+) bytes spill stores, (\d+) bytes spill loads", rest
+        ).groups()
         found[name] = int(stores) + int(loads)
     return found

@@ -1,6 +1,7 @@
 """Compile unmodified CUDA source as host C++, and run its kernels: see emulation.h.
 
-A program is compiled once: the shared object is cached by a hash of everything that went into it.
+A program is compiled once: the shared object is cached by a hash of everything that
+went into it.
 """
 
 import ctypes
@@ -15,13 +16,32 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-SCHEDULES = "round_robin", "reversed", "warp_eager", "last_warp_eager", "random:1", "starving:1"
+SCHEDULES = (
+    "round_robin",
+    "reversed",
+    "warp_eager",
+    "last_warp_eager",
+    "random:1",
+    "starving:1",
+)
 VARIABLE = "MPICOMP_CUDA_SCHEDULE"
 
 _HEADER = Path(__file__).with_name("emulation.h")
-_FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
+_FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-shared",
+]
 _FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas"]
-_CHECKED = ["-g", "-fsanitize=address", "-fsanitize=alignment,shift,bounds,null", "-fsanitize-undefined-trap-on-error"]
+_CHECKED = [
+    "-g",
+    "-fsanitize=address",
+    "-fsanitize=alignment,shift,bounds,null",
+    "-fsanitize-undefined-trap-on-error",
+]
 _MOST = 20  # arguments of a kernel
 
 
@@ -32,10 +52,21 @@ class EmulationError(RuntimeError):
 class Program:
     """Kernels by name; `sources` is the text of a .cu file, or of several by their names, in order."""
 
-    def __init__(self, sources: Mapping[str, str] | str, options: Sequence[str] = (), sanitize: bool = False) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str] | str,
+        options: Sequence[str] = (),
+        sanitize: bool = False,
+    ) -> None:
         parts = {"kernels.cu": sources} if isinstance(sources, str) else dict(sources)
-        self._source = "".join(f'#line 1 "{name}"\n{text}\n' for name, text in parts.items())
-        self._flags = [*_FLAGS, *(_CHECKED if sanitize else ()), *_preprocessing(options)]
+        self._source = "".join(
+            f'#line 1 "{name}"\n{text}\n' for name, text in parts.items()
+        )
+        self._flags = [
+            *_FLAGS,
+            *(_CHECKED if sanitize else ()),
+            *_preprocessing(options),
+        ]
 
     def launch(
         self,
@@ -47,13 +78,17 @@ class Program:
         schedule: str | None = None,
     ) -> None:
         """Run a kernel to its end. args: integers of ctypes, and addresses; EmulationError says what went wrong."""
-        assert not shared_mem, "the kernels say themselves how much shared memory they take"
+        assert not shared_mem, (
+            "the kernels say themselves how much shared memory they take"
+        )
         assert len(args) <= _MOST
         assert {*grid[1:], *block[1:]} <= {1}, "one dimension"
         values = (ctypes.c_uint64 * _MOST)(*(_word(arg) for arg in args))
         chosen = schedule or os.environ.get(VARIABLE) or SCHEDULES[0]
         kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
-        error = self._library.emulate(kernel, grid[0], block[0], values, chosen.encode())
+        error = self._library.emulate(
+            kernel, grid[0], block[0], values, chosen.encode()
+        )
         if error:
             raise EmulationError(f"{name}, schedule {chosen}: {error.decode()}")
 
@@ -65,7 +100,13 @@ class Program:
     def _library(self) -> ctypes.CDLL:
         library = ctypes.CDLL(str(self.path))
         library.emulate.restype = ctypes.c_char_p
-        library.emulate.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_char_p]
+        library.emulate.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_uint,
+            ctypes.c_uint,
+            ctypes.c_void_p,
+            ctypes.c_char_p,
+        ]
         return library
 
     @cached_property
@@ -78,7 +119,8 @@ class Program:
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / f"{digest.hexdigest()[:32]}.so"
         if not path.exists():
-            with path.with_suffix(".lock").open("w") as lock:  # one process compiles, the others wait
+            # one process compiles, the others wait
+            with path.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
                     self._compile(path)
@@ -88,10 +130,22 @@ class Program:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             source, built = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
             source.write_text(self._source)
-            command = [compiler(), *self._flags, "-include", str(_HEADER), "-o", str(built), str(source)]
+            command = [
+                compiler(),
+                *self._flags,
+                "-include",
+                str(_HEADER),
+                "-o",
+                str(built),
+                str(source),
+            ]
             if not shutil.which(compiler()):
-                raise EmulationError("the CUDA source runs as host C++ here: install g++, or name a compiler in CXX")
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+                raise EmulationError(
+                    "the CUDA source runs as host C++ here: install g++, or name a compiler in CXX"
+                )
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=300, check=False
+            )
             if done.returncode:
                 raise EmulationError(f"{' '.join(command)}\n{done.stderr}")
             built.rename(path)  # whole or not at all
@@ -108,5 +162,7 @@ def _preprocessing(options: Sequence[str]) -> list[str]:
 
 def _word(arg: Any) -> int:
     value = getattr(arg, "value", arg)
-    assert value is None or isinstance(value, int), f"{arg!r}: kernels take integers and pointers"
+    assert value is None or isinstance(value, int), (
+        f"{arg!r}: kernels take integers and pointers"
+    )
     return (value or 0) & (1 << 64) - 1

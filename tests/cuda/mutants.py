@@ -22,7 +22,11 @@ def barriers(text):
 def with_barriers_to_delete(text):
     """Return the text of a CUDA file in which each barrier is left out when `deleted_barrier` is its number."""
     numbers = count()
-    guarded = re.sub(re.escape(BARRIER), lambda _: f"if (deleted_barrier != {next(numbers)}) {BARRIER}", text)
+    guarded = re.sub(
+        re.escape(BARRIER),
+        lambda _: f"if (deleted_barrier != {next(numbers)}) {BARRIER}",
+        text,
+    )
     return 'extern "C" { int deleted_barrier = -1; }\n' + guarded
 
 
@@ -34,13 +38,18 @@ def replaced(text, old, new):
 
 def use(source, monkeypatch, deleted_barrier=None):
     """Make the device's kernels those of another source, until the test ends."""
-    compiling, module = (importlib.import_module(name) for name in ("mpicomp.kernels.device.compiling", "cupy._module"))
+    compiling, module = (
+        importlib.import_module(name)
+        for name in ("mpicomp.kernels.device.compiling", "cupy._module")
+    )
     program = Program(source, compiling.OPTIONS)
     assert program.path.exists()  # compiled
     if deleted_barrier is not None:
         program.set_integer("deleted_barrier", deleted_barrier)
 
     def function(device, name):
-        return lambda grid, block, args: program.launch(name, grid, block, [module._argument(arg) for arg in args])
+        return lambda grid, block, args: program.launch(
+            name, grid, block, [module._argument(arg) for arg in args]
+        )
 
     monkeypatch.setattr(compiling, "_function", function)

@@ -1,6 +1,7 @@
 """Run under AddressSanitizer, in a process of its own: every comparison, each array in memory of exactly its size.
 
-LD_PRELOAD=$(g++ -print-file-name=libasan.so) python sanitized.py [one piece of the source, and what to put there]
+LD_PRELOAD=$(g++ -print-file-name=libasan.so) python sanitized.py [one piece of the
+source, and what to put there]
 """
 
 import ctypes
@@ -33,8 +34,15 @@ def function(program, module, name):
     """Return a kernel that works on copies of its arrays."""
 
     def launch(grid, block, args):
-        copies = {i: Copy(arg._hidden) for i, arg in enumerate(args) if hasattr(arg, "_hidden")}
-        sent = [copies[i].exact if i in copies else module._argument(arg) for i, arg in enumerate(args)]
+        copies = {
+            i: Copy(arg._hidden)
+            for i, arg in enumerate(args)
+            if hasattr(arg, "_hidden")
+        }
+        sent = [
+            copies[i].exact if i in copies else module._argument(arg)
+            for i, arg in enumerate(args)
+        ]
         program.launch(name, grid, block, sent)
         for copy in copies.values():
             copy.back()
@@ -49,13 +57,16 @@ def main(*replacement):
     cupy = cupy_for_tests()
     import comparisons
 
-    comparisons.DTYPES[:] = comparisons.DTYPES[::2]  # tiles and alignment depend on a value's size
+    # tiles and alignment depend on a value's size
+    comparisons.DTYPES[:] = comparisons.DTYPES[::2]
     from emulator import Program
     from mutants import replaced
 
     device = importlib.import_module("mpicomp.kernels.device")
     module, source = importlib.import_module("cupy._module"), device.compiling.source()
-    program = Program(replaced(source, *replacement) if replacement else source, sanitize=True)
+    program = Program(
+        replaced(source, *replacement) if replacement else source, sanitize=True
+    )
     device.compiling._function = lambda _, name: function(program, module, name)
     for comparison in comparisons.ALL:
         comparison(device, cupy)

@@ -7,11 +7,19 @@ import pytest
 from compilers import available, instructions, nvrtc_libraries, spills
 from devices import cupy_for_tests, has_cupy_wheel
 
-RARE = pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make test-cupy"), pytest.mark.slow
+RARE = (
+    pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make test-cupy"),
+    pytest.mark.slow,
+)
 
 
-@pytest.mark.parametrize("architecture", ["sm_90", *(pytest.param(each, marks=RARE) for each in ("sm_80", "sm_100"))])
-@pytest.mark.skipif(not available(), reason="neither nvcc nor the wheel nvidia-cuda-nvrtc is installed")
+@pytest.mark.parametrize(
+    "architecture",
+    ["sm_90", *(pytest.param(each, marks=RARE) for each in ("sm_80", "sm_100"))],
+)
+@pytest.mark.skipif(
+    not available(), reason="neither nvcc nor the wheel nvidia-cuda-nvrtc is installed"
+)
 def test_no_kernel_spills_registers(architecture):
     cupy_for_tests()
     source = importlib.import_module("mpicomp.kernels.device.compiling").source()
@@ -21,7 +29,9 @@ def test_no_kernel_spills_registers(architecture):
         assert {name: count for name, count in found.items() if count} == {}
 
 
-@pytest.mark.skipif(not nvrtc_libraries(), reason="the wheel nvidia-cuda-nvrtc is not installed")
+@pytest.mark.skipif(
+    not nvrtc_libraries(), reason="the wheel nvidia-cuda-nvrtc is not installed"
+)
 @pytest.mark.slow
 def test_no_instruction_takes_a_subnormal_number_for_zero():
     """Most halves below 2^-14 are added up as subnormal floats times 2^112: with .ftz they would be lost."""
@@ -31,7 +41,9 @@ def test_no_instruction_takes_a_subnormal_number_for_zero():
     assert text.count(".entry") > 80
     assert [line for line in text.splitlines() if ".ftz" in line] == []
     careless = 'extern "C" __global__ void add(float* a, float* b) { *a += *b; }'
-    assert ".ftz" in instructions(careless), "as CuPy compiles, an operator of float does"
+    assert ".ftz" in instructions(careless), (
+        "as CuPy compiles, an operator of float does"
+    )
 
 
 def test_spills_are_seen():
@@ -48,4 +60,6 @@ def test_what_would_differ_from_the_host_is_not_in_the_source():
     cupy_for_tests()
     compiling = importlib.import_module("mpicomp.kernels.device.compiling")
     assert "--fmad=false" in compiling.OPTIONS
-    assert not re.search(r"use_fast_math|__fmul|fmaf?\(|__expf|__logf|rsqrt", compiling.source())
+    assert not re.search(
+        r"use_fast_math|__fmul|fmaf?\(|__expf|__logf|rsqrt", compiling.source()
+    )

@@ -17,7 +17,8 @@ def device(cupy):
     return importlib.import_module("mpicomp.kernels.device")
 
 
-# Hundreds of launches each: two runs, in which every launch draws its schedule, see every kernel under all of them.
+# Hundreds of launches each: two runs, in which every launch draws its schedule, see
+# every kernel under all of them.
 LONG = [
     comparisons.top_k_of_hostile_data,
     comparisons.top_k_by_a_sample,
@@ -37,14 +38,18 @@ def named(comparison):
 
 @pytest.mark.parametrize("schedule", ["on the device"] if real_cupy() else SCHEDULES)
 @pytest.mark.parametrize("comparison", SHORT, ids=named)
-def test_the_bits_are_those_of_the_host(cupy, device, monkeypatch, schedule, comparison):
+def test_the_bits_are_those_of_the_host(
+    cupy, device, monkeypatch, schedule, comparison
+):
     monkeypatch.setenv(VARIABLE, schedule)
     comparison(device, cupy)
 
 
 @pytest.mark.parametrize("seed", [0] if real_cupy() else [0, 1])
 @pytest.mark.parametrize("comparison", LONG, ids=named)
-def test_the_bits_are_those_of_the_host_in_many_launches(cupy, device, monkeypatch, seed, comparison):
+def test_the_bits_are_those_of_the_host_in_many_launches(
+    cupy, device, monkeypatch, seed, comparison
+):
     launch, draw = device.compiling.launch, random.Random(seed)
 
     def launched(*args, **more):
@@ -72,7 +77,9 @@ def test_the_names_are_those_of_the_host(device):
 def test_errors_are_those_of_the_host(cupy, device):
     values = np.ones((4, 5), np.float32)
     values[2, 3] = np.nan
-    with pytest.raises(ValueError, match=r"values\[2, 3\] is nan: expected finite values"):
+    with pytest.raises(
+        ValueError, match=r"values\[2, 3\] is nan: expected finite values"
+    ):
         device.raise_not_finite(cupy.asarray(values))
     device.raise_not_finite(cupy.asarray(values[:2]))
     with pytest.raises(ValueError, match="expected a contiguous one"):
@@ -80,8 +87,16 @@ def test_errors_are_those_of_the_host(cupy, device):
 
 
 def test_the_benchmark_of_a_gpu_runs(cupy, monkeypatch):
-    monkeypatch.setattr(kernels, "argpartition", lambda xp, values, k: xp.argsort(values)[-k:])
+    monkeypatch.setattr(
+        kernels, "argpartition", lambda xp, values, k: xp.argsort(values)[-k:]
+    )
     options = argparse.Namespace(device="gpu", length=30_000, repeats=1)
     rows = list(kernels.rows(options))
-    assert {row["name"].split()[0] for row in rows} >= {"top_k", "sides", "merge", "accumulate", "scatter_add"}
+    assert {row["name"].split()[0] for row in rows} >= {
+        "top_k",
+        "sides",
+        "merge",
+        "accumulate",
+        "scatter_add",
+    }
     assert all(row["floor"] for row in rows if row["name"].startswith("top_k"))

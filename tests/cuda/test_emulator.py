@@ -13,7 +13,9 @@ import pytest
 from devices import cupy_for_tests, real_cupy
 from emulator import SCHEDULES, VARIABLE, EmulationError, Program
 
-pytestmark = pytest.mark.skipif(real_cupy() is not None, reason="nothing is emulated where there is a GPU")
+pytestmark = pytest.mark.skipif(
+    real_cupy() is not None, reason="nothing is emulated where there is a GPU"
+)
 
 FOLDER = Path(importlib.util.find_spec("mpicomp.kernels").origin).parent / "device"
 COMMON = "common.cuh"
@@ -39,13 +41,18 @@ RUNS = {
             comparisons.magnitudes_of_lloyd,
         ],
     ),
-    "chunks.cu": ([COMMON, SELECTION, "chunks.cu"], [comparisons.largest_in_segments, comparisons.top_k_of_few]),
+    "chunks.cu": (
+        [COMMON, SELECTION, "chunks.cu"],
+        [comparisons.largest_in_segments, comparisons.top_k_of_few],
+    ),
     "fitting.cu": ([COMMON, SELECTION, "fitting.cu"], [comparisons.excesses]),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
     "transforms.cu": ([COMMON, "transforms.cu"], [comparisons.hadamard_transforms]),
 }
 BARRIERS = [
-    (name, at, function) for name in RUNS for at, function in enumerate(mutants.barriers((FOLDER / name).read_text()))
+    (name, at, function)
+    for name in RUNS
+    for at, function in enumerate(mutants.barriers((FOLDER / name).read_text()))
 ]
 
 
@@ -70,13 +77,17 @@ def survives(device, monkeypatch, runs, schedules=SCHEDULES + UNFAIR):
                 os._exit(1)
         os._exit(0)
     ended = os.waitpid(child, 0)[1]
-    assert not (os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == signal.SIGVTALRM), "took too long to say"
+    assert not (os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == signal.SIGVTALRM), (
+        "took too long to say"
+    )
     return ended == 0
 
 
 def source_of(name, text):
     """Return a source of one CUDA file, which is now `text`, and of what it needs."""
-    texts = (text if each == name else (FOLDER / each).read_text() for each in RUNS[name][0])
+    texts = (
+        text if each == name else (FOLDER / each).read_text() for each in RUNS[name][0]
+    )
     return "".join(texts).replace('#include "common.cuh"\n', "")
 
 
@@ -87,7 +98,9 @@ def test_what_mutants_are_made_of_passes(device, monkeypatch, name):
     assert survives(device, monkeypatch, RUNS[name][1], SCHEDULES[::3])
 
 
-@pytest.mark.parametrize(("name", "number"), [pytest.param(*b[:2], id=f"{b[2]}-{b[1]}") for b in BARRIERS])
+@pytest.mark.parametrize(
+    ("name", "number"), [pytest.param(*b[:2], id=f"{b[2]}-{b[1]}") for b in BARRIERS]
+)
 @pytest.mark.slow
 def test_a_deleted_barrier_is_found(device, monkeypatch, name, number):
     text = mutants.with_barriers_to_delete((FOLDER / name).read_text())
@@ -116,7 +129,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(device, monkeypatch, fault):
     name, old, new = FAULTS[fault]
-    mutants.use(source_of(name, mutants.replaced((FOLDER / name).read_text(), old, new)), monkeypatch)
+    mutants.use(
+        source_of(name, mutants.replaced((FOLDER / name).read_text(), old, new)),
+        monkeypatch,
+    )
     assert not survives(device, monkeypatch, RUNS[name][1])
 
 
@@ -135,15 +151,22 @@ BROKEN = {
 
 @pytest.mark.parametrize("kernel", BROKEN)
 def test_rules_of_cuda_are_watched(kernel):
-    program = Program((FOLDER / COMMON).read_text() + f"KERNEL broken(u64* out) {{ {kernel} }}")
+    program = Program(
+        (FOLDER / COMMON).read_text() + f"KERNEL broken(u64* out) {{ {kernel} }}"
+    )
     word = ctypes.c_uint64(0)
     for schedule in SCHEDULES:
         with pytest.raises(EmulationError, match=BROKEN[kernel]):
-            program.launch("broken", (2,), (256,), [ctypes.addressof(word)], schedule=schedule)
+            program.launch(
+                "broken", (2,), (256,), [ctypes.addressof(word)], schedule=schedule
+            )
 
 
 def test_shared_memory_holds_garbage(tmp_path):
-    source = (FOLDER / COMMON).read_text() + "KERNEL leak(u64* out) { SHARED(u64, word); out[blockIdx.x] = word; }"
+    source = (
+        (FOLDER / COMMON).read_text()
+        + "KERNEL leak(u64* out) { SHARED(u64, word); out[blockIdx.x] = word; }"
+    )
     words = (ctypes.c_uint64 * 4)()
     Program(source).launch("leak", (4,), (1,), [ctypes.addressof(words)])
     assert 0 not in words

@@ -44,8 +44,14 @@ def printed(name, flags, *command):
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
-        ("--with-ft ulfm", f"recovery warning: the failure detector of Open MPI is off, .*{ulfm.FLAGS}"),
-        (ulfm.FLAGS, "recovery the job continues when a rank dies .*; the failure detector is set"),
+        (
+            "--with-ft ulfm",
+            f"recovery warning: the failure detector of Open MPI is off, .*{ulfm.FLAGS}",
+        ),
+        (
+            ulfm.FLAGS,
+            "recovery the job continues when a rank dies .*; the failure detector is set",
+        ),
     ],
 )
 def test_info_says_what_to_add_or_that_all_is_well(flags, found, name):
@@ -59,4 +65,6 @@ def test_the_first_call_warns_once_on_one_rank(flags, times, name, tmp_path):
     program = tmp_path / "first_call.py"
     program.write_text(FIRST_CALL)
     said = printed(name, flags, sys.executable, "-m", "mpi4py", str(program))
-    assert said.count("RuntimeWarning: the failure detector of Open MPI is off") == times, said
+    assert (
+        said.count("RuntimeWarning: the failure detector of Open MPI is off") == times
+    ), said

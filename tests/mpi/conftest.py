@@ -1,9 +1,11 @@
 """Groups of P ranks cut out of the world: a test with the fixture `comm` runs for every P.
 
-P is 1, 2, 5 or 8, with one, two and many ranks, powers of two and others; with MPI_TEST_ALL=1, as in `make test-all`,
-also 3, 4 and 7, and 16 in a world of 16. Groups that fit into the world beside each other run a test at the same time:
-of 8 ranks, P = 5, 2 and 1. The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all others, and
-`small_groups`, of files about what is built on the collectives, those of more than 5 ranks: half as many runs.
+P is 1, 2, 5 or 8, with one, two and many ranks, powers of two and others; with
+MPI_TEST_ALL=1, as in `make test-all`, also 3, 4 and 7, and 16 in a world of 16. Groups
+that fit into the world beside each other run a test at the same time: of 8 ranks, P =
+5, 2 and 1. The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all
+others, and `small_groups`, of files about what is built on the collectives, those of
+more than 5 ranks: half as many runs.
 """
 
 import os
@@ -56,9 +58,18 @@ def groups():
 
 def pytest_generate_tests(metafunc):
     if "comm" in metafunc.fixturenames:
-        least = max((marker.args[0] for marker in metafunc.definition.iter_markers("at_least")), default=1)
-        exactly = [marker.args[0] for marker in metafunc.definition.iter_markers("exactly")]
-        most = SMALL if metafunc.definition.get_closest_marker("small_groups") else max(8, WORLD.size)
+        least = max(
+            (marker.args[0] for marker in metafunc.definition.iter_markers("at_least")),
+            default=1,
+        )
+        exactly = [
+            marker.args[0] for marker in metafunc.definition.iter_markers("exactly")
+        ]
+        most = (
+            SMALL
+            if metafunc.definition.get_closest_marker("small_groups")
+            else max(8, WORLD.size)
+        )
         sizes = exactly or [size for size in SIZES if least <= size <= most]
         together = side_by_side(sizes, WORLD.size)
         names = ["+".join(f"P{size}" for size in each) for each in together]

@@ -12,7 +12,10 @@ SHAPES = {"a": 50, "b": 7, "c": 2000}
 
 
 def gradients(rank, step):
-    return {name: np.random.default_rng([step, rank]).integers(-99, 100, n) * 1.0 for name, n in SHAPES.items()}
+    return {
+        name: np.random.default_rng([step, rank]).integers(-99, 100, n) * 1.0
+        for name, n in SHAPES.items()
+    }
 
 
 def residuals(comm, exchange):
@@ -56,12 +59,16 @@ def test_a_sum_out_of_range_raises_on_all_ranks_and_changes_nothing(comm):
     gradient[0], gradient[1 + comm.rank] = 1e308, 1.5e308
     exchange(gradient)
     before = exchange.feedback.residual.tobytes()
-    with pytest.raises(OverflowError, match="mean of the residuals leaves the range of float64"):
+    with pytest.raises(
+        OverflowError, match="mean of the residuals leaves the range of float64"
+    ):
         average_residuals(exchange)
     assert exchange.feedback.residual.tobytes() == before
 
 
-def test_an_error_in_a_later_bucket_raises_on_all_and_changes_nothing(comm, monkeypatch):
+def test_an_error_in_a_later_bucket_raises_on_all_and_changes_nothing(
+    comm, monkeypatch
+):
     exchange = GradientExchange(comm, TopK(k=3), small=10)
     exchange(gradients(comm.rank, 0))
     before, last = residuals(comm, exchange), exchange.buckets[0].feedback
@@ -84,5 +91,7 @@ def test_a_rank_within_a_step_raises_on_all(comm):
     exchange(gradients(comm.rank, 0))
     if is_last := comm.rank == comm.size - 1:
         exchange.start("b", gradients(comm.rank, 1)["b"])
-    with pytest.raises(RuntimeError if is_last else CollectiveError, match="a step is in progress"):
+    with pytest.raises(
+        RuntimeError if is_last else CollectiveError, match="a step is in progress"
+    ):
         average_residuals(exchange)

@@ -33,7 +33,11 @@ def spread(rank, length=LENGTH, k=K):
 
 def varied(vector, rank):
     """Return the vector with values of different magnitudes."""
-    return SparseVector(vector.indices, np.random.default_rng(rank).standard_normal(K).astype(np.float32), LENGTH)
+    return SparseVector(
+        vector.indices,
+        np.random.default_rng(rank).standard_normal(K).astype(np.float32),
+        LENGTH,
+    )
 
 
 def sent_by_all(comm, call):
@@ -47,7 +51,8 @@ def union(size):
     return len({index for rank in range(size) for index in spread(rank).indices})
 
 
-# Entries that all ranks together send; tests/test_choice.py counts those of butterflies.
+# Entries that all ranks together send; tests/test_choice.py counts those of
+# butterflies.
 EXACT_SUMS = {
     "allgather": lambda size: size * (size - 1) * K,
     "split_allgather": lambda size: (size - 1) * (K + union(size)),
@@ -59,17 +64,35 @@ EXACT_SUMS = {
 @pytest.mark.parametrize("algorithm", EXACT_SUMS)
 def test_exact_sums(comm, algorithm):
     vector = spread(comm.rank)
-    sent = sent_by_all(comm, lambda: sparse_allreduce(vector, comm, algorithm=algorithm))
-    assert sum(sent) == pytest.approx(EXACT_SUMS[algorithm](comm.size) * ENTRY, rel=0.05)
+    sent = sent_by_all(
+        comm, lambda: sparse_allreduce(vector, comm, algorithm=algorithm)
+    )
+    assert sum(sent) == pytest.approx(
+        EXACT_SUMS[algorithm](comm.size) * ENTRY, rel=0.05
+    )
 
 
 OTHERS = {
-    "sparse_allgather": (lambda v, comm: sparse_allgather(v, comm), lambda size: size * (size - 1) * K * ENTRY),
-    "sparse_reduce_scatter": (lambda v, comm: sparse_reduce_scatter(v, comm), lambda size: (size - 1) * K * ENTRY),
-    "sparse_bcast": (lambda v, comm: sparse_bcast(v, comm), lambda size: (size - 1) * K * ENTRY),
-    "gtopk tree": (lambda v, c: gtopk_allreduce(v, c, K, algorithm="tree"), lambda size: 2 * (size - 1) * K * ENTRY),
+    "sparse_allgather": (
+        lambda v, comm: sparse_allgather(v, comm),
+        lambda size: size * (size - 1) * K * ENTRY,
+    ),
+    "sparse_reduce_scatter": (
+        lambda v, comm: sparse_reduce_scatter(v, comm),
+        lambda size: (size - 1) * K * ENTRY,
+    ),
+    "sparse_bcast": (
+        lambda v, comm: sparse_bcast(v, comm),
+        lambda size: (size - 1) * K * ENTRY,
+    ),
+    "gtopk tree": (
+        lambda v, c: gtopk_allreduce(v, c, K, algorithm="tree"),
+        lambda size: 2 * (size - 1) * K * ENTRY,
+    ),
     "gtopk exact": (
-        lambda v, comm: gtopk_allreduce(varied(v, comm.rank), comm, K, algorithm="exact"),
+        lambda v, comm: gtopk_allreduce(
+            varied(v, comm.rank), comm, K, algorithm="exact"
+        ),
         lambda size: (size - 1) * (K + size * likely(K / size, size)) * ENTRY,
     ),
     "dense_allreduce": (
@@ -77,9 +100,9 @@ OTHERS = {
         lambda size: 2 * (size - 1) * 10_000 * VALUE,
     ),
     "plan.allreduce": (
-        lambda v, comm: SupportPlan(SparseVector(np.arange(10_000), np.empty((10_000, 0)), LENGTH), comm).allreduce(
-            np.ones(10_000, np.float32)
-        ),
+        lambda v, comm: SupportPlan(
+            SparseVector(np.arange(10_000), np.empty((10_000, 0)), LENGTH), comm
+        ).allreduce(np.ones(10_000, np.float32)),
         lambda size: 2 * (size - 1) * 10_000 * VALUE,
     ),
 }
@@ -100,7 +123,10 @@ def test_split_allgather_is_near_the_lower_bound(comm):
     length, k = 400_000, 4000
     vectors = [spread(rank, length, k) for rank in range(comm.size)]
     union = np.unique(np.concatenate([vector.indices for vector in vectors])).size
-    sent = sent_by_all(comm, lambda: sparse_allreduce(vectors[comm.rank], comm, algorithm="split_allgather"))
+    sent = sent_by_all(
+        comm,
+        lambda: sparse_allreduce(vectors[comm.rank], comm, algorithm="split_allgather"),
+    )
     assert np.mean(sent) <= 1.15 * 8 * (k + union * (comm.size - 2) / comm.size)
     assert union == pytest.approx(Case(comm.size, length, k).union(comm.size), rel=0.01)
 
@@ -108,25 +134,39 @@ def test_split_allgather_is_near_the_lower_bound(comm):
 @pytest.mark.at_least(2)
 def test_a_dense_union_travels_as_a_bitmap_or_a_range(comm):
     """Every second position is taken: 4 bytes of value and 2 bits of map an entry, against 8 bytes in plain form."""
-    vector = SparseVector(np.arange(0, 100_000, 2), np.ones(50_000, np.float32), 100_000)
+    vector = SparseVector(
+        np.arange(0, 100_000, 2), np.ones(50_000, np.float32), 100_000
+    )
     rounds = math.ceil(math.log2(comm.size))
-    sent = max(sent_by_all(comm, lambda: sparse_allreduce(vector, comm, algorithm="allgather")))
-    assert sent <= (comm.size - 1) * (50_000 * 4 + 100_000 / 8 + 200) + 64 * (comm.size - 1 + rounds)
+    sent = max(
+        sent_by_all(comm, lambda: sparse_allreduce(vector, comm, algorithm="allgather"))
+    )
+    assert sent <= (comm.size - 1) * (50_000 * 4 + 100_000 / 8 + 200) + 64 * (
+        comm.size - 1 + rounds
+    )
 
 
 @pytest.mark.at_least(2)
-@pytest.mark.parametrize(("codec", "nbytes"), [("plain", 8), ("quick", 8), ("smallest", 3 + 11 / 8)])
-def test_a_coded_entry_takes_eleven_bits_and_three_bytes_at_a_density_of_a_five_hundredth(comm, codec, nbytes):
+@pytest.mark.parametrize(
+    ("codec", "nbytes"), [("plain", 8), ("quick", 8), ("smallest", 3 + 11 / 8)]
+)
+def test_a_coded_entry_takes_eleven_bits_and_three_bytes_at_a_density_of_a_five_hundredth(
+    comm, codec, nbytes
+):
     """The entropy is log2(500) + 1.44 = 10.4 bits; values of one octave. Each rank may take another codec."""
     rng = np.random.default_rng(9)
     values = np.copysign(1 + rng.random(K), rng.standard_normal(K)).astype(np.float32)
     vector = SparseVector(spread(comm.rank).indices, values, LENGTH)
     parts = []
-    sent = sent_by_all(comm, lambda: parts.extend(sparse_allgather(vector, comm, codec=codec)))
+    sent = sent_by_all(
+        comm, lambda: parts.extend(sparse_allgather(vector, comm, codec=codec))
+    )
     assert np.mean(sent) == pytest.approx((comm.size - 1) * K * nbytes, rel=0.02)
     assert all(part.values.tobytes() == values.tobytes() for part in parts)
     mixed = sparse_allgather(vector, comm, codec="plain" if comm.rank else "smallest")
-    assert [part.indices.tobytes() for part in mixed] == [part.indices.tobytes() for part in parts]
+    assert [part.indices.tobytes() for part in mixed] == [
+        part.indices.tobytes() for part in parts
+    ]
 
 
 @pytest.mark.at_least(2)
@@ -137,5 +177,7 @@ def test_the_survey_is_a_small_part_of_what_travels(comm, monkeypatch):
     sampled = sum(sent_by_all(comm, call))
     monkeypatch.setattr(allreduce, "UNSAMPLED", allreduce.ALGORITHMS)
     equal = sum(sent_by_all(comm, call))
-    assert 0 < sampled - equal <= comm.size * (comm.size - 1) * (16 * comm.size * 4 + 128)
+    assert (
+        0 < sampled - equal <= comm.size * (comm.size - 1) * (16 * comm.size * 4 + 128)
+    )
     assert sampled <= 1.05 * equal

@@ -47,14 +47,18 @@ pytestmark = pytest.mark.small_groups
 def watched(comm, fresh, monkeypatch):
     """Return a communicator of its own, which the library sees first with the debug mode on."""
     if comm:
-        sparse_allgather(SparseVector.empty(1), comm)  # that communicator is asked now, and does without
+        # that communicator is asked now, and does without
+        sparse_allgather(SparseVector.empty(1), comm)
     monkeypatch.setenv("MPICOMP_CHECK", "1")
     return fresh
 
 
 @pytest.mark.parametrize("pattern", ["random", "unequal"])
 def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
-    vector, total = (contribution(pattern, comm.rank, comm.size), sum(map(window, contributions(pattern, comm.size))))
+    vector, total = (
+        contribution(pattern, comm.rank, comm.size),
+        sum(map(window, contributions(pattern, comm.size))),
+    )
     for name in ("auto", *allreduce.ALGORITHMS):
         checked = sparse_allreduce(vector, watched, algorithm=name)
         assert bits(checked) == bits(sparse_allreduce(vector, comm, algorithm=name))
@@ -70,19 +74,26 @@ def test_what_is_sound_passes_and_is_the_same(comm, watched, pattern):
     sparse_reduce_scatter(vector, watched)
     root = comm.size - 1
     assert (sparse_reduce(vector, watched, root) is not None) == (comm.rank == root)
-    assert bits(sparse_bcast(vector if comm.rank == root else None, watched, root)) == bits(
-        contribution(pattern, root, root + 1)
-    )
+    assert bits(
+        sparse_bcast(vector if comm.rank == root else None, watched, root)
+    ) == bits(contribution(pattern, root, root + 1))
     np.testing.assert_array_equal(dense_allreduce(window(vector), watched), total)
     for name in quantised_allreduce.algorithms:
-        checked, own = (quantised_allreduce(window(vector), each, 2, algorithm=name) for each in (watched, comm))
+        checked, own = (
+            quantised_allreduce(window(vector), each, 2, algorithm=name)
+            for each in (watched, comm)
+        )
         assert [part.tobytes() for part in checked] == [part.tobytes() for part in own]
     plan = SupportPlan.union(vector, watched)
-    np.testing.assert_array_equal(plan.allreduce(window(vector)[plan.indices]), total[plan.indices])
+    np.testing.assert_array_equal(
+        plan.allreduce(window(vector)[plan.indices]), total[plan.indices]
+    )
 
 
 @pytest.mark.at_least(2)
-def test_ranks_that_call_different_operations_are_told_who_called_what_from_where(comm, watched):
+def test_ranks_that_call_different_operations_are_told_who_called_what_from_where(
+    comm, watched
+):
     """Whether their schedules begin alike or not; at 4 ranks these two do not. And the next call works."""
     vector = contribution("random", comm.rank, comm.size)
     sparse_allgather(vector, watched)
@@ -92,8 +103,12 @@ def test_ranks_that_call_different_operations_are_told_who_called_what_from_wher
         r"sparse_allgather at test_checking.py:\d+ on rank 0; sparse_allreduce at test_checking.py:\d+ on rank",
     ):
         (sparse_allgather if comm.rank == 0 else sparse_allreduce)(vector, watched)
-    with pytest.raises(CheckError, match=r"call 2 .* got gtopk_allreduce .*; dense_allreduce"):
-        gtopk_allreduce(vector, watched) if comm.rank == 0 else dense_allreduce(np.ones(3), watched)
+    with pytest.raises(
+        CheckError, match=r"call 2 .* got gtopk_allreduce .*; dense_allreduce"
+    ):
+        gtopk_allreduce(vector, watched) if comm.rank == 0 else dense_allreduce(
+            np.ones(3), watched
+        )
     assert len(sparse_allgather(vector, watched)) == comm.size
 
 
@@ -119,7 +134,9 @@ def _astray(vector, group, metadata):
 
 def _apart(vector, group, metadata):
     total = yield from _sound(vector, group, metadata)
-    return SparseVector(total.indices, total.values * (1 + (group.rank == 1)), total.length)
+    return SparseVector(
+        total.indices, total.values * (1 + (group.rank == 1)), total.length
+    )
 
 
 def _disordered(vector, group, metadata):
@@ -140,7 +157,9 @@ _sound = allreduce.allgather
         (_disordered, r"rank 0: its result: indices\[2\] is \d+ and follows \d+"),
     ],
 )
-def test_an_algorithm_that_breaks_its_promise_is_found_on_every_rank(comm, watched, monkeypatch, broken, said):
+def test_an_algorithm_that_breaks_its_promise_is_found_on_every_rank(
+    comm, watched, monkeypatch, broken, said
+):
     monkeypatch.setitem(allreduce.ALGORITHMS, "split_allgather", broken)
     vector = SparseVector([2, 4, 6, 8, 9], [1.0, -1.0, 5.0, 2.0, 3.0], 12)
     with pytest.raises(CheckError, match=said):
@@ -152,9 +171,16 @@ def test_an_algorithm_that_breaks_its_promise_is_found_on_every_rank(comm, watch
 def test_a_sum_that_overflows_is_found(comm, watched):
     if comm.size > 1:
         with pytest.raises(CheckError, match=r"rank 0: its result: values\[0\] is inf"):
-            sparse_allreduce(SparseVector([1], np.array([3e38], np.float32), 4), watched)
-        with pytest.raises(CheckError, match="rank 1: its contribution: value 2 is nan: expected finite values"):
-            dense_allreduce(np.array([1.0, 2.0, np.nan if comm.rank == 1 else 3.0]), watched)
+            sparse_allreduce(
+                SparseVector([1], np.array([3e38], np.float32), 4), watched
+            )
+        with pytest.raises(
+            CheckError,
+            match="rank 1: its contribution: value 2 is nan: expected finite values",
+        ):
+            dense_allreduce(
+                np.array([1.0, 2.0, np.nan if comm.rank == 1 else 3.0]), watched
+            )
 
 
 def test_where_a_mass_leaves_the_range_of_float64_nothing_is_claimed(comm, watched):
@@ -186,12 +212,16 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_the_accounts_of_every_feedback_are_balanced(comm, watched, method, dtype):
     def gradient(step, size=60):
-        return np.random.default_rng([step, comm.rank]).standard_normal(size).astype(dtype)
+        return (
+            np.random.default_rng([step, comm.rank]).standard_normal(size).astype(dtype)
+        )
 
     compressor = Quantised(TopK(k=6), "bfloat16") if dtype == np.float32 else TopK(k=6)
     for collective in (gtopk_allreduce, sparse_allgather, sparse_iallreduce):
         one = GradientExchange(watched, compressor, METHODS[method](), collective)
-        named = GradientExchange(watched, compressor, METHODS[method](), collective, small=50)
+        named = GradientExchange(
+            watched, compressor, METHODS[method](), collective, small=50
+        )
         for step in range(4):
             sparse = step % 2 == 1
             one(gradient(step), sparse=sparse)
@@ -200,14 +230,25 @@ def test_the_accounts_of_every_feedback_are_balanced(comm, watched, method, dtyp
 
 ROUNDED = {
     "bins": ({"compressor": AdaComp(50)}, np.eye(1, 2000, 9, dtype=np.float32)[0]),
-    "one bit": ({"bits": 1}, {"weight": np.eye(1, 2000, 9, dtype=np.float16)[0], "bias": np.ones(1, np.float16)}),
-    "subnormal": ({"compressor": TopK(0.05)}, (np.arange(2000.0) % 19 - 9) * 2.0**-1074),
+    "one bit": (
+        {"bits": 1},
+        {
+            "weight": np.eye(1, 2000, 9, dtype=np.float16)[0],
+            "bias": np.ones(1, np.float16),
+        },
+    ),
+    "subnormal": (
+        {"compressor": TopK(0.05)},
+        (np.arange(2000.0) % 19 - 9) * 2.0**-1074,
+    ),
 }
 
 
 @pytest.mark.at_least(2)
 @pytest.mark.parametrize("case", ROUNDED)
-def test_what_rounding_takes_from_a_residual_that_is_much_larger_than_what_was_sent_is_no_lost_mass(watched, case):
+def test_what_rounding_takes_from_a_residual_that_is_much_larger_than_what_was_sent_is_no_lost_mass(
+    watched, case
+):
     settings, gradient = ROUNDED[case]
     exchange = GradientExchange(watched, **settings)
     for _ in range(3):
@@ -216,18 +257,36 @@ def test_what_rounding_takes_from_a_residual_that_is_much_larger_than_what_was_s
 
 @pytest.mark.at_least(2)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(comm, watched, in_place):
-    parts = watched, TopK(k=3), Forgetful(in_place=in_place), partial(gtopk_allreduce, k=2)
+def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(
+    comm, watched, in_place
+):
+    parts = (
+        watched,
+        TopK(k=3),
+        Forgetful(in_place=in_place),
+        partial(gtopk_allreduce, k=2),
+    )
     rng = np.random.default_rng(comm.rank)
-    with pytest.raises(CheckError, match=r"MPICOMP_CHECK: step 0, in gradient: mass is not conserved: .* left"):
+    with pytest.raises(
+        CheckError,
+        match=r"MPICOMP_CHECK: step 0, in gradient: mass is not conserved: .* left",
+    ):
         GradientExchange(*parts)(rng.standard_normal(50))
-    with pytest.raises(CheckError, match=r"MPICOMP_CHECK: step 0, in weight: mass is not conserved"):
+    with pytest.raises(
+        CheckError, match=r"MPICOMP_CHECK: step 0, in weight: mass is not conserved"
+    ):
         GradientExchange(*parts, small=10)({"weight": rng.standard_normal(50)})
 
 
 @pytest.mark.parametrize("small", [5, 10])
 def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched, small):
-    exchange = GradientExchange(watched, TopK(k=3), ErrorFeedback(), collective=compressed_sum(TopK(k=2)), small=small)
+    exchange = GradientExchange(
+        watched,
+        TopK(k=3),
+        ErrorFeedback(),
+        collective=compressed_sum(TopK(k=2)),
+        small=small,
+    )
     gradients = {"weight": np.ones(LENGTH), "bias": np.ones(8)}
     exchange(gradients)
     culprit = comm.size - 1
@@ -235,32 +294,48 @@ def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched, small):
     if comm.rank == culprit:
         spoilt["bias"][2] = np.nan
     said = rf"MPICOMP_CHECK: step 1, rank {comm.rank}, .*in bias: values\[2\] is nan: expected finite values"
-    with pytest.raises(ValueError if comm.rank == culprit else CollectiveError, match=said):
+    with pytest.raises(
+        ValueError if comm.rank == culprit else CollectiveError, match=said
+    ):
         exchange(spoilt)
     exchange(gradients)
 
 
 @pytest.mark.exactly(3)
-def test_a_compressor_that_writes_through_an_alias_of_what_it_was_given_is_found(comm, watched):
+def test_a_compressor_that_writes_through_an_alias_of_what_it_was_given_is_found(
+    comm, watched
+):
     """The view is read-only, and the array behind it is not: the values are compared."""
 
     class Writing(Compressor):
         def compress(self, corrected, *, gradient=None):
             vector = TopK(k=2).compress(corrected)
-            ctypes.c_double.from_address(corrected.ctypes.data + 3 * corrected.itemsize).value += 1
+            ctypes.c_double.from_address(
+                corrected.ctypes.data + 3 * corrected.itemsize
+            ).value += 1
             return vector
 
-    for feedback in (ErrorFeedback, partial(ErrorFeedback, in_place=True), partial(MomentumCorrection, 0.5)):
-        exchange = GradientExchange(watched, Writing() if comm.rank == 1 else TopK(k=2), feedback())
+    for feedback in (
+        ErrorFeedback,
+        partial(ErrorFeedback, in_place=True),
+        partial(MomentumCorrection, 0.5),
+    ):
+        exchange = GradientExchange(
+            watched, Writing() if comm.rank == 1 else TopK(k=2), feedback()
+        )
         said = r"changed 1 values of its input array, the first at 3"
-        with pytest.raises(CheckError if comm.rank == 1 else CollectiveError, match=said):
+        with pytest.raises(
+            CheckError if comm.rank == 1 else CollectiveError, match=said
+        ):
             exchange(np.arange(9.0))
 
 
 @pytest.mark.at_least(2)
 def test_the_variable_on_some_ranks_only_is_refused_on_all(comm, fresh, monkeypatch):
     monkeypatch.setenv("MPICOMP_CHECK", str(int(comm.rank == 1)))
-    with pytest.raises(ValueError, match=r"MPICOMP_CHECK is set on ranks \[1\] and not on the others"):
+    with pytest.raises(
+        ValueError, match=r"MPICOMP_CHECK is set on ranks \[1\] and not on the others"
+    ):
         sparse_allgather(SparseVector.empty(3), fresh)
     monkeypatch.setenv("MPICOMP_CHECK", "0")
     assert len(sparse_allgather(SparseVector.empty(3), fresh)) == comm.size
@@ -272,7 +347,9 @@ def _flip(place, buffer):
 
 
 @pytest.mark.exactly(3)
-@pytest.mark.parametrize("name", ["sparse_allreduce", "split_allgather", "gtopk_allreduce"])
+@pytest.mark.parametrize(
+    "name", ["sparse_allreduce", "split_allgather", "gtopk_allreduce"]
+)
 def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
     """Any bit of any message. On all ranks, but for the last ones of a call: nobody can tell the others of these."""
     run = {
@@ -280,14 +357,20 @@ def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
         "split_allgather": partial(sparse_allreduce, algorithm="split_allgather"),
         "gtopk_allreduce": gtopk_allreduce,
     }[name]
-    vector, last = contribution("random", comm.rank, comm.size), int(np.ceil(np.log2(comm.size)))
+    vector, last = (
+        contribution("random", comm.rank, comm.size),
+        int(np.ceil(np.log2(comm.size))),
+    )
     with over(Damaging, comm) as own:
         run(vector, own)
         sent = comm.bcast(traffic(own).messages, root=comm.size - 1)
-    places = iter((3, 9, 17, 24, 29, 40, 66, 90) * sent)  # each field of the envelope, the codec's header, and behind
+    # each field of the envelope, the codec's header, and behind
+    places = iter((3, 9, 17, 24, 29, 40, 66, 90) * sent)
     for which in range(sent):
         spoil = staticmethod(partial(_flip, next(places)))
-        with over(Damaging, comm, culprit=comm.size - 1, which=which, change=spoil) as own:
+        with over(
+            Damaging, comm, culprit=comm.size - 1, which=which, change=spoil
+        ) as own:
             try:
                 run(vector, own)
             except DamagedMessageError as error:
@@ -305,12 +388,19 @@ def test_off_it_sends_nothing_more(comm, watched):
     sparse_allgather(vector, comm)
     plain = traffic(comm).messages - before
     sparse_allgather(vector, watched)
-    assert traffic(watched).messages == 3 * plain, "the order of calls, the operation, and the account"
+    assert traffic(watched).messages == 3 * plain, (
+        "the order of calls, the operation, and the account"
+    )
 
 
 @pytest.mark.at_least(2)
-@pytest.mark.parametrize(("fault", "message"), [(0, "the ranks hold different bits"), (1, "mass is not conserved")])
-def test_a_dense_sum_in_few_bits_that_differs_or_loses_something_is_found(comm, watched, monkeypatch, fault, message):
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [(0, "the ranks hold different bits"), (1, "mass is not conserved")],
+)
+def test_a_dense_sum_in_few_bits_that_differs_or_loses_something_is_found(
+    comm, watched, monkeypatch, fault, message
+):
     direct = quantised_allreduce.algorithms["direct"]
 
     def broken(*given, **arguments):
@@ -328,7 +418,11 @@ def test_a_sum_that_is_written_over_its_input_is_sound(comm, watched, bits):
     """Also in an exchange, where the residual takes the place of the corrected gradient."""
     exchange = GradientExchange(watched, bits=bits)
     for step in range(3):
-        exchange(np.random.default_rng([step, comm.rank]).standard_normal(5000).astype(np.float32))
+        exchange(
+            np.random.default_rng([step, comm.rank])
+            .standard_normal(5000)
+            .astype(np.float32)
+        )
     array = np.random.default_rng(comm.rank).standard_normal(300)
     out = quantised_allreduce(array, watched, bits=bits, out=(np.empty(300), array))
     assert np.shares_memory(out[1], array)

@@ -5,24 +5,48 @@ import pytest
 from cases import RandomK, compressed_sum, state_of, through_a_file
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allreduce
-from mpicomp import AggregationAware, ErrorFeedback, MomentumCorrection, Quantised, SIDCo, StepAhead, TopK, WarmUp
+from mpicomp import (
+    AggregationAware,
+    ErrorFeedback,
+    MomentumCorrection,
+    Quantised,
+    SIDCo,
+    StepAhead,
+    TopK,
+    WarmUp,
+)
 from mpicomp.settings import from_table, to_table
 
 pytestmark = pytest.mark.small_groups
 
 MAKERS = {
-    "error feedback": lambda comm: GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), gtopk_allreduce),
+    "error feedback": lambda comm: GradientExchange(
+        comm, TopK(density=0.1), ErrorFeedback(), gtopk_allreduce
+    ),
     "momentum": lambda comm: GradientExchange(
-        comm, WarmUp(RandomK(0.1, seed=1), [0.5, 0.1], calls=2), MomentumCorrection(0.9), sparse_allreduce
+        comm,
+        WarmUp(RandomK(0.1, seed=1), [0.5, 0.1], calls=2),
+        MomentumCorrection(0.9),
+        sparse_allreduce,
     ),
     "step ahead": lambda comm: GradientExchange(
-        comm, Quantised(TopK(density=0.1), "float16"), StepAhead(0.1, 0.9), gtopk_allreduce
+        comm,
+        Quantised(TopK(density=0.1), "float16"),
+        StepAhead(0.1, 0.9),
+        gtopk_allreduce,
     ),
-    "random": lambda comm: GradientExchange(comm, RandomK(0.1, seed=2), ErrorFeedback(), sparse_allreduce),
+    "random": lambda comm: GradientExchange(
+        comm, RandomK(0.1, seed=2), ErrorFeedback(), sparse_allreduce
+    ),
     "two-way": lambda comm: GradientExchange(
-        comm, AggregationAware(0.1), ErrorFeedback(), collective=compressed_sum(TopK(0.2))
+        comm,
+        AggregationAware(0.1),
+        ErrorFeedback(),
+        collective=compressed_sum(TopK(0.2)),
     ),
-    "SIDCo": lambda comm: GradientExchange(comm, SIDCo(0.05), ErrorFeedback(), gtopk_allreduce),
+    "SIDCo": lambda comm: GradientExchange(
+        comm, SIDCo(0.05), ErrorFeedback(), gtopk_allreduce
+    ),
     "SIDCo as published": lambda comm: GradientExchange(
         comm, SIDCo(0.05, adaptation="published"), ErrorFeedback(), gtopk_allreduce
     ),
@@ -31,7 +55,11 @@ SHAPES = {"weight": (40, 50), "bias": (7,), "scale": (3, 1)}
 
 
 def gradient(rank, step, name="weight"):
-    return np.random.default_rng([step, rank, len(name)]).standard_normal(SHAPES[name]).astype(np.float32)
+    return (
+        np.random.default_rng([step, rank, len(name)])
+        .standard_normal(SHAPES[name])
+        .astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -48,7 +76,10 @@ def test_a_run_that_is_taken_up_again_continues_bit_for_bit(comm, maker, named):
         assert bits(whole, step) == bits(first, step)
     state = through_a_file(first.state_dict())
     if named:
-        with pytest.raises(ValueError, match=r"without \['gradient'\]: expected the 1 of the exchange; register"):
+        with pytest.raises(
+            ValueError,
+            match=r"without \['gradient'\]: expected the 1 of the exchange; register",
+        ):
             second.load_state_dict(state)
         second.register({name: gradient(0, 0, name) for name in SHAPES})
     second.load_state_dict(state)
@@ -65,7 +96,11 @@ def test_a_state_that_does_not_fit_changes_nothing(comm):
         {"gradient/feedback.residual": before["gradient/feedback.residual"]},
         {"gradient/other.residual": np.ones(3)},
         {**before, "gradient/feedback.velocity": np.ones(3, np.float32)},
-        {**before, "gradient/compressor.0.step": np.array(9), "gradient/feedback.more": np.ones(3)},
+        {
+            **before,
+            "gradient/compressor.0.step": np.array(9),
+            "gradient/feedback.more": np.ones(3),
+        },
     ):
         with pytest.raises(ValueError, match=r"the state (has|is of|of)|shape"):
             exchange.load_state_dict(bad)
@@ -78,7 +113,10 @@ def test_a_compressors_state_is_whole(comm):
     plain(gradient(comm.rank, 0))
     random = GradientExchange(comm, RandomK(0.1), ErrorFeedback(), gtopk_allreduce)
     for more in ({}, {"gradient/compressor.0.step": np.ones(3, int)}):
-        with pytest.raises(ValueError, match=r"the state has .* as 0.step: expected an integer from 0 to"):
+        with pytest.raises(
+            ValueError,
+            match=r"the state has .* as 0.step: expected an integer from 0 to",
+        ):
             random.load_state_dict(plain.state_dict() | more, same_settings=False)
     assert random(gradient(comm.rank, 0)).shape == SHAPES["weight"]
 
@@ -90,10 +128,16 @@ def test_a_state_of_which_something_is_missing_changes_nothing(comm, maker):
     before, bits = exchange.state_dict(), state_of(exchange)
     for name in before:
         with pytest.raises(ValueError, match=r"the state .*(has no|is of)"):
-            exchange.load_state_dict({key: before[key] for key in before if key != name})
+            exchange.load_state_dict(
+                {key: before[key] for key in before if key != name}
+            )
     for vector in ("weight/", "bias/", ""):
-        with pytest.raises(ValueError, match=r"the state is of . tensors, with .. and without"):
-            exchange.load_state_dict({key: before[key] for key in before if not key.startswith(vector)})
+        with pytest.raises(
+            ValueError, match=r"the state is of . tensors, with .. and without"
+        ):
+            exchange.load_state_dict(
+                {key: before[key] for key in before if not key.startswith(vector)}
+            )
     assert state_of(exchange) == bits
 
 
@@ -102,7 +146,10 @@ def test_the_state_of_an_exchange_that_has_kept_nothing_is_one_too(comm):
     used(gradient(comm.rank, 0))
     used.load_state_dict(through_a_file(fresh.state_dict()))
     assert used.residual_norm == 0
-    assert used(gradient(comm.rank, 1)).tobytes() == fresh(gradient(comm.rank, 1)).tobytes()
+    assert (
+        used(gradient(comm.rank, 1)).tobytes()
+        == fresh(gradient(comm.rank, 1)).tobytes()
+    )
 
 
 @pytest.mark.parametrize("maker", ["random", "two-way"])
@@ -110,17 +157,23 @@ def test_the_length_of_every_state_is_looked_at(comm, maker):
     first, second = (MAKERS[maker](comm) for _ in range(2))
     first({"weight": gradient(comm.rank, 0)[:39]})
     second.register({"weight": gradient(0, 0)})
-    with pytest.raises(ValueError, match=r"the state of 'weight' has 1950 values: expected 2000"):
+    with pytest.raises(
+        ValueError, match=r"the state of 'weight' has 1950 values: expected 2000"
+    ):
         second.load_state_dict(first.state_dict())
 
 
 def test_a_rescaling_that_fails_changes_nothing(comm):
-    exchange = GradientExchange(comm, TopK(k=1), MomentumCorrection(0.5), sparse_allreduce, small=0)
+    exchange = GradientExchange(
+        comm, TopK(k=1), MomentumCorrection(0.5), sparse_allreduce, small=0
+    )
     own = np.zeros((comm.size, 2), np.float16)
     own[comm.rank] = 3e4
     exchange({"a": np.ones(5, np.float16), "b": own})
     before = state_of(exchange)
-    with pytest.raises(OverflowError, match=r"the residual times 3(\.0)? leaves the range of float16"):
+    with pytest.raises(
+        OverflowError, match=r"the residual times 3(\.0)? leaves the range of float16"
+    ):
         exchange.rescale(3)
     assert state_of(exchange) == before
 
@@ -131,10 +184,14 @@ def test_after_a_reset_an_exchange_is_as_new_for_the_same_shapes(comm):
         used(gradient(comm.rank, step))
     used.reset()
     with pytest.raises(
-        ValueError, match=r"gradient is float32 of shape \(7, 50\): expected float32 of shape \(40, 50\)"
+        ValueError,
+        match=r"gradient is float32 of shape \(7, 50\): expected float32 of shape \(40, 50\)",
     ):
         used(gradient(comm.rank, 2)[:7])
-    assert used(gradient(comm.rank, 3)).tobytes() == fresh(gradient(comm.rank, 3)).tobytes()
+    assert (
+        used(gradient(comm.rank, 3)).tobytes()
+        == fresh(gradient(comm.rank, 3)).tobytes()
+    )
 
 
 def test_the_norm_of_halves_does_not_overflow(comm):
@@ -144,7 +201,9 @@ def test_the_norm_of_halves_does_not_overflow(comm):
 
 
 def test_reset_and_rescale_reach_every_vector(comm):
-    exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), collective=compressed_sum(TopK(k=1)))
+    exchange = GradientExchange(
+        comm, TopK(k=1), ErrorFeedback(), collective=compressed_sum(TopK(k=1))
+    )
     exchange({name: gradient(comm.rank, 0, name) for name in SHAPES})
     before = exchange.state_dict()
     exchange.rescale(2.0)
@@ -168,17 +227,27 @@ def test_the_point_ahead(comm):
     listed(np.split(gradient(comm.rank, 0).reshape(-1), 2))
     halves = listed.ahead([x[:1000].reshape(10, 100), x[1000:]])
     assert halves[0].shape == (10, 100)
-    np.testing.assert_array_equal(np.concatenate([half.reshape(-1) for half in halves]), exchange.ahead(x))
+    np.testing.assert_array_equal(
+        np.concatenate([half.reshape(-1) for half in halves]), exchange.ahead(x)
+    )
 
     named = GradientExchange(comm, TopK(k=1), StepAhead(0.5), sparse_allreduce)
-    model = {"weight": zero, "bias": np.zeros(7, np.float32), "scale": np.zeros((3, 1), np.float32)}
+    model = {
+        "weight": zero,
+        "bias": np.zeros(7, np.float32),
+        "scale": np.zeros((3, 1), np.float32),
+    }
     assert named.ahead(model)["weight"] is zero
     named({name: gradient(comm.rank, 0, name) for name in SHAPES})
     points = named.ahead(model)
     state = named.state_dict()
-    np.testing.assert_array_equal(points["weight"].reshape(-1), -state["weight/feedback.residual"])
+    np.testing.assert_array_equal(
+        points["weight"].reshape(-1), -state["weight/feedback.residual"]
+    )
     small = np.concatenate([points["bias"], points["scale"].reshape(-1)])
-    kept = np.concatenate([state["bias/feedback.residual"], state["scale/feedback.residual"]])
+    kept = np.concatenate(
+        [state["bias/feedback.residual"], state["scale/feedback.residual"]]
+    )
     np.testing.assert_array_equal(small, -kept)
 
     plain = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce)
@@ -197,7 +266,10 @@ def test_within_a_step_the_state_is_that_before_it(comm, maker):
     for name in SHAPES:
         exchange.start(name, gradient(comm.rank, 2, name))
         np.testing.assert_equal(exchange.state_dict(), before)
-    mean, expected = exchange.finish(), twin({name: gradient(comm.rank, 2, name) for name in SHAPES})
+    mean, expected = (
+        exchange.finish(),
+        twin({name: gradient(comm.rank, 2, name) for name in SHAPES}),
+    )
     assert all(mean[name].tobytes() == expected[name].tobytes() for name in SHAPES)
     np.testing.assert_equal(exchange.state_dict(), twin.state_dict())
 
@@ -210,12 +282,20 @@ def test_a_state_of_another_rank_or_number_of_ranks_is_refused(comm):
     other = (comm.rank + 1) % comm.size
     if other != comm.rank:
         said = (
-            f"the state of 'gradient' was saved with rank {other}: expected {comm.rank}; each rank loads what it saved"
+            f"the state of 'gradient' was saved with rank {other}: expected {comm.rank}; "
+            "each rank loads what it saved"
         )
         with pytest.raises(ValueError, match=said):
             exchange.load_state_dict(states[other], same_settings=False)
-    more = {"gradient/settings": to_table(from_table(before["gradient/settings"]) | {"ranks": 77})}
-    with pytest.raises(ValueError, match=f"'gradient' was saved with ranks 77: expected {comm.size}; each rank"):
+    more = {
+        "gradient/settings": to_table(
+            from_table(before["gradient/settings"]) | {"ranks": 77}
+        )
+    }
+    with pytest.raises(
+        ValueError,
+        match=f"'gradient' was saved with ranks 77: expected {comm.size}; each rank",
+    ):
         exchange.load_state_dict(before | more, same_settings=False)
     np.testing.assert_equal(exchange.state_dict(), before)
 
@@ -229,7 +309,10 @@ OTHERS = {
         {"feedback": ErrorFeedback(decay=0.5)},
         r"saved with feedback ErrorFeedback\(.*decay=0.5\): expected Error",
     ),
-    "average": ({"average": "contributors"}, "'gradient' was saved with average contributors: expected True; make the"),
+    "average": (
+        {"average": "contributors"},
+        "'gradient' was saved with average contributors: expected True; make the",
+    ),
     "small": ({"small": 5}, "'gradient' was saved with small 5: expected 1024"),
 }
 
@@ -261,13 +344,22 @@ def test_what_changes_between_steps_is_no_other_setting(comm):
         exchange(gradient(comm.rank, 1))
         fresh = MAKERS[name](comm)
         fresh.load_state_dict(through_a_file(exchange.state_dict()))
-        assert exchange(gradient(comm.rank, 2)).tobytes() == fresh(gradient(comm.rank, 2)).tobytes()
+        assert (
+            exchange(gradient(comm.rank, 2)).tobytes()
+            == fresh(gradient(comm.rank, 2)).tobytes()
+        )
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "module._orig_mod."])
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.module.", "module._orig_mod."]
+)
 @pytest.mark.parametrize("inside", ["", "_checkpoint_wrapped_module."])
-@pytest.mark.parametrize("name", ["weight", "exchange", "settings", "holds", "exchange/settings", "a/b"])
-def test_a_tensor_may_have_any_name_and_in_a_wrapped_model_has_the_state_of_the_model(comm, prefix, inside, name):
+@pytest.mark.parametrize(
+    "name", ["weight", "exchange", "settings", "holds", "exchange/settings", "a/b"]
+)
+def test_a_tensor_may_have_any_name_and_in_a_wrapped_model_has_the_state_of_the_model(
+    comm, prefix, inside, name
+):
     names = {f"{prefix}{inside}{name}": name, "same": "same"}
     one, two = (GradientExchange(comm, TopK(k=1), small=0) for _ in range(2))
     one({given: gradient(comm.rank, place) for place, given in enumerate(names)})

@@ -18,20 +18,31 @@ LENGTH = 30_000
 def contributed(rank, entries, length=LENGTH):
     rng = np.random.default_rng([rank, entries])
     indices = np.sort(rng.choice(length, entries, replace=False))
-    return SparseVector(indices, rng.integers(-9, 9, entries).astype(np.float32), length)
+    return SparseVector(
+        indices, rng.integers(-9, 9, entries).astype(np.float32), length
+    )
 
 
 def check_sums(comm, counts=(0, 1, 40, 9000, LENGTH)):
     """Check sums of several densities, and one to which the ranks contribute unequal counts."""
     for entries in (*counts, None):
-        vectors = [contributed(rank, 3000 * (rank % 3) if entries is None else entries) for rank in range(comm.size)]
+        vectors = [
+            contributed(rank, 3000 * (rank % 3) if entries is None else entries)
+            for rank in range(comm.size)
+        ]
         total = sum(vector.to_dense() for vector in vectors)
-        np.testing.assert_array_equal(sparse_allreduce(vectors[comm.rank], comm).to_dense(), total)
+        np.testing.assert_array_equal(
+            sparse_allreduce(vectors[comm.rank], comm).to_dense(), total
+        )
         result, rejected = gtopk_allreduce(vectors[comm.rank], comm, k=500)
-        kept = result.to_dense() + sum(each.to_dense() for each in comm.allgather(rejected))
+        kept = result.to_dense() + sum(
+            each.to_dense() for each in comm.allgather(rejected)
+        )
         np.testing.assert_array_equal(kept, total)
     plan = SupportPlan.union(contributed(comm.rank, 50), comm)
-    assert set(plan.indices) == {index for rank in range(comm.size) for index in contributed(rank, 50).indices}
+    assert set(plan.indices) == {
+        index for rank in range(comm.size) for index in contributed(rank, 50).indices
+    }
 
 
 @pytest.mark.at_least(3)
@@ -39,13 +50,20 @@ def test_ranks_that_remember_different_calls_sum_all_the_same(fresh):
     """As after an error on one rank: it sends metadata, the others their vectors, or the other way around."""
     vector = contributed(fresh.rank, 5_000, 1_000_000)
     before = sparse_allreduce(vector, fresh)
-    assert messages_of(fresh, vector) == (fresh.size - 1).bit_length()  # the last call gathered the vectors
+    # the last call gathered the vectors
+    assert messages_of(fresh, vector) == (fresh.size - 1).bit_length()
     for turn in range(fresh.size):
         for forget in fresh.rank != turn, fresh.rank == turn:
             if forget:
                 link_of(fresh).gathered.clear()
-            assert sparse_allreduce(vector, fresh).values.tobytes() == before.values.tobytes()
-    assert sparse_allreduce(vector, fresh, algorithm="allgather").values.tobytes() == before.values.tobytes()
+            assert (
+                sparse_allreduce(vector, fresh).values.tobytes()
+                == before.values.tobytes()
+            )
+    assert (
+        sparse_allreduce(vector, fresh, algorithm="allgather").values.tobytes()
+        == before.values.tobytes()
+    )
     assert messages_of(fresh, vector) == (fresh.size - 1).bit_length()
     check_sums(fresh)
 
@@ -70,18 +88,25 @@ def test_links_between_nodes_are_measured_and_all_ranks_get_the_same_figures(fre
     assert not fresh.Iprobe()
 
 
-def test_in_one_node_and_where_a_variable_names_the_links_nothing_is_measured(fresh, monkeypatch):
+def test_in_one_node_and_where_a_variable_names_the_links_nothing_is_measured(
+    fresh, monkeypatch
+):
     monkeypatch.setattr(links, "_trip", None)
     assert agreed_links(fresh, [0] * fresh.size) == links.NETWORKS["1gbit"]
     if fresh.rank == 0:
         monkeypatch.setenv(links.VARIABLE, "hdr")
-    assert agreed_links(fresh, range(fresh.size), 2.0) == replace(links.NETWORKS["hdr"], crowding=2.0)
+    assert agreed_links(fresh, range(fresh.size), 2.0) == replace(
+        links.NETWORKS["hdr"], crowding=2.0
+    )
 
 
 def test_a_bad_name_of_the_links_on_rank_0_raises_on_all_ranks(fresh, monkeypatch):
     if fresh.rank == 0:
         monkeypatch.setenv(links.VARIABLE, "2gbits")
-    with pytest.raises(ValueError, match=r"MPICOMP_NETWORK is not a network: got '2gbits': expected one of"):
+    with pytest.raises(
+        ValueError,
+        match=r"MPICOMP_NETWORK is not a network: got '2gbits': expected one of",
+    ):
         sparse_allreduce(contributed(fresh.rank, 10), fresh)
     monkeypatch.delenv(links.VARIABLE, raising=False)
     check_sums(fresh, (40,))
@@ -93,13 +118,23 @@ def test_ranks_with_different_lengths_or_algorithms_meet_and_raise(fresh, entrie
     """A small vector is sent in the metadata exchange, and a large one is not."""
     for turn in range(fresh.size):
         mine = fresh.rank == turn
-        with pytest.raises(CollectiveError, match="length must be the same on all ranks"):
-            sparse_allreduce(contributed(fresh.rank, 10 if mine else entries, LENGTH + mine), fresh)
+        with pytest.raises(
+            CollectiveError, match="length must be the same on all ranks"
+        ):
+            sparse_allreduce(
+                contributed(fresh.rank, 10 if mine else entries, LENGTH + mine), fresh
+            )
         with pytest.raises(CollectiveError, match="k must be the same on all ranks"):
-            gtopk_allreduce(contributed(fresh.rank, entries), fresh, k=LENGTH if mine else 1)
+            gtopk_allreduce(
+                contributed(fresh.rank, entries), fresh, k=LENGTH if mine else 1
+            )
         with pytest.raises(TypeError if mine else CollectiveError):
             sparse_allreduce(None if mine else contributed(fresh.rank, entries), fresh)
     for name in ALGORITHMS:
         with pytest.raises(CollectiveError, match="algorithm must be the same"):
-            sparse_allreduce(contributed(fresh.rank, entries), fresh, algorithm=name if fresh.rank == 0 else "auto")
+            sparse_allreduce(
+                contributed(fresh.rank, entries),
+                fresh,
+                algorithm=name if fresh.rank == 0 else "auto",
+            )
     check_sums(fresh, (40,))

@@ -17,18 +17,37 @@ from cases import (
 )
 from cases import select as largest
 
-from collectives import GradientExchange, compressed_allreduce, compressed_iallreduce, traffic
-from mpicomp import AggregationAware, ChunkedTopK, CollectiveError, Dense, Quantised, SIDCo, SparseVector, TopK
+from collectives import (
+    GradientExchange,
+    compressed_allreduce,
+    compressed_iallreduce,
+    traffic,
+)
+from mpicomp import (
+    AggregationAware,
+    ChunkedTopK,
+    CollectiveError,
+    Dense,
+    Quantised,
+    SIDCo,
+    SparseVector,
+    TopK,
+)
 
 
 def shares(length, size):
-    return [slice(length * rank // size, length * (rank + 1) // size) for rank in range(size)]
+    return [
+        slice(length * rank // size, length * (rank + 1) // size)
+        for rank in range(size)
+    ]
 
 
 def oracle(dense, k):
     """Return the k largest of each share of the sum of dense vectors."""
     total = sum(dense)
-    return np.concatenate([largest(total[share], k) for share in shares(total.size, len(dense))])
+    return np.concatenate(
+        [largest(total[share], k) for share in shares(total.size, len(dense))]
+    )
 
 
 @for_each(pattern=PATTERNS, k=[1, 10, LENGTH])
@@ -44,21 +63,34 @@ def test_the_sum_is_compressed_conserved_and_the_same_everywhere(comm, pattern, 
     own = window(rejected)
     np.testing.assert_array_equal(window(result) + sum(comm.allgather(own)), sum(dense))
     share = shares(LENGTH, comm.size)[comm.rank]
-    assert not np.delete(own, np.arange(share.start, share.stop)).any(), "only of its own share"
+    assert not np.delete(own, np.arange(share.start, share.stop)).any(), (
+        "only of its own share"
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("compressor", [Dense(), ChunkedTopK(k=2, chunk=8), Quantised(Dense(), "sign")])
+@pytest.mark.parametrize(
+    "compressor", [Dense(), ChunkedTopK(k=2, chunk=8), Quantised(Dense(), "sign")]
+)
 def test_every_dtype_and_kind_of_compressor(comm, dtype, compressor):
-    total = sum(window(vector) for vector in contributions("random", comm.size, dtype=dtype)).astype(dtype)
-    expected = np.concatenate([compressor.compress(total[each]).to_dense() for each in shares(LENGTH, comm.size)])
+    total = sum(
+        window(vector) for vector in contributions("random", comm.size, dtype=dtype)
+    ).astype(dtype)
+    expected = np.concatenate(
+        [
+            compressor.compress(total[each]).to_dense()
+            for each in shares(LENGTH, comm.size)
+        ]
+    )
     mine = contribution("random", comm.rank, comm.size, dtype=dtype)
     result, rejected = compressed_allreduce(mine, comm, compressor)
     assert result.dtype == rejected.dtype == dtype
     assert_same_bits(comm, result)
     np.testing.assert_array_equal(result.to_dense(), expected)
     share = shares(LENGTH, comm.size)[comm.rank]
-    np.testing.assert_array_equal(rejected.to_dense()[share], (total - expected.astype(dtype))[share])
+    np.testing.assert_array_equal(
+        rejected.to_dense()[share], (total - expected.astype(dtype))[share]
+    )
 
 
 @pytest.mark.parametrize("length", [0, 1, 5])
@@ -66,11 +98,18 @@ def test_lengths_with_fewer_values_than_ranks(comm, length):
     mine = SparseVector.from_dense(np.arange(1.0, length + 1))
     result, rejected = compressed_allreduce(mine, comm, TopK(k=1))
     kept = sum(comm.allgather(rejected.to_dense()))
-    np.testing.assert_array_equal(result.to_dense() + kept, comm.size * np.arange(1.0, length + 1))
+    np.testing.assert_array_equal(
+        result.to_dense() + kept, comm.size * np.arange(1.0, length + 1)
+    )
 
 
 def test_two_runs_of_real_numbers_and_several_in_flight_give_the_same_bits(comm):
-    vectors = [SparseVector.from_dense(np.random.default_rng([comm.rank, n]).standard_normal(LENGTH)) for n in range(3)]
+    vectors = [
+        SparseVector.from_dense(
+            np.random.default_rng([comm.rank, n]).standard_normal(LENGTH)
+        )
+        for n in range(3)
+    ]
     expected = [compressed_allreduce(vector, comm, TopK(k=3)) for vector in vectors]
     started = [compressed_iallreduce(vector, comm, TopK(k=3)) for vector in vectors]
     for request, (result, rejected) in reversed([*zip(started, expected, strict=True)]):
@@ -83,17 +122,24 @@ def test_a_rank_sends_its_entries_and_its_share_of_the_result(comm):
     """Of the ranks' disjoint entries, so that the exact sum has P times as many."""
     n, k = 4000 * comm.size, 100 * comm.size
     entries = np.arange(comm.rank, n, n // k)[:k]
-    vector = SparseVector(entries, np.random.default_rng(comm.rank).standard_normal(k), n)
+    vector = SparseVector(
+        entries, np.random.default_rng(comm.rank).standard_normal(k), n
+    )
     before = traffic(comm).nbytes
     compressed_allreduce(vector, comm, TopK(k=100), codec="plain")
     messages = comm.size - 1 + (comm.size - 1).bit_length()
-    assert traffic(comm).nbytes - before <= 2 * (comm.size - 1) * 100 * 12 * 1.1 + 128 * (messages + comm.size)
+    assert traffic(comm).nbytes - before <= 2 * (
+        comm.size - 1
+    ) * 100 * 12 * 1.1 + 128 * (messages + comm.size)
 
 
 @pytest.mark.parametrize(
     ("compressor", "said"),
     [
-        (RandomK(k=3), r"compressor is RandomK.*, which keeps a state between calls: expected a compressor of a sum"),
+        (
+            RandomK(k=3),
+            r"compressor is RandomK.*, which keeps a state between calls: expected a compressor of a sum",
+        ),
         (SIDCo(0.1), "which keeps a state"),
         (AggregationAware(0.1), "which keeps a state"),
         (Quantised(RandomK(k=3), "sign"), "which keeps a state"),
@@ -102,15 +148,21 @@ def test_a_rank_sends_its_entries_and_its_share_of_the_result(comm):
 )
 def test_a_compressor_with_a_state_is_refused(comm, compressor, said):
     with pytest.raises(TypeError, match=said):
-        compressed_allreduce(contribution("random", comm.rank, comm.size), comm, compressor)
+        compressed_allreduce(
+            contribution("random", comm.rank, comm.size), comm, compressor
+        )
 
 
 @pytest.mark.at_least(2)
 def test_other_settings_on_one_rank_raise_on_all(comm):
     vector = contribution("random", comm.rank, comm.size)
-    with pytest.raises(CollectiveError, match=r"compressor must be the same.*TopK\(k=3\) on rank"):
+    with pytest.raises(
+        CollectiveError, match=r"compressor must be the same.*TopK\(k=3\) on rank"
+    ):
         compressed_allreduce(vector, comm, TopK(k=3 if comm.rank else 4))
-    exchange = GradientExchange(comm, TopK(k=5), collective=compressed_sum(TopK(k=3 if comm.rank else 4)))
+    exchange = GradientExchange(
+        comm, TopK(k=5), collective=compressed_sum(TopK(k=3 if comm.rank else 4))
+    )
     with pytest.raises(CollectiveError, match="compressor must be the same"):
         exchange(np.ones(LENGTH))
 
@@ -122,7 +174,9 @@ class Wider(TopK):
 
 def test_a_compressor_that_returns_another_dtype_is_named(comm):
     vector = contribution("random", comm.rank, comm.size)
-    with pytest.raises(ValueError, match=r"Wider.* returned .*: expected float32 numbers of length"):
+    with pytest.raises(
+        ValueError, match=r"Wider.* returned .*: expected float32 numbers of length"
+    ):
         compressed_allreduce(vector, comm, Wider(k=3))
 
 
@@ -130,7 +184,9 @@ def test_a_compressor_that_returns_another_dtype_is_named(comm):
 def test_a_sum_out_of_range_raises_on_its_owner_and_on_all_others(comm):
     vector = SparseVector([0], np.array([60_000], np.float16), LENGTH)
     error = OverflowError if comm.rank == 0 else CollectiveError
-    with pytest.raises(error, match="the sum over the ranks leaves the range of float16"):
+    with pytest.raises(
+        error, match="the sum over the ranks leaves the range of float16"
+    ):
         compressed_allreduce(vector, comm, TopK(k=1))
 
 
@@ -138,13 +194,24 @@ def test_a_sum_out_of_range_raises_on_its_owner_and_on_all_others(comm):
 
 
 def integers(rank, step, length=LENGTH):
-    return np.random.default_rng([step, rank]).integers(-99, 100, length).astype(np.float32)
+    return (
+        np.random.default_rng([step, rank])
+        .integers(-99, 100, length)
+        .astype(np.float32)
+    )
 
 
-def test_an_exchange_follows_the_rule_of_the_paper_with_a_share_of_the_server_on_each_rank(comm):
+def test_an_exchange_follows_the_rule_of_the_paper_with_a_share_of_the_server_on_each_rank(
+    comm,
+):
     """The server's residual is that of the owner; a rank contributes all of its own share, and k entries outside."""
-    exchange = GradientExchange(comm, TopK(k=9), average=False, collective=compressed_sum(TopK(k=2)))
-    residuals, places = [np.zeros(LENGTH) for _ in range(comm.size)], shares(LENGTH, comm.size)
+    exchange = GradientExchange(
+        comm, TopK(k=9), average=False, collective=compressed_sum(TopK(k=2))
+    )
+    residuals, places = (
+        [np.zeros(LENGTH) for _ in range(comm.size)],
+        shares(LENGTH, comm.size),
+    )
     for step in range(4):
         contributed = []
         for rank, residual in enumerate(residuals):
@@ -165,7 +232,9 @@ def test_an_exchange_follows_the_rule_of_the_paper_with_a_share_of_the_server_on
 
 
 def test_a_value_that_is_not_finite_in_the_own_share_is_named(comm):
-    exchange = GradientExchange(comm, TopK(k=3), collective=compressed_sum(TopK(k=3)), small=0)
+    exchange = GradientExchange(
+        comm, TopK(k=3), collective=compressed_sum(TopK(k=3)), small=0
+    )
     gradients = {"a": np.ones(100), "b": np.ones(100)}
     exchange(gradients)
     first = 200 * comm.rank // comm.size

@@ -1,7 +1,7 @@
 """Every feedback method with every compressor over every collective: residuals change by what was not received.
 
-The values are integers and the momentum is 1/2 over a few steps, so that sums are exact; but for AdaComp, whose
-magnitude is a mean, which is compared up to rounding.
+The values are integers and the momentum is 1/2 over a few steps, so that sums are
+exact; but for AdaComp, whose magnitude is a mean, which is compared up to rounding.
 """
 
 import itertools
@@ -12,7 +12,12 @@ import pytest
 from cases import RandomK, compressed_sum, through_a_file
 from mpi4py import MPI
 
-from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
+from collectives import (
+    GradientExchange,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+)
 from mpicomp import (
     AdaComp,
     AggregationAware,
@@ -56,10 +61,13 @@ FEEDBACKS = {
     "step ahead, momentum": partial(StepAhead, 0.5, 0.5),
 }
 FORMS = "array", "list", "dict"
-BOUNDS = {"w": slice(0, 40), "b": slice(40, 47), "v": slice(47, LENGTH)}  # "b" is sent dense in a dict
+# "b" is sent dense in a dict
+BOUNDS = {"w": slice(0, 40), "b": slice(40, 47), "v": slice(47, LENGTH)}
 SIZES = 1, 2, 3, 4, 5, 7, 8
 STEPS, FAULTY = 3, 2  # the step that fails the first time
-every_collective = pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
+every_collective = pytest.mark.parametrize(
+    "collective", COLLECTIVES.values(), ids=COLLECTIVES
+)
 
 
 def gradient(rank, step, dtype=np.float64):
@@ -81,9 +89,15 @@ class Case:
     def __init__(self, comm, number, names):
         self.comm, self.names = comm, names
         self.feedback, self.compressor, self.collective = (
-            table[name] for table, name in zip((FEEDBACKS, COMPRESSORS, COLLECTIVES), names, strict=True)
+            table[name]
+            for table, name in zip(
+                (FEEDBACKS, COMPRESSORS, COLLECTIVES), names, strict=True
+            )
         )
-        self.form, self.dtype = FORMS[number % 3], (np.float64, np.float32)[number % 2 and names[1] != "AdaComp"]
+        self.form, self.dtype = (
+            FORMS[number % 3],
+            (np.float64, np.float32)[number % 2 and names[1] != "AdaComp"],
+        )
         self.average = number % 5 == 0
         self.in_place, self.number = names[0] == "in place", number
         self.home = np.zeros(LENGTH, self.dtype)  # of the residual in place
@@ -95,7 +109,12 @@ class Case:
 
     def made(self):
         exchange = GradientExchange(
-            self.comm, self.compressor(self.comm), self.feedback(), self.collective, average=self.average, small=10
+            self.comm,
+            self.compressor(self.comm),
+            self.feedback(),
+            self.collective,
+            average=self.average,
+            small=10,
         )
         if self.form == "dict":
             exchange.register(self.formed(self.home))
@@ -115,7 +134,12 @@ class Case:
     def joined(self, means):
         """Return means in the form of this case as one array in float64."""
         if self.form != "array":
-            means = np.concatenate([self.plain(mean) for mean in (means.values() if self.form == "dict" else means)])
+            means = np.concatenate(
+                [
+                    self.plain(mean)
+                    for mean in (means.values() if self.form == "dict" else means)
+                ]
+            )
         return self.plain(means).astype(np.float64)
 
     @staticmethod
@@ -126,7 +150,11 @@ class Case:
         """Return of(feedback, positions) for each vector, put together in float64."""
         whole = np.zeros(LENGTH)
         for bucket in self.exchange.buckets:
-            names = [tensor.name for tensor in bucket.tensors] if self.form == "dict" else BOUNDS
+            names = (
+                [tensor.name for tensor in bucket.tensors]
+                if self.form == "dict"
+                else BOUNDS
+            )
             places = np.concatenate([np.arange(LENGTH)[BOUNDS[name]] for name in names])
             whole[places] = of(bucket, places)
         return whole
@@ -134,14 +162,20 @@ class Case:
     def residual(self):
         if self.in_place:
             return self.home.astype(np.float64)
-        return self.kept(lambda bucket, places: 0 if (e := bucket.feedback.residual) is None else e)
+        return self.kept(
+            lambda bucket, places: 0 if (e := bucket.feedback.residual) is None else e
+        )
 
     def added(self, g):
         """Return what the method adds to the residual, from its state before the step."""
 
         def of(bucket, places):
             feedback, mine = bucket.feedback, g[places].astype(np.float64)
-            before = feedback.state_dict().get("velocity", np.zeros(places.size)).astype(np.float64)
+            before = (
+                feedback.state_dict()
+                .get("velocity", np.zeros(places.size))
+                .astype(np.float64)
+            )
             if isinstance(feedback, StepAhead):
                 return feedback.rate * (feedback.momentum * before + mine)
             if isinstance(feedback, MomentumCorrection):
@@ -176,7 +210,11 @@ class Case:
         g = gradient(self.comm.rank, step, self.dtype) + self.home
         if self.comm.rank == self.comm.size - 1:
             g[:] = np.nan
-        given, out, state = g.copy(), np.full(LENGTH, 7, self.dtype), self.exchange.state_dict()
+        given, out, state = (
+            g.copy(),
+            np.full(LENGTH, 7, self.dtype),
+            self.exchange.state_dict(),
+        )
         with pytest.raises((ValueError, CollectiveError), match="nan"):
             self.exchange(self.formed(g), out=self.formed(out))
         np.testing.assert_array_equal(g, given)
@@ -187,7 +225,9 @@ class Case:
 def cases(comm):
     """Yield half of the combinations of a feedback, a compressor and a collective, and all pairs; each at one P."""
     here = 2 * SIZES.index(comm.size)
-    three = itertools.product(enumerate(FEEDBACKS), enumerate(COMPRESSORS), enumerate(COLLECTIVES))
+    three = itertools.product(
+        enumerate(FEEDBACKS), enumerate(COMPRESSORS), enumerate(COLLECTIVES)
+    )
     for number, ((f, feedback), (k, compressor), (c, collective)) in enumerate(three):
         refused = feedback != "error feedback" and compressor == "AdaComp"
         if (f + k + c) % (2 * len(SIZES)) == here and not refused:
@@ -196,12 +236,18 @@ def cases(comm):
 
 def test_nothing_is_lost(comm):
     """One sum over the ranks for all cases and steps: it takes longer than the exchanges."""
-    rows = [(case, step, *case.step(step)) for case in cases(comm) for step in range(STEPS)]
+    rows = [
+        (case, step, *case.step(step)) for case in cases(comm) for step in range(STEPS)
+    ]
     total = over_ranks([row[-1] for row in rows], comm)
     for (case, step, came, _), left in zip(rows, total, strict=True):
-        expected = left.astype(case.dtype) / case.dtype(comm.size if case.average else 1)
+        expected = left.astype(case.dtype) / case.dtype(
+            comm.size if case.average else 1
+        )
         tolerance = 1e-9 if case.names[1] == "AdaComp" else 0
-        np.testing.assert_allclose(came, expected, rtol=0, atol=tolerance, err_msg=f"{case}, step {step}")
+        np.testing.assert_allclose(
+            came, expected, rtol=0, atol=tolerance, err_msg=f"{case}, step {step}"
+        )
         assert came.any() or not left.any(), case
 
 
@@ -222,13 +268,21 @@ def test_the_velocity_is_cleared_where_an_entry_left_for_good(comm, collective):
         sent, rejected = kept[-1]
         gone = np.setdiff1d(sent.indices, [] if rejected is None else rejected.indices)
         before[gone] = 0
-        np.testing.assert_array_equal(feedback.velocity, before if feedback.residual.any() else 0.5 * before + g)
+        np.testing.assert_array_equal(
+            feedback.velocity, before if feedback.residual.any() else 0.5 * before + g
+        )
 
 
-@pytest.mark.parametrize("compressor", [lambda: TopK(k=4), lambda: Quantised(RandomK(k=6), "float16")])
-def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(comm, compressor):
+@pytest.mark.parametrize(
+    "compressor", [lambda: TopK(k=4), lambda: Quantised(RandomK(k=6), "float16")]
+)
+def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(
+    comm, compressor
+):
     rate, momentum = 0.05, 0.9
-    exchange = GradientExchange(comm, compressor(), StepAhead(rate, momentum), sparse_allreduce)
+    exchange = GradientExchange(
+        comm, compressor(), StepAhead(rate, momentum), sparse_allreduce
+    )
 
     def normal(*seed):
         return np.random.default_rng(seed).standard_normal(LENGTH)
@@ -236,7 +290,9 @@ def test_the_virtual_iterate_of_step_ahead_takes_the_steps_of_momentum_sgd(comm,
     x, velocity = normal(5), np.zeros(LENGTH)
     virtual = x.copy()
     for step in range(20):
-        gradient = 0.1 * (exchange.ahead(x) - normal(3, comm.rank)) + normal(step, comm.rank)
+        gradient = 0.1 * (exchange.ahead(x) - normal(3, comm.rank)) + normal(
+            step, comm.rank
+        )
         x = x - exchange(gradient)
         velocity = momentum * velocity + over_ranks(gradient, comm) / comm.size
         virtual = virtual - rate * velocity

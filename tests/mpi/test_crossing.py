@@ -4,14 +4,23 @@ import numpy as np
 import pytest
 from cases import LENGTH, assert_equal, bits, contribution, contributions, window
 
-from collectives import allreduce, gtopk_allreduce, gtopk_iallreduce, sparse_allgather, sparse_iallreduce, traffic
+from collectives import (
+    allreduce,
+    gtopk_allreduce,
+    gtopk_iallreduce,
+    sparse_allgather,
+    sparse_iallreduce,
+    traffic,
+)
 from collectives.first_call import link_of
 from collectives.runtime import messages
 from mpicomp import DamagedMessageError
 
 SUMS = tuple(allreduce.ALGORITHMS)
 SELECTIONS = tuple(gtopk_allreduce.algorithms)
-CALLED_LONG = pytest.mark.parametrize("long", [(64, 1 << 23), (64, 64), (128, 192), (1 << 17, 64)])
+CALLED_LONG = pytest.mark.parametrize(
+    "long", [(64, 1 << 23), (64, 64), (128, 192), (1 << 17, 64)]
+)
 
 
 def call_long(monkeypatch, long):
@@ -21,9 +30,17 @@ def call_long(monkeypatch, long):
 
 def all_of(comm, vector):
     """Return the bits that every collective makes of this vector and those of the other ranks."""
-    sums = [bits(sparse_iallreduce(vector, comm, algorithm=name).wait()) for name in SUMS]
-    selections = [gtopk_iallreduce(vector, comm, 20, algorithm=name).wait() for name in SELECTIONS]
-    return [sums, [bits(p) for each in selections for p in each], [bits(p) for p in sparse_allgather(vector, comm)]]
+    sums = [
+        bits(sparse_iallreduce(vector, comm, algorithm=name).wait()) for name in SUMS
+    ]
+    selections = [
+        gtopk_iallreduce(vector, comm, 20, algorithm=name).wait() for name in SELECTIONS
+    ]
+    return [
+        sums,
+        [bits(p) for each in selections for p in each],
+        [bits(p) for p in sparse_allgather(vector, comm)],
+    ]
 
 
 @CALLED_LONG
@@ -44,11 +61,19 @@ def test_the_bits_and_the_traffic_are_the_same(comm, long, pattern, monkeypatch)
 def test_several_in_flight_end_in_any_order(comm, long, monkeypatch):
     call_long(monkeypatch, long)
     every = contributions("unequal", comm.size)
-    started = [sparse_iallreduce(every[comm.rank], comm, algorithm=name) for name in SUMS]
-    started += [gtopk_iallreduce(every[comm.rank], comm, LENGTH, algorithm=name) for name in SELECTIONS]
+    started = [
+        sparse_iallreduce(every[comm.rank], comm, algorithm=name) for name in SUMS
+    ]
+    started += [
+        gtopk_iallreduce(every[comm.rank], comm, LENGTH, algorithm=name)
+        for name in SELECTIONS
+    ]
     for place in np.random.default_rng(comm.rank).permutation(len(started)):
         total = started[place].wait()
-        assert_equal(total[0] if place >= len(SUMS) else total, sum(window(vector) for vector in every))
+        assert_equal(
+            total[0] if place >= len(SUMS) else total,
+            sum(window(vector) for vector in every),
+        )
 
 
 class Watched:
@@ -77,7 +102,9 @@ def test_a_long_message_leaves_when_the_other_is_known_and_before_it_is_received
     link, peer = link_of(fresh), 1 - comm.rank
     duplicate, link.comm = link.comm, Watched(link.comm)
     arrival = link.receive(peer, 5)
-    sending = link.send(np.full(64 * lines[comm.rank], comm.rank, np.uint8), peer, 5, arrival)
+    sending = link.send(
+        np.full(64 * lines[comm.rank], comm.rank, np.uint8), peer, 5, arrival
+    )
     while polls and not (arrival.test() and sending.test()):
         pass
     arrival.wait()
@@ -85,7 +112,12 @@ def test_a_long_message_leaves_when_the_other_is_known_and_before_it_is_received
     watched, link.comm = link.comm, duplicate
     assert arrival.buffer.tolist() == [peer] * 64 * lines[peer]
     leaves, received = ["Isend"] * (lines[comm.rank] > 1), ["Irecv"] * (lines[peer] > 1)
-    assert watched.events == ["Isend", "Improbe" if polls else "Mprobe", *leaves, *received]
+    assert watched.events == [
+        "Isend",
+        "Improbe" if polls else "Mprobe",
+        *leaves,
+        *received,
+    ]
 
 
 @pytest.mark.exactly(2)

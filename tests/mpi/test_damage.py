@@ -47,10 +47,16 @@ DAMAGES = {
 @pytest.mark.exactly(2)
 @pytest.mark.exactly(3)
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("collective", [sparse_allreduce, sparse_allgather, gtopk_allreduce])
-def test_a_damaged_message_is_an_error_on_all_that_wait_and_never_a_hang(comm, damage, collective):
+@pytest.mark.parametrize(
+    "collective", [sparse_allreduce, sparse_allgather, gtopk_allreduce]
+)
+def test_a_damaged_message_is_an_error_on_all_that_wait_and_never_a_hang(
+    comm, damage, collective
+):
     vector = contribution("random", comm.rank, comm.size)
-    with over(Damaging, comm, culprit=0, which=0, change=staticmethod(DAMAGES[damage])) as own:
+    with over(
+        Damaging, comm, culprit=0, which=0, change=staticmethod(DAMAGES[damage])
+    ) as own:
         configure(timeout=TIMEOUT)
         try:
             collective(vector, own)
@@ -64,8 +70,13 @@ def test_a_damaged_message_is_an_error_on_all_that_wait_and_never_a_hang(comm, d
         comm.Barrier()
         configure(timeout=TIMEOUT)
         try:
-            with pytest.raises(CollectiveError, match="no longer uses this communicator"):
+            with pytest.raises(
+                CollectiveError, match="no longer uses this communicator"
+            ):
                 collective(vector, own)
         finally:
             configure(timeout=None)
-    assert_equal(sparse_allreduce(vector, comm), sum(map(window, contributions("random", comm.size))))
+    assert_equal(
+        sparse_allreduce(vector, comm),
+        sum(map(window, contributions("random", comm.size))),
+    )

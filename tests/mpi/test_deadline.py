@@ -31,10 +31,14 @@ TIMEOUT = 0.4
 COLLECTIVES = {
     "sparse_allgather": sparse_allgather,
     "sparse_allreduce": sparse_allreduce,
-    "split_allgather": lambda vector, comm: sparse_allreduce(vector, comm, algorithm="split_allgather"),
+    "split_allgather": lambda vector, comm: sparse_allreduce(
+        vector, comm, algorithm="split_allgather"
+    ),
     "sparse_reduce_scatter": sparse_reduce_scatter,
     "gtopk_allreduce": gtopk_allreduce,
-    "compressed_allreduce": lambda vector, comm: compressed_allreduce(vector, comm, TopK(k=1)),
+    "compressed_allreduce": lambda vector, comm: compressed_allreduce(
+        vector, comm, TopK(k=1)
+    ),
     "exact": lambda vector, comm: gtopk_allreduce(vector, comm, algorithm="exact"),
     "sparse_reduce": sparse_reduce,
     "sparse_bcast": sparse_bcast,
@@ -61,12 +65,17 @@ def own(comm):
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_rank_that_does_not_come_is_named_by_all_that_wait(comm, own, name):
     """And when it comes it raises as well, at once; so does every later call."""
-    if comm.size != 3 and (name not in ("sparse_allreduce", "dense_allreduce") or comm.size not in (2, 8)):
+    if comm.size != 3 and (
+        name not in ("sparse_allreduce", "dense_allreduce") or comm.size not in (2, 8)
+    ):
         return
     culprit, vector = comm.size - 1, SparseVector([1, 2], [1.0, 2.0], 4)
     if comm.rank != culprit:
         began = time.monotonic()
-        with pytest.raises(CollectiveTimeoutError, match=rf"in round \d, waiting.*rank {culprit} did not respond"):
+        with pytest.raises(
+            CollectiveTimeoutError,
+            match=rf"in round \d, waiting.*rank {culprit} did not respond",
+        ):
             COLLECTIVES[name](vector, own)
         assert time.monotonic() - began >= TIMEOUT
     comm.Barrier()
@@ -74,9 +83,13 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_wait(comm, own, name):
         late = rf" was called too late on rank {culprit}: ranks? .* timed out after 0\.\d+ s.*: end the job"
         with pytest.raises(CollectiveTimeoutError, match=late):
             COLLECTIVES[name](vector, own)
-    with pytest.raises(CollectiveTimeoutError, match="no longer uses this communicator"):
+    with pytest.raises(
+        CollectiveTimeoutError, match="no longer uses this communicator"
+    ):
         sparse_allgather(vector, own)
-    assert len(sparse_allgather(vector, comm)) == comm.size, "another communicator is as good as before"
+    assert len(sparse_allgather(vector, comm)) == comm.size, (
+        "another communicator is as good as before"
+    )
 
 
 @pytest.mark.exactly(4)
@@ -93,9 +106,13 @@ def test_ranks_that_wait_for_each_other_are_told_who_waits_in_what(comm, own):
             vector, _ = yield from group.receive(1)
         return vector
 
-    said = r"all ranks responded: rank 0 waits in round \d of sparse_allgather for rank 1"
+    said = (
+        r"all ranks responded: rank 0 waits in round \d of sparse_allgather for rank 1"
+    )
     with pytest.raises(CollectiveTimeoutError, match=said):
-        (sparse_allgather if comm.rank else _faulty)(contribution("random", comm.rank, comm.size), own)
+        (sparse_allgather if comm.rank else _faulty)(
+            contribution("random", comm.rank, comm.size), own
+        )
 
 
 @pytest.mark.exactly(3)
@@ -107,10 +124,15 @@ def test_a_rank_that_is_merely_slow_is_waited_for(comm, own, pause):
         if comm.rank == comm.size - 1:
             time.sleep(pause)
         total = sparse_allreduce(contribution("random", comm.rank, comm.size), own)
-        assert_equal(total, sum(window(vector) for vector in contributions("random", comm.size)))
+        assert_equal(
+            total, sum(window(vector) for vector in contributions("random", comm.size))
+        )
     request = sparse_iallreduce(contribution("random", comm.rank, comm.size), own)
     time.sleep(1.5 * TIMEOUT)
-    assert_equal(request.wait(), sum(window(vector) for vector in contributions("random", comm.size)))
+    assert_equal(
+        request.wait(),
+        sum(window(vector) for vector in contributions("random", comm.size)),
+    )
 
 
 @pytest.mark.exactly(3)
@@ -126,7 +148,9 @@ def test_all_that_is_in_flight_on_the_communicator_ends(comm, own):
 
 
 @pytest.mark.exactly(3)
-def test_an_interrupt_while_notices_are_awaited_leaves_no_operation_waiting(comm, own, monkeypatch):
+def test_an_interrupt_while_notices_are_awaited_leaves_no_operation_waiting(
+    comm, own, monkeypatch
+):
     def interrupted(comm, faults):
         raise KeyboardInterrupt
 
@@ -136,7 +160,9 @@ def test_an_interrupt_while_notices_are_awaited_leaves_no_operation_waiting(comm
         with pytest.raises(KeyboardInterrupt):
             request.wait()
         for _ in range(2):
-            with pytest.raises(CollectiveTimeoutError, match="ranks 1, 2 did not respond"):
+            with pytest.raises(
+                CollectiveTimeoutError, match="ranks 1, 2 did not respond"
+            ):
                 request.wait()
     comm.Barrier()
 

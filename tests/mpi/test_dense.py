@@ -25,11 +25,16 @@ def test_the_array_may_change_once_the_reduction_has_started(comm):
     mine = contribution(comm.rank, 100, np.float32)
     request = dense_iallreduce(mine, comm)
     mine[:] = 99
-    np.testing.assert_array_equal(request.wait(), sum(contribution(rank, 100, np.float64) for rank in range(comm.size)))
+    np.testing.assert_array_equal(
+        request.wait(),
+        sum(contribution(rank, 100, np.float64) for rank in range(comm.size)),
+    )
 
 
 def test_all_ranks_get_the_same_bits_on_real_numbers(comm):
-    total = dense_allreduce(np.random.default_rng(comm.rank).standard_normal(10_000), comm)
+    total = dense_allreduce(
+        np.random.default_rng(comm.rank).standard_normal(10_000), comm
+    )
     assert len(set(comm.allgather(total.tobytes()))) == 1
 
 
@@ -43,4 +48,6 @@ def test_the_traffic_is_what_the_best_algorithm_sends(comm):
 def test_a_long_array_travels_in_several_pieces(comm, monkeypatch):
     monkeypatch.setattr(link, "_PIECE", 7)
     total = dense_allreduce(contribution(comm.rank, 100, np.float32), comm)
-    np.testing.assert_array_equal(total, sum(contribution(rank, 100, np.float64) for rank in range(comm.size)))
+    np.testing.assert_array_equal(
+        total, sum(contribution(rank, 100, np.float64) for rank in range(comm.size))
+    )

@@ -38,16 +38,36 @@ WAYS = {
         partial(gtopk_allreduce, algorithm="exact"),
         {},
     ),
-    "SIDCo, allreduce": lambda comm: (SIDCo(0.05), ErrorFeedback(), sparse_allreduce, {}),
+    "SIDCo, allreduce": lambda comm: (
+        SIDCo(0.05),
+        ErrorFeedback(),
+        sparse_allreduce,
+        {},
+    ),
     "votes": lambda comm: (
         AggregationAware(k=40, metric="votes"),
         ErrorFeedback(),
         partial(sparse_allreduce, votes=True),
         {},
     ),
-    "allgather": lambda comm: (Quantised(TopK(k=40), "sign"), ErrorFeedback(), sparse_allgather, {}),
-    "two-way, step-ahead": lambda comm: (TopK(k=40), StepAhead(0.1, 0.9), compressed_sum(TopK(k=20)), {}),
-    "in place": lambda comm: (TopK(k=40), ErrorFeedback(in_place=True), gtopk_allreduce, {}),
+    "allgather": lambda comm: (
+        Quantised(TopK(k=40), "sign"),
+        ErrorFeedback(),
+        sparse_allgather,
+        {},
+    ),
+    "two-way, step-ahead": lambda comm: (
+        TopK(k=40),
+        StepAhead(0.1, 0.9),
+        compressed_sum(TopK(k=20)),
+        {},
+    ),
+    "in place": lambda comm: (
+        TopK(k=40),
+        ErrorFeedback(in_place=True),
+        gtopk_allreduce,
+        {},
+    ),
     "chunks, two bits, contributors": lambda comm: (
         Quantised(ChunkedTopK(k=8, chunk=128), "two_bit"),
         ErrorFeedback(decay=0.95),
@@ -69,7 +89,9 @@ def made(way, comm):
 
 
 def gradient(comm, step, size=800):
-    return np.random.default_rng([comm.rank, step]).laplace(size=size).astype(np.float32)
+    return (
+        np.random.default_rng([comm.rank, step]).laplace(size=size).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -81,7 +103,9 @@ def test_the_bits_are_those_of_the_host(comm, cupy, way):
         over = step % 2 and "in place" not in way
         expected, mean = here(mine), on_it(there, out=there if over else None)
         assert (mean is there) == bool(over)
-        assert over or there.get().tobytes() == mine.tobytes(), "the gradient, or in place the residual"
+        assert over or there.get().tobytes() == mine.tobytes(), (
+            "the gradient, or in place the residual"
+        )
         assert (mean.shape, mean.dtype) == (mine.shape, mine.dtype)
         assert mean.get().tobytes() == expected.tobytes()
     assert state_of(on_it) == state_of(here)
@@ -90,12 +114,17 @@ def test_the_bits_are_those_of_the_host(comm, cupy, way):
 def test_named_tensors(comm, cupy):
     sizes = {"w": 900, "v": 700, "b": 12, "c": 9}
     exchanges = [
-        GradientExchange(comm, TopK(0.05), collective=sparse_iallreduce, small=64, bucket_nbytes=3000) for _ in range(2)
+        GradientExchange(
+            comm, TopK(0.05), collective=sparse_iallreduce, small=64, bucket_nbytes=3000
+        )
+        for _ in range(2)
     ]
     for step in range(3):
         mine = {name: gradient(comm, step, size) for name, size in sizes.items()}
         expected = exchanges[0](mine)
-        means = exchanges[1]({name: cupy.asarray(array) for name, array in mine.items()})
+        means = exchanges[1](
+            {name: cupy.asarray(array) for name, array in mine.items()}
+        )
         for name in sizes:
             assert means[name].get().tobytes() == expected[name].tobytes()
 
@@ -115,7 +144,9 @@ def test_parameters_are_complete_on_every_stream_after_a_round(comm, cupy):
     if real_cupy():
         pytest.skip("the stand-in knows whether work is under way")
     parameters = cupy.zeros(800, np.float32)
-    outer = OuterLoop(GradientExchange(comm, TopK(k=40)), [parameters], every=1, momentum=0.5)
+    outer = OuterLoop(
+        GradientExchange(comm, TopK(k=40)), [parameters], every=1, momentum=0.5
+    )
     for step in range(2):
         parameters += cupy.asarray(gradient(comm, step))
         outer.step()
@@ -128,12 +159,16 @@ def test_a_step_that_fails_leaves_the_residual(comm, cupy):
     exchange(cupy.asarray(gradient(comm, 0)))
     before, bad = state_of(exchange), gradient(comm, 1)
     bad[7] = np.nan if comm.rank == 1 else bad[7]
-    with pytest.raises(ValueError if comm.rank == 1 else CollectiveError, match=r"\[7\] is nan"):
+    with pytest.raises(
+        ValueError if comm.rank == 1 else CollectiveError, match=r"\[7\] is nan"
+    ):
         exchange(cupy.asarray(bad))
     assert state_of(exchange) == before
 
 
-@pytest.mark.parametrize("way", ["top-k, gTop-k", "in place", "chunks, two bits, contributors"])
+@pytest.mark.parametrize(
+    "way", ["top-k, gTop-k", "in place", "chunks, two bits, contributors"]
+)
 def test_sparse_means_are_those_of_the_host(comm, cupy, way):
     here, on_it = made(way, comm), made(way, comm)
     for step in range(2):
@@ -148,12 +183,19 @@ def test_sparse_means_are_those_of_the_host(comm, cupy, way):
             assert there.get().tobytes() == parameters.tobytes()
 
 
-# Launches, one of them to fill a message up to a line, and synchronisations of a step on 70,000 values, two ranks.
+# Launches, one of them to fill a message up to a line, and synchronisations of a step
+# on 70,000 values, two ranks.
 MOST = {
     "out of place": (TopK(0.01), sparse_allreduce, False, 23, 7),
     "in place": (TopK(0.01), sparse_allreduce, True, 24, 8),
     "gTop-k": (TopK(0.01), gtopk_allreduce, False, 35, 10),
-    "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), sparse_allreduce, True, 32, 11),
+    "chunks, two bits": (
+        Quantised(ChunkedTopK(64, 4096), "two_bit"),
+        sparse_allreduce,
+        True,
+        32,
+        11,
+    ),
 }
 
 
@@ -163,7 +205,9 @@ def test_a_step_starts_and_waits_for_few_things(comm, cupy, name):
     if real_cupy():
         pytest.skip("counted by the stand-in")
     compressor, collective, in_place, launches, synchronisations = MOST[name]
-    exchange = GradientExchange(comm, compressor, ErrorFeedback(in_place=in_place), collective)
+    exchange = GradientExchange(
+        comm, compressor, ErrorFeedback(in_place=in_place), collective
+    )
     for step in range(2):
         mine = cupy.asarray(gradient(comm, step, 70_000))
         with counted(cupy) as found:
@@ -187,6 +231,9 @@ def test_a_message_is_waited_for_once_on_each_side(comm, cupy):
 
 def test_output_buffers_in_place_share_no_memory_with_the_gradient(comm, cupy):
     exchange, there = made("in place", comm), cupy.asarray(gradient(comm, 0))
-    with pytest.raises((ValueError, CollectiveError), match="two arrays that the step writes to share memory"):
+    with pytest.raises(
+        (ValueError, CollectiveError),
+        match="two arrays that the step writes to share memory",
+    ):
         exchange(there, out=there if comm.rank == 0 else cupy.empty_like(there))
     assert there.get().tobytes() == gradient(comm, 0).tobytes()

@@ -32,7 +32,9 @@ DTYPES = np.float16, np.float32, np.float64
 def gradients(rank, step, dtype=np.float32):
     """Integers; rank 0 contributes nothing in step 1, and all ranks the same in step 2."""
     rng = np.random.default_rng([step, 0 if step == 2 else rank])
-    return (rng.integers(-9, 10, LENGTH) * (0 if step == 1 and rank == 0 else 1)).astype(dtype)
+    return (
+        rng.integers(-9, 10, LENGTH) * (0 if step == 1 and rank == 0 else 1)
+    ).astype(dtype)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -54,27 +56,43 @@ def test_mass_is_conserved_over_steps(comm, collective, dtype, form):
         assert total.dtype == dtype
         assert len(set(comm.allgather(total.tobytes()))) == 1
         applied += total
-        given += sum(gradients(rank, step, np.float64) / divisor for rank in range(comm.size))
+        given += sum(
+            gradients(rank, step, np.float64) / divisor for rank in range(comm.size)
+        )
         owed = sum(comm.allgather(exchange.feedback.residual.astype(np.float64)))
-        np.testing.assert_allclose(applied + owed, given, rtol=0, atol=1e-13 * comm.size if form else 0)
+        np.testing.assert_allclose(
+            applied + owed, given, rtol=0, atol=1e-13 * comm.size if form else 0
+        )
 
 
-@pytest.mark.parametrize("call", [sparse_reduce_scatter, sparse_ireduce_scatter, sparse_reduce, sparse_bcast])
+@pytest.mark.parametrize(
+    "call", [sparse_reduce_scatter, sparse_ireduce_scatter, sparse_reduce, sparse_bcast]
+)
 def test_a_collective_that_does_not_give_all_ranks_the_sum_is_refused(comm, call):
     for each in call, partial(partial(call, codec="plain"), algorithm="auto"):
-        with pytest.raises(TypeError, match=f"collective is {call.__name__}, which does not give every rank the sum"):
+        with pytest.raises(
+            TypeError,
+            match=f"collective is {call.__name__}, which does not give every rank the sum",
+        ):
             GradientExchange(comm, TopK(density=0.1), ErrorFeedback(), each)
 
 
 @pytest.mark.exactly(2)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_residual_that_overflows_raises_on_all_ranks_and_nothing_changes(comm, in_place):
+def test_a_residual_that_overflows_raises_on_all_ranks_and_nothing_changes(
+    comm, in_place
+):
     """gTop-k hands an entry back to a rank that has a large one there: 40000 and 45000 leave the range."""
     feedback = ErrorFeedback(in_place=in_place)
-    exchange = GradientExchange(comm, TopK(k=2), feedback, partial(gtopk_allreduce, k=1))
+    exchange = GradientExchange(
+        comm, TopK(k=2), feedback, partial(gtopk_allreduce, k=1)
+    )
     mine = np.array([[40_000, 50_000, 0], [45_000, 0, 0]][comm.rank], np.float16)
     given = mine.copy()
-    with pytest.raises((OverflowError, CollectiveError), match="the residual leaves the range of float16"):
+    with pytest.raises(
+        (OverflowError, CollectiveError),
+        match="the residual leaves the range of float16",
+    ):
         exchange(mine)
     np.testing.assert_array_equal(mine, given)
     assert feedback.residual is None
@@ -82,19 +100,27 @@ def test_a_residual_that_overflows_raises_on_all_ranks_and_nothing_changes(comm,
 
 
 def test_a_null_communicator_is_told(comm):
-    with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL: expected a communicator that this rank belongs to"):
+    with pytest.raises(
+        ValueError,
+        match=r"comm is MPI\.COMM_NULL: expected a communicator that this rank belongs to",
+    ):
         GradientExchange(MPI.COMM_NULL, TopK(density=0.1))
 
 
 def test_a_list_of_arrays_is_sent_as_one_message_a_round(comm):
     """In the steps behind the first one, beside the round in which the ranks agree."""
-    whole, parts = (GradientExchange(comm, TopK(k=40), ErrorFeedback(), gtopk_allreduce) for _ in range(2))
+    whole, parts = (
+        GradientExchange(comm, TopK(k=40), ErrorFeedback(), gtopk_allreduce)
+        for _ in range(2)
+    )
     for step in range(2):
         flat = gradients(comm.rank, step)
         mean, before = whole(flat), traffic(comm).messages
         pieces = parts([flat[:100].reshape(4, 25), flat[100], flat[101:]])
         assert [piece.shape for piece in pieces] == [(4, 25), (), (200,)]
-        np.testing.assert_array_equal(np.concatenate([piece.reshape(-1) for piece in pieces]), mean)
+        np.testing.assert_array_equal(
+            np.concatenate([piece.reshape(-1) for piece in pieces]), mean
+        )
     rounds = comm.size.bit_length() + 1 + (comm.size - 1).bit_length()
     assert traffic(comm).messages - before <= rounds
 
@@ -108,10 +134,13 @@ def test_a_failed_call_holds_neither_the_gradient_nor_the_vector(comm):
     alive = weakref.ref(gradient)
     gc.disable()
     try:
-        with pytest.raises(ValueError if comm.rank == 0 else CollectiveError, match="nan"):
+        with pytest.raises(
+            ValueError if comm.rank == 0 else CollectiveError, match="nan"
+        ):
             exchange(gradient)
         del gradient
-        if sys.version_info >= (3, 12):  # there frames of the traceback form a cycle, until it is collected
+        # there frames of the traceback form a cycle, until it is collected
+        if sys.version_info >= (3, 12):
             gc.collect()
         assert alive() is None
     finally:

@@ -12,8 +12,21 @@ import numpy as np
 import pytest
 from cases import compressed_sum, is_last, state_of
 
-from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
-from mpicomp import CollectiveError, Compressor, ErrorFeedback, MomentumCorrection, StepAhead, TopK
+from collectives import (
+    GradientExchange,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_iallreduce,
+)
+from mpicomp import (
+    CollectiveError,
+    Compressor,
+    ErrorFeedback,
+    MomentumCorrection,
+    StepAhead,
+    TopK,
+)
 
 pytestmark = pytest.mark.small_groups
 
@@ -27,13 +40,21 @@ def gradient(rank, step, length=LENGTH):
 
 
 def named(rank, step):
-    return {"weight": gradient(rank, step, 50), "bias": gradient(rank, step, 7), "second": gradient(rank, step, 40)}
+    return {
+        "weight": gradient(rank, step, 50),
+        "bias": gradient(rank, step, 7),
+        "second": gradient(rank, step, 40),
+    }
 
 
 @contextmanager
 def all_raise(comm, exchange, error, match, *arrays, culprit=None):
     """Check that all ranks raise, the last one or `culprit` its own error, and that neither state nor arrays change."""
-    before, given, steps = state_of(exchange), [array.copy() for array in arrays], exchange.steps
+    before, given, steps = (
+        state_of(exchange),
+        [array.copy() for array in arrays],
+        exchange.steps,
+    )
     mine = is_last(comm) if culprit is None else comm.rank == culprit
     with pytest.raises(error if mine else CollectiveError, match=match):
         yield
@@ -59,8 +80,13 @@ def limit_memory():
     """Let this process have little more memory than it has."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    pages, (_, hard) = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SLACK, hard))
+    pages, (_, hard) = (
+        int(Path("/proc/self/statm").read_text().split()[0]),
+        resource.getrlimit(resource.RLIMIT_AS),
+    )
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + SLACK, hard)
+    )
 
 
 @contextmanager
@@ -73,7 +99,9 @@ def limit_restored():
 
 
 @pytest.mark.exactly(2)
-@pytest.mark.parametrize("feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True)])
+@pytest.mark.parametrize(
+    "feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True)]
+)
 def test_a_rank_without_memory_for_its_result(comm, feedback):
     """From before the step on, and after the sum arrived; an output buffer or a sparse mean needs no such memory."""
     short = False
@@ -117,7 +145,10 @@ def test_an_allocation_that_fails_after_the_sums_arrived(comm, form, monkeypatch
         return zeros(shape, *kind, **settings)
 
     mine = gradients(comm.rank, 1)
-    with all_raise(comm, exchange, MemoryError, f"no room for {size} values"), monkeypatch.context() as patch:
+    with (
+        all_raise(comm, exchange, MemoryError, f"no room for {size} values"),
+        monkeypatch.context() as patch,
+    ):
         if is_last(comm):
             patch.setattr(np, "zeros", without_memory)
         exchange(mine)
@@ -135,7 +166,10 @@ def test_an_allocation_that_fails_before_a_sum_in_few_bits(comm, monkeypatch):
         return allocate(array, *more, **settings)
 
     mine = gradient(comm.rank, 1)
-    with all_raise(comm, exchange, MemoryError, "no room"), monkeypatch.context() as patch:
+    with (
+        all_raise(comm, exchange, MemoryError, "no room"),
+        monkeypatch.context() as patch,
+    ):
         if is_last(comm):
             patch.setattr(np, "empty_like", without_memory)
         exchange(mine)
@@ -149,7 +183,9 @@ def test_an_error_that_is_its_own_cause(comm):
             raise error from error
 
     exchange = GradientExchange(comm, Circular(k=2) if is_last(comm) else TopK(k=2))
-    with pytest.raises(ValueError if is_last(comm) else CollectiveError, match="of itself"):
+    with pytest.raises(
+        ValueError if is_last(comm) else CollectiveError, match="of itself"
+    ):
         exchange(gradient(comm.rank, 0))
 
 
@@ -164,7 +200,10 @@ def strict(on):
 @every_collective
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_values_that_underflow_raise_on_no_rank(comm, collective, dtype):
-    least, whole = np.finfo(dtype).smallest_subnormal, np.random.default_rng([comm.rank, 3]).integers(-9, 10, LENGTH)
+    least, whole = (
+        np.finfo(dtype).smallest_subnormal,
+        np.random.default_rng([comm.rank, 3]).integers(-9, 10, LENGTH),
+    )
     tiny = (whole * least).astype(dtype)
     for feedback in (
         ErrorFeedback,
@@ -172,7 +211,9 @@ def test_values_that_underflow_raise_on_no_rank(comm, collective, dtype):
         partial(MomentumCorrection, 0.9),
         partial(StepAhead, 0.1, 0.9),
     ):
-        ways = [GradientExchange(comm, TopK(k=9), feedback(), collective) for _ in range(2)]
+        ways = [
+            GradientExchange(comm, TopK(k=9), feedback(), collective) for _ in range(2)
+        ]
         plain, raising = ways[:2]
         for _ in range(3):
             expected = plain(tiny.copy())
@@ -185,11 +226,20 @@ def test_values_that_underflow_raise_on_no_rank(comm, collective, dtype):
 
 @pytest.mark.at_least(2)
 @every_collective
-def test_a_sum_that_overflows_is_an_overflow_error_on_all_ranks_also_where_such_errors_raise(comm, collective):
-    exchange = GradientExchange(comm, TopK(k=9), ErrorFeedback(), collective, average=False)
+def test_a_sum_that_overflows_is_an_overflow_error_on_all_ranks_also_where_such_errors_raise(
+    comm, collective
+):
+    exchange = GradientExchange(
+        comm, TopK(k=9), ErrorFeedback(), collective, average=False
+    )
     exchange(gradient(comm.rank, 0).astype(np.float32))
     before = state_of(exchange)
-    with strict(comm.rank == 0), pytest.raises(OverflowError, match="the sum over the ranks leaves the range of"):
+    with (
+        strict(comm.rank == 0),
+        pytest.raises(
+            OverflowError, match="the sum over the ranks leaves the range of"
+        ),
+    ):
         exchange(np.full(LENGTH, 3e38, np.float32))
     assert state_of(exchange) == before
     takes_a_step(comm, exchange, gradient(comm.rank, 1).astype(np.float32))
@@ -242,33 +292,59 @@ PARTS = {
 def odd_one(settings, bucket, name):
     if name == "compressed sum":
         return settings["collective"].keywords["compressor"]
-    return bucket.feedback if name.startswith("feedback") else [*bucket.compressor.compressors.values()][-1]
+    return (
+        bucket.feedback
+        if name.startswith("feedback")
+        else [*bucket.compressor.compressors.values()][-1]
+    )
 
 
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("form", ["array", "dict"])
 def test_a_part_that_raises_on_one_rank(comm, name, form):
     """Whatever it raises; of named tensors that of the last one, when those before are settled."""
-    for collective in (gtopk_allreduce, sparse_iallreduce)[: 1 if name == "compressed sum" else 2]:
-        settings = {"compressor": TopK(k=9), "collective": collective, "small": 10} | PARTS[name]()
+    for collective in (gtopk_allreduce, sparse_iallreduce)[
+        : 1 if name == "compressed sum" else 2
+    ]:
+        settings = {
+            "compressor": TopK(k=9),
+            "collective": collective,
+            "small": 10,
+        } | PARTS[name]()
         exchange = GradientExchange(comm, **settings, bucket_nbytes=1)
         gradients = {"array": gradient, "dict": named}[form]
         exchange(gradients(comm.rank, 0))
         bucket = [each for each in exchange._buckets if not each.dense][-1]
         odd, culprit = odd_one(settings, bucket, name), comm.size - 1
-        for fault in (MemoryError("none left"), KeyError("absent"), FloatingPointError("underflow")):
+        for fault in (
+            MemoryError("none left"),
+            KeyError("absent"),
+            FloatingPointError("underflow"),
+        ):
             mine = gradients(comm.rank, 1)
             arrays = mine.values() if form == "dict" else [mine]
             odd.fault = fault if comm.rank == culprit else None
-            with all_raise(comm, exchange, type(fault), str(fault.args[0]), *arrays, culprit=culprit):
+            with all_raise(
+                comm,
+                exchange,
+                type(fault),
+                str(fault.args[0]),
+                *arrays,
+                culprit=culprit,
+            ):
                 exchange(mine)
             odd.fault = None
             seen = getattr(odd, "seen", None)
-            assert seen in (None, 1), "what a compressor remembers of a step that failed is forgotten"
+            assert seen in (None, 1), (
+                "what a compressor remembers of a step that failed is forgotten"
+            )
         takes_a_step(comm, exchange, gradients(comm.rank, 1))
 
 
-@pytest.mark.parametrize("feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True), partial(StepAhead, 0.5)])
+@pytest.mark.parametrize(
+    "feedback",
+    [ErrorFeedback, partial(ErrorFeedback, in_place=True), partial(StepAhead, 0.5)],
+)
 def test_a_compressor_that_writes_to_what_it_is_given(comm, feedback):
     class Writing(Compressor):
         def compress(self, corrected, *, gradient=None):
@@ -286,10 +362,20 @@ def test_a_compressor_that_writes_to_what_it_is_given(comm, feedback):
 @pytest.mark.parametrize("form", ["list for an array", "another name", "within a step"])
 def test_a_wrong_call_on_one_rank_meets_the_others_whatever_they_call(comm, form):
     exchange = GradientExchange(comm, TopK(k=3), small=0)
-    mine = named(comm.rank, 0) if form != "list for an array" else gradient(comm.rank, 0)
+    mine = (
+        named(comm.rank, 0) if form != "list for an array" else gradient(comm.rank, 0)
+    )
     exchange(mine)
-    wrong = {"list for an array": [mine], "another name": {"else": gradient(0, 0)}, "within a step": mine}[form]
-    error = {"list for an array": TypeError, "another name": KeyError, "within a step": RuntimeError}[form]
+    wrong = {
+        "list for an array": [mine],
+        "another name": {"else": gradient(0, 0)},
+        "within a step": mine,
+    }[form]
+    error = {
+        "list for an array": TypeError,
+        "another name": KeyError,
+        "within a step": RuntimeError,
+    }[form]
     if form == "within a step":
         for name, array in mine.items():
             exchange.start(name, array)
@@ -323,8 +409,19 @@ def test_register_within_a_step_of_one_rank_raises_everywhere(comm):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_arrays_that_are_written_to_twice_are_refused(comm, in_place):
     a, b = gradient(comm.rank, 0), gradient(comm.rank, 1)
-    exchange = GradientExchange(comm, TopK(k=3), ErrorFeedback(in_place=in_place), small=0)
+    exchange = GradientExchange(
+        comm, TopK(k=3), ErrorFeedback(in_place=in_place), small=0
+    )
     exchange({"a": a, "b": b}, sparse=True)
-    outs = {"a": b, "b": a} if in_place else {"a": (place := np.empty(LENGTH)), "b": place}
-    with all_raise(comm, exchange, ValueError, "two arrays that the step writes to share memory", a, b):
+    outs = (
+        {"a": b, "b": a} if in_place else {"a": (place := np.empty(LENGTH)), "b": place}
+    )
+    with all_raise(
+        comm,
+        exchange,
+        ValueError,
+        "two arrays that the step writes to share memory",
+        a,
+        b,
+    ):
         exchange({"a": a, "b": b}, out=outs if is_last(comm) else {})

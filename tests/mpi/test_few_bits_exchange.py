@@ -7,7 +7,15 @@ import pytest
 from cases import normals
 
 from collectives import GradientExchange, OuterLoop, quantised_allreduce
-from mpicomp import CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
+from mpicomp import (
+    CollectiveError,
+    Dense,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    StepAhead,
+    TopK,
+)
 from mpicomp.vector import whole
 from mpicomp_bench.bench.quantised import sum_in_16_bits
 
@@ -16,18 +24,24 @@ gradients = partial(normals, SHAPES)
 
 
 def flat(arrays):
-    return np.concatenate([np.ravel(arrays[name]).astype(np.float64) for name in SHAPES])
+    return np.concatenate(
+        [np.ravel(arrays[name]).astype(np.float64) for name in SHAPES]
+    )
 
 
 def residual(exchange):
-    return np.concatenate([bucket.feedback.residual for bucket in exchange.buckets]).astype(np.float64)
+    return np.concatenate(
+        [bucket.feedback.residual for bucket in exchange.buckets]
+    ).astype(np.float64)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
 @pytest.mark.parametrize("bucket_nbytes", [1, 2**25])
 def test_applied_and_residuals_are_what_was_given(comm, bits, bucket_nbytes):
     """Within the rounding of an addition a rank; small tensors are sent with the others; the same bits on all ranks."""
-    exchange = GradientExchange(comm, bits=bits, average=False, bucket_nbytes=bucket_nbytes)
+    exchange = GradientExchange(
+        comm, bits=bits, average=False, bucket_nbytes=bucket_nbytes
+    )
     applied, given = np.zeros(1441), np.zeros(1441)
     for step in range(4):
         totals = exchange(gradients(comm.rank, step))
@@ -35,15 +49,23 @@ def test_applied_and_residuals_are_what_was_given(comm, bits, bucket_nbytes):
         applied += flat(totals)
         given += sum(flat(gradients(rank, step)) for rank in range(comm.size))
         everyone = comm.allreduce(residual(exchange))
-        np.testing.assert_allclose(applied + everyone, given, atol=2e-5 * (step + 1) * comm.size)
+        np.testing.assert_allclose(
+            applied + everyone, given, atol=2e-5 * (step + 1) * comm.size
+        )
     assert len(exchange.buckets) == (1 if bucket_nbytes > 1 else len(SHAPES))
     assert (exchange.statistics.sent, exchange.statistics.rejected) == (1441, 1441)
 
 
-@pytest.mark.parametrize("feedback", [NoFeedback, MomentumCorrection, partial(StepAhead, 0.1)])
-def test_feedback_methods_get_the_sum_of_the_collective_and_what_it_rejects(comm, feedback):
+@pytest.mark.parametrize(
+    "feedback", [NoFeedback, MomentumCorrection, partial(StepAhead, 0.1)]
+)
+def test_feedback_methods_get_the_sum_of_the_collective_and_what_it_rejects(
+    comm, feedback
+):
     """As if each step were called by hand, in which the whole vector is sent."""
-    exchange = GradientExchange(comm, None, feedback(), partial(quantised_allreduce, bits=4))
+    exchange = GradientExchange(
+        comm, None, feedback(), partial(quantised_allreduce, bits=4)
+    )
     method = feedback()
     for step in range(3):
         mine = flat(gradients(comm.rank, step))
@@ -57,7 +79,10 @@ def test_feedback_methods_get_the_sum_of_the_collective_and_what_it_rejects(comm
 
 
 def test_the_gradients_own_arrays_may_hold_the_residual(comm):
-    inside, beside = (GradientExchange(comm, None, ErrorFeedback(in_place=here), bits=4) for here in (True, False))
+    inside, beside = (
+        GradientExchange(comm, None, ErrorFeedback(in_place=here), bits=4)
+        for here in (True, False)
+    )
     home = np.zeros(3000)
     for step in range(3):
         mine = np.random.default_rng([step, comm.rank]).standard_normal(3000)
@@ -67,7 +92,10 @@ def test_the_gradients_own_arrays_may_hold_the_residual(comm):
 
 
 def test_means_over_the_gradients_and_a_state_that_continues_in_other_buckets(comm):
-    first, second = (GradientExchange(comm, Dense(), bits=4, bucket_nbytes=nbytes) for nbytes in (1, 2**25))
+    first, second = (
+        GradientExchange(comm, Dense(), bits=4, bucket_nbytes=nbytes)
+        for nbytes in (1, 2**25)
+    )
     for exchange in first, second:
         exchange.register(gradients(0, 0))
     mine = gradients(comm.rank, 0)
@@ -77,7 +105,8 @@ def test_means_over_the_gradients_and_a_state_that_continues_in_other_buckets(co
     np.testing.assert_array_equal(residual(second), residual(first))
     one, other = first(gradients(comm.rank, 1)), second(gradients(comm.rank, 1))
     assert one["w"].tobytes() != gradients(comm.rank, 1)["w"].tobytes()
-    assert all(np.abs(one[name] - other[name]).max() < 1 for name in SHAPES)  # blocks begin elsewhere
+    # blocks begin elsewhere
+    assert all(np.abs(one[name] - other[name]).max() < 1 for name in SHAPES)
 
 
 @pytest.mark.parametrize("name", ["w", "s"])
@@ -91,15 +120,25 @@ def test_a_step_that_fails_on_one_rank_changes_nothing(comm, name):
     with pytest.raises(error, match=rf"in {name}: values\[0\] is inf"):
         exchange(bad)
     np.testing.assert_array_equal(residual(exchange), before)
-    assert len(set(comm.allgather(flat(exchange(gradients(comm.rank, 1))).tobytes()))) == 1
+    assert (
+        len(set(comm.allgather(flat(exchange(gradients(comm.rank, 1))).tobytes()))) == 1
+    )
 
 
 def test_settings_that_do_not_go_together_are_refused(comm):
-    with pytest.raises(ValueError, match="got bits and collective: expected one of them"):
+    with pytest.raises(
+        ValueError, match="got bits and collective: expected one of them"
+    ):
         GradientExchange(comm, bits=4, collective=quantised_allreduce)
-    with pytest.raises(ValueError, match=r"compressor is TopK\(density=0.1\), and the collective sums all values"):
+    with pytest.raises(
+        ValueError,
+        match=r"compressor is TopK\(density=0.1\), and the collective sums all values",
+    ):
         GradientExchange(comm, TopK(0.1), bits=4)
-    with pytest.raises(ValueError, match="and the mean of dense arrays has all values: expected sparse=False"):
+    with pytest.raises(
+        ValueError,
+        match="and the mean of dense arrays has all values: expected sparse=False",
+    ):
         GradientExchange(comm, bits=4)(np.ones(9), sparse=True)
     with pytest.raises(ValueError, match="bits is 3: expected one of"):
         GradientExchange(comm, bits=3)(np.ones(9))
@@ -107,7 +146,10 @@ def test_settings_that_do_not_go_together_are_refused(comm):
 
 def test_the_dense_sum_in_16_bits_of_the_benchmark_is_the_sum(comm):
     for length in (0, 1, 7, 1000):
-        mine, total = np.arange(length, dtype=np.float32) * (comm.rank + 1), np.empty(length, np.float32)
+        mine, total = (
+            np.arange(length, dtype=np.float32) * (comm.rank + 1),
+            np.empty(length, np.float32),
+        )
         sum_in_16_bits(mine, comm, total)
         ranks = comm.size * (comm.size + 1) // 2
         np.testing.assert_allclose(total, np.arange(length) * ranks, rtol=1e-3)
@@ -117,7 +159,13 @@ def test_the_dense_sum_in_16_bits_of_the_benchmark_is_the_sum(comm):
 def test_local_steps_in_few_bits_continue_bitwise_within_a_round(comm, delay):
     def made():
         parameters = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-        return parameters, OuterLoop(GradientExchange(comm, bits=4), parameters, every=2, momentum=0.5, delay=delay)
+        return parameters, OuterLoop(
+            GradientExchange(comm, bits=4),
+            parameters,
+            every=2,
+            momentum=0.5,
+            delay=delay,
+        )
 
     def train(parameters, loop, steps):
         for step in steps:
@@ -127,7 +175,10 @@ def test_local_steps_in_few_bits_continue_bitwise_within_a_round(comm, delay):
 
     parameters, loop = made()
     train(parameters, loop, range(3))
-    state, then = loop.state_dict(), {name: array.copy() for name, array in parameters.items()}
+    state, then = (
+        loop.state_dict(),
+        {name: array.copy() for name, array in parameters.items()},
+    )
     train(parameters, loop, range(3, 7))
     second, other = made()
     other.load_state_dict(state)

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from cases import RandomK, compressed_sum, normals
 
-from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce
+from collectives import (
+    GradientExchange,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+)
 from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, SIDCo, TopK
 
 pytestmark = pytest.mark.small_groups
@@ -21,7 +26,11 @@ def formed(form, arrays):
 
 
 def arrays_of(form, mean):
-    return {"array": lambda: [mean], "list": lambda: mean, "dict": lambda: [mean[name] for name in SHAPES]}[form]()
+    return {
+        "array": lambda: [mean],
+        "list": lambda: mean,
+        "dict": lambda: [mean[name] for name in SHAPES],
+    }[form]()
 
 
 def residuals(exchange):
@@ -33,11 +42,20 @@ def residuals(exchange):
 def test_means_and_residuals_have_the_bits_of_error_feedback(comm, collective, dtype):
     for form, compressor in (
         ("array", lambda: TopK(0.05)),
-        ("list", lambda: Quantised(TopK(0.05), "bfloat16") if dtype == np.float32 else RandomK(0.1)),
+        (
+            "list",
+            lambda: (
+                Quantised(TopK(0.05), "bfloat16")
+                if dtype == np.float32
+                else RandomK(0.1)
+            ),
+        ),
         ("dict", lambda: SIDCo(0.1)),
     ):
         exchanges = [
-            GradientExchange(comm, compressor(), ErrorFeedback(in_place=here), collective, small=10)
+            GradientExchange(
+                comm, compressor(), ErrorFeedback(in_place=here), collective, small=10
+            )
             for here in (False, True)
         ]
         homes = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
@@ -47,20 +65,31 @@ def test_means_and_residuals_have_the_bits_of_error_feedback(comm, collective, d
                 home += mine[name]  # as a backward pass does
             expected = arrays_of(form, exchanges[0](formed(form, mine)))
             means = arrays_of(form, exchanges[1](formed(form, homes)))
-            assert [mean.tobytes() for mean in means] == [mean.tobytes() for mean in expected]
-        vectors = {"array": [["w"]], "list": [[*SHAPES]], "dict": [["w", "v"], ["b"]]}[form]
-        kept = [b"".join(homes[name].tobytes() for name in vector) for vector in vectors]
+            assert [mean.tobytes() for mean in means] == [
+                mean.tobytes() for mean in expected
+            ]
+        vectors = {"array": [["w"]], "list": [[*SHAPES]], "dict": [["w", "v"], ["b"]]}[
+            form
+        ]
+        kept = [
+            b"".join(homes[name].tobytes() for name in vector) for vector in vectors
+        ]
         assert kept == residuals(exchanges[0])
 
 
 def test_nothing_is_kept_beside_the_gradient(comm):
-    exchange, home = GradientExchange(comm, TopK(0.1), ErrorFeedback(in_place=True)), gradients(comm.rank, 0)["w"]
+    exchange, home = (
+        GradientExchange(comm, TopK(0.1), ErrorFeedback(in_place=True)),
+        gradients(comm.rank, 0)["w"],
+    )
     exchange(home)
     assert home.any()
     assert exchange.feedback.residual is None
     assert exchange.residual_norm == 0
     assert [name for name in exchange.state_dict() if "feedback" in name] == []
-    with pytest.raises(RuntimeError, match="the residual is in the gradient's own array"):
+    with pytest.raises(
+        RuntimeError, match="the residual is in the gradient's own array"
+    ):
         exchange.rescale(2.0)
     with pytest.raises(ValueError, match="AdaComp needs the new gradient too"):
         GradientExchange(comm, AdaComp(50), ErrorFeedback(in_place=True))(home)
@@ -69,7 +98,12 @@ def test_nothing_is_kept_beside_the_gradient(comm):
 def test_a_compressed_sum_and_a_dense_mean_leave_the_same_residual(comm):
     """Also where the output buffer is a part of the same memory that the gradient does not have."""
     both = np.zeros((2, 30, 40), np.float32)
-    exchange = GradientExchange(comm, TopK(0.1), ErrorFeedback(in_place=True), collective=compressed_sum(TopK(0.05)))
+    exchange = GradientExchange(
+        comm,
+        TopK(0.1),
+        ErrorFeedback(in_place=True),
+        collective=compressed_sum(TopK(0.05)),
+    )
     usual = GradientExchange(comm, TopK(0.1), collective=compressed_sum(TopK(0.05)))
     for step in range(3):
         mine = gradients(comm.rank, step)["w"]
@@ -98,10 +132,16 @@ def read_only(array):
 
 FAULTS = {
     "read-only": (lambda array: read_only(array.copy()), "is read-only for NumPy"),
-    "bfloat16": (lambda array: Half(array.copy()), "bfloat16, which is exchanged as float32"),
+    "bfloat16": (
+        lambda array: Half(array.copy()),
+        "bfloat16, which is exchanged as float32",
+    ),
     "order": (lambda array: np.asfortranarray(array), "not C-contiguous"),
     "strides": (lambda array: np.repeat(array, 2, axis=1)[:, ::2], "not C-contiguous"),
-    "missing": (lambda array: None, r"has no gradient, whose array holds the residual|got builtins\.NoneType"),
+    "missing": (
+        lambda array: None,
+        r"has no gradient, whose array holds the residual|got builtins\.NoneType",
+    ),
     "shape": (lambda array: array.T.copy(), "of shape"),
     "dtype": (lambda array: array.astype(np.float64), "is float64 of shape"),
 }
@@ -109,13 +149,23 @@ FAULTS = {
 
 @pytest.mark.parametrize("form", ["array", "list", "dict"])
 @pytest.mark.parametrize("fault", [*FAULTS, "out", "out over it"])
-def test_an_array_that_cannot_hold_the_residual_raises_everywhere_and_nothing_changes(comm, form, fault):
+def test_an_array_that_cannot_hold_the_residual_raises_everywhere_and_nothing_changes(
+    comm, form, fault
+):
     """On the last rank only; of several arrays the first."""
-    exchange = GradientExchange(comm, TopK(0.1), ErrorFeedback(in_place=True), small=10, bucket_nbytes=1)
+    exchange = GradientExchange(
+        comm, TopK(0.1), ErrorFeedback(in_place=True), small=10, bucket_nbytes=1
+    )
     exchange(formed(form, gradients(comm.rank, 0)))
     homes, state = gradients(comm.rank, 1), exchange.state_dict()
-    before, given, outs = {name: home.tobytes() for name, home in homes.items()}, dict(homes), None
-    change, said = FAULTS.get(fault, (None, "two arrays that the step writes to share memory"))
+    before, given, outs = (
+        {name: home.tobytes() for name, home in homes.items()},
+        dict(homes),
+        None,
+    )
+    change, said = FAULTS.get(
+        fault, (None, "two arrays that the step writes to share memory")
+    )
     odd = comm.rank == comm.size - 1
     if fault.startswith("out"):
         outs = {name: np.zeros_like(home) for name, home in homes.items()}
@@ -131,7 +181,9 @@ def test_an_array_that_cannot_hold_the_residual_raises_everywhere_and_nothing_ch
         exchange(formed(form, given), out=None if outs is None else formed(form, outs))
     assert {name: home.tobytes() for name, home in homes.items()} == before
     np.testing.assert_equal(exchange.state_dict(), state)
-    assert outs is None or not any(out.any() for name, out in outs.items() if name != "w")
+    assert outs is None or not any(
+        out.any() for name, out in outs.items() if name != "w"
+    )
     exchange(formed(form, homes))
     assert exchange.steps == 2
 
@@ -143,7 +195,9 @@ def test_a_tensor_that_is_not_started_has_no_array_for_its_residual(comm):
     before = {name: home.tobytes() for name, home in homes.items()}
     for name in ["w", "v"] if comm.rank == comm.size - 1 else SHAPES:
         exchange.start(name, homes[name])
-    with pytest.raises((ValueError, CollectiveError), match=r"b has no gradient, .*: pass zeros"):
+    with pytest.raises(
+        (ValueError, CollectiveError), match=r"b has no gradient, .*: pass zeros"
+    ):
         exchange.finish()
     assert {name: home.tobytes() for name, home in homes.items()} == before
     exchange(homes)
@@ -151,7 +205,9 @@ def test_a_tensor_that_is_not_started_has_no_array_for_its_residual(comm):
 
 def test_a_skipped_step_is_not_compared_with_the_arrays_of_the_last_one(comm):
     """Nor does the exchange hold these arrays."""
-    exchange = GradientExchange(comm, TopK(k=2), ErrorFeedback(in_place=True), nonfinite="skip")
+    exchange = GradientExchange(
+        comm, TopK(k=2), ErrorFeedback(in_place=True), nonfinite="skip"
+    )
     last = np.ones(50, np.float32)
     exchange(last)
     assert exchange.feedback.written == []

@@ -11,7 +11,8 @@ from collectives import sparse_bcast, traffic
 from collectives.first_call import link_of
 from mpicomp import SparseVector
 
-NEEDED = 12 << 30  # bytes: the row, its message, what arrives, and room for the copies on the way
+# bytes: the row, its message, what arrives, and room for the copies on the way
+NEEDED = 12 << 30
 
 
 def available():
@@ -23,7 +24,8 @@ def available():
     return free if stated == "max" else min(free, int(stated))
 
 
-SHORT = MPI.COMM_WORLD.allreduce(int(available() < NEEDED))  # all ranks collect this file, and skip alike
+# all ranks collect this file, and skip alike
+SHORT = MPI.COMM_WORLD.allreduce(int(available() < NEEDED))
 
 
 @pytest.mark.skipif(SHORT > 0, reason=f"needs {NEEDED >> 30} GiB of free memory")
@@ -49,12 +51,17 @@ def test_a_message_goes_in_pieces_whose_counts_fit_a_c_int_after_its_length(comm
 
     class Recorder:
         def Isend(self, message, dest, tag):  # noqa: N802
-            sent.append(int(message[0]) if isinstance(message, np.ndarray) else message[0].size)
+            sent.append(
+                int(message[0]) if isinstance(message, np.ndarray) else message[0].size
+            )
 
     endpoint_comm, link.comm = link.comm, Recorder()
     before = link.traffic.nbytes
     try:
-        huge = np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8), (127 << 30,), (0,))  # takes no memory
+        # takes no memory
+        huge = np.lib.stride_tricks.as_strided(
+            np.zeros(64, np.uint8), (127 << 30,), (0,)
+        )
         link.send(huge, 0, 0)
     finally:
         link.comm = endpoint_comm

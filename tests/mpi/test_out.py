@@ -6,8 +6,22 @@ import numpy as np
 import pytest
 from cases import compressed_sum, normals
 
-from collectives import GradientExchange, gtopk_allreduce, sparse_allgather, sparse_allreduce, sparse_iallreduce
-from mpicomp import CollectiveError, Dense, ErrorFeedback, MomentumCorrection, NoFeedback, StepAhead, TopK
+from collectives import (
+    GradientExchange,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+    sparse_iallreduce,
+)
+from mpicomp import (
+    CollectiveError,
+    Dense,
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    StepAhead,
+    TopK,
+)
 
 pytestmark = pytest.mark.small_groups
 
@@ -18,11 +32,19 @@ gradients = partial(normals, SHAPES)
 
 def pair(comm, feedback, collective, compressor=None, **settings):
     """Return two exchanges that are alike."""
-    return [GradientExchange(comm, compressor or TopK(0.1), feedback(), collective, **settings) for _ in range(2)]
+    return [
+        GradientExchange(
+            comm, compressor or TopK(0.1), feedback(), collective, **settings
+        )
+        for _ in range(2)
+    ]
 
 
 def same(arrays, others):
-    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(arrays, others, strict=True))
+    return all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        for a, b in zip(arrays, others, strict=True)
+    )
 
 
 @pytest.mark.parametrize("feedback", FEEDBACKS)
@@ -56,19 +78,34 @@ def test_a_list(comm, feedback, some_new):
         if step == 2:
             usual.reset(), exchange.reset()
         expected = usual(members)
-        outs = [members[0], None if some_new else members[1], np.full_like(members[2], np.nan), members[3]]
+        outs = [
+            members[0],
+            None if some_new else members[1],
+            np.full_like(members[2], np.nan),
+            members[3],
+        ]
         means = exchange(members, out=outs)
-        assert all(mean is out for mean, out in zip(means, outs, strict=True) if out is not None)
+        assert all(
+            mean is out
+            for mean, out in zip(means, outs, strict=True)
+            if out is not None
+        )
         assert same(means, expected)
 
 
 @pytest.mark.parametrize("small", [0, 100])
 def test_named_tensors_alone_and_several_in_a_vector(comm, small):
-    usual, exchange = pair(comm, ErrorFeedback, sparse_iallreduce, small=small, bucket_nbytes=3000)
+    usual, exchange = pair(
+        comm, ErrorFeedback, sparse_iallreduce, small=small, bucket_nbytes=3000
+    )
     for step in range(3):
         mine = gradients(comm.rank, step)
         expected = usual(mine)
-        outs = {"w": mine["w"], "bias": np.empty(40, np.float32), "scale": mine["scale"]}
+        outs = {
+            "w": mine["w"],
+            "bias": np.empty(40, np.float32),
+            "scale": mine["scale"],
+        }
         if step == 1:
             for name, array in mine.items():
                 exchange.start(name, array, out=outs.get(name))
@@ -76,9 +113,13 @@ def test_named_tensors_alone_and_several_in_a_vector(comm, small):
         else:
             means = exchange(mine, out=outs)
         assert all(means[name] is out for name, out in outs.items())
-        assert same([means[name] for name in SHAPES], [expected[name] for name in SHAPES])
+        assert same(
+            [means[name] for name in SHAPES], [expected[name] for name in SHAPES]
+        )
     means = exchange(gradients(comm.rank, 3))
-    assert not any(np.shares_memory(means[name], out) for name, out in outs.items()), "out is for one step only"
+    assert not any(np.shares_memory(means[name], out) for name, out in outs.items()), (
+        "out is for one step only"
+    )
 
 
 def bad_outs():
@@ -97,18 +138,26 @@ def bad_outs():
 
 @pytest.mark.parametrize("fault", bad_outs())
 @pytest.mark.parametrize("named", [True, False])
-def test_a_bad_output_buffer_on_one_rank_raises_everywhere_and_nothing_changes(comm, fault, named):
+def test_a_bad_output_buffer_on_one_rank_raises_everywhere_and_nothing_changes(
+    comm, fault, named
+):
     exchange = GradientExchange(comm, TopK(0.1), ErrorFeedback(), sparse_iallreduce)
     shape = () if fault == "number" else (30, 40)
 
     def step(number, out):
         gradient = np.resize(gradients(comm.rank, number)["w"], shape)
-        return exchange({"w": gradient}, out={"w": out})["w"] if named else exchange(gradient, out=out)
+        return (
+            exchange({"w": gradient}, out={"w": out})["w"]
+            if named
+            else exchange(gradient, out=out)
+        )
 
     step(0, None)
     before, (out, said) = exchange.state_dict(), bad_outs()[fault]
     culprit, good = comm.rank == comm.size - 1, np.full(shape, 7, np.float32)
-    with pytest.raises((TypeError, ValueError) if culprit else CollectiveError, match=said):
+    with pytest.raises(
+        (TypeError, ValueError) if culprit else CollectiveError, match=said
+    ):
         step(1, out if culprit else good)
     assert (good == 7).all()
     assert same(before.values(), exchange.state_dict().values())
@@ -118,11 +167,27 @@ def test_a_bad_output_buffer_on_one_rank_raises_everywhere_and_nothing_changes(c
 @pytest.mark.parametrize(
     ("gradient", "out", "said"),
     [
-        ([np.ones(3), np.ones(2)], [np.ones(3)], "out is 1 arrays: expected a list of 2"),
-        ([np.ones(3)], np.ones(3), "out is ndarray: expected a list of arrays, as the gradients are"),
+        (
+            [np.ones(3), np.ones(2)],
+            [np.ones(3)],
+            "out is 1 arrays: expected a list of 2",
+        ),
+        (
+            [np.ones(3)],
+            np.ones(3),
+            "out is ndarray: expected a list of arrays, as the gradients are",
+        ),
         ({"a": np.ones(3)}, {"b": np.ones(3)}, "out has 'b'"),
-        ({"a": np.ones(3)}, [np.ones(3)], "out is list: expected arrays by name, as the gradients are"),
-        (np.ones(3), {"a": np.ones(3)}, "out is dict: expected one array, as the gradients are"),
+        (
+            {"a": np.ones(3)},
+            [np.ones(3)],
+            "out is list: expected arrays by name, as the gradients are",
+        ),
+        (
+            np.ones(3),
+            {"a": np.ones(3)},
+            "out is dict: expected one array, as the gradients are",
+        ),
     ],
 )
 def test_output_buffers_of_another_form_are_named(comm, gradient, out, said):
@@ -153,14 +218,21 @@ def test_a_sparse_mean_is_the_dense_one(comm, collective, feedback):
     for average, total in ((True, collective), (False, both_ways)):
         settings = {"average": average, "small": 100, "bucket_nbytes": 3000}
         for form in ("array", "list", "dict"):
-            usual, exchange = (GradientExchange(comm, TopK(0.1), feedback(), total, **settings) for _ in range(2))
+            usual, exchange = (
+                GradientExchange(comm, TopK(0.1), feedback(), total, **settings)
+                for _ in range(2)
+            )
             for step in range(2):
                 mine = gradients(comm.rank, step)
-                given = {"array": mine["w"], "list": list(mine.values()), "dict": mine}[form]
+                given = {"array": mine["w"], "list": list(mine.values()), "dict": mine}[
+                    form
+                ]
                 expected, means = usual(given), exchange(given, sparse=True)
                 if form == "dict":
                     assert list(means) == list(mine)
-                    given, means, expected = (list(each.values()) for each in (given, means, expected))
+                    given, means, expected = (
+                        list(each.values()) for each in (given, means, expected)
+                    )
                 if form == "array":
                     given, means, expected = [given], [means], [expected]
                 assert same(map(dense_of, means, given), expected)
@@ -180,12 +252,16 @@ def test_a_sparse_mean_of_started_tensors_is_subtracted_from_a_model(comm):
 
 
 @pytest.mark.parametrize("odd_only", [False, True])
-def test_a_sparse_mean_in_an_output_buffer_is_refused_on_all_ranks_and_nothing_changes(comm, odd_only):
+def test_a_sparse_mean_in_an_output_buffer_is_refused_on_all_ranks_and_nothing_changes(
+    comm, odd_only
+):
     exchange = GradientExchange(comm, TopK(0.1))
     exchange(gradients(comm.rank, 0)["w"])
     before, odd = exchange.state_dict(), comm.rank == comm.size - 1 or not odd_only
     out = np.full((30, 40), 7, np.float32)
-    with pytest.raises(ValueError if odd else CollectiveError, match="got out= and sparse=True"):
+    with pytest.raises(
+        ValueError if odd else CollectiveError, match="got out= and sparse=True"
+    ):
         exchange(gradients(comm.rank, 1)["w"], out=out, sparse=odd)
     assert same(before.values(), exchange.state_dict().values())
     assert (out == 7).all()
@@ -204,11 +280,17 @@ def test_a_gradient_that_one_rank_lacks_has_no_place_for_its_mean(comm, form):
 
     exchange(given())
     mine = given((None,) if comm.rank else None)
-    with pytest.raises(ValueError if comm.rank else CollectiveError, match=r"out is None for .*pass zeros"):
+    with pytest.raises(
+        ValueError if comm.rank else CollectiveError,
+        match=r"out is None for .*pass zeros",
+    ):
         exchange(mine, out=mine)
     exchange(given(), out=given())
 
 
 def test_a_gradient_that_is_none_in_the_first_step_is_named(comm):
-    with pytest.raises(TypeError, match="b is None in the first step: pass zeros, or register the tensors before"):
+    with pytest.raises(
+        TypeError,
+        match="b is None in the first step: pass zeros, or register the tensors before",
+    ):
         GradientExchange(comm, TopK(k=1))({"a": np.ones(3), "b": None})

@@ -11,7 +11,10 @@ from collectives import GradientExchange, OuterLoop, dense_allreduce, sparse_all
 from mpicomp import CheckError, CollectiveError, Dense, ErrorFeedback, TopK
 
 SHAPES = {"weight": (20, 30), "bias": (7,)}  # the second is sent dense
-START = {name: np.random.default_rng(len(name)).standard_normal(shape) for name, shape in SHAPES.items()}
+START = {
+    name: np.random.default_rng(len(name)).standard_normal(shape)
+    for name, shape in SHAPES.items()
+}
 SMALL, DENSITY = 10, 0.1
 
 
@@ -42,28 +45,51 @@ def largest(vector, density):
 
 
 def simulate(
-    size, steps, every, rate=1.0, momentum=0.0, nesterov=False, delay=0, decay=1.0, contributors=False, skipped=()
+    size,
+    steps,
+    every,
+    rate=1.0,
+    momentum=0.0,
+    nesterov=False,
+    delay=0,
+    decay=1.0,
+    contributors=False,
+    skipped=(),
 ):
     """Return the anchor and every rank's parameters of one run, tensor by tensor."""
     anchors, everyone = {}, [{} for _ in range(size)]
     for name, start in START.items():
         anchor, velocity, began = start, 0.0, None
-        theta, residual = [start.copy() for _ in range(size)], [np.zeros_like(start) for _ in range(size)]
+        theta, residual = (
+            [start.copy() for _ in range(size)],
+            [np.zeros_like(start) for _ in range(size)],
+        )
         for step in range(1, steps + 1):
             for rank in range(size):
-                theta[rank] = theta[rank] - 0.1 * (theta[rank] - target(rank, step, name))
+                theta[rank] = theta[rank] - 0.1 * (
+                    theta[rank] - target(rank, step, name)
+                )
             if step % every == 0 and step not in skipped:
                 began = [each.copy() for each in theta]
             if began is None or step % every != delay:
                 continue
-            corrected = [decay * e + anchor - each for e, each in zip(residual, began, strict=True)]
+            corrected = [
+                decay * e + anchor - each
+                for e, each in zip(residual, began, strict=True)
+            ]
             sent = [largest(each, DENSITY) for each in corrected]
             residual = [one - other for one, other in zip(corrected, sent, strict=True)]
             dense = sent[0].size < SMALL or not contributors
-            mean = sum(sent) / (size if dense else np.maximum(sum(each != 0 for each in sent), 1))
+            mean = sum(sent) / (
+                size if dense else np.maximum(sum(each != 0 for each in sent), 1)
+            )
             velocity = momentum * velocity + mean
-            anchor = anchor - rate * (mean + momentum * velocity if nesterov else velocity)
-            theta = [anchor + (each - then) for each, then in zip(theta, began, strict=True)]
+            anchor = anchor - rate * (
+                mean + momentum * velocity if nesterov else velocity
+            )
+            theta = [
+                anchor + (each - then) for each, then in zip(theta, began, strict=True)
+            ]
             began = None
         anchors[name] = anchor
         for rank in range(size):
@@ -71,12 +97,30 @@ def simulate(
     return anchors, everyone
 
 
-def made(comm, *, parameters=None, compressor=None, decay=None, average=True, options=None, **settings):
+def made(
+    comm,
+    *,
+    parameters=None,
+    compressor=None,
+    decay=None,
+    average=True,
+    options=None,
+    **settings,
+):
     """Return the parameters of this rank and their loop."""
-    parameters = {name: array.copy() for name, array in START.items()} if parameters is None else parameters
+    parameters = (
+        {name: array.copy() for name, array in START.items()}
+        if parameters is None
+        else parameters
+    )
     feedback = ErrorFeedback() if decay is None else ErrorFeedback(decay=decay)
     exchange = GradientExchange(
-        comm, compressor or TopK(DENSITY), feedback, small=SMALL, average=average, **options or {}
+        comm,
+        compressor or TopK(DENSITY),
+        feedback,
+        small=SMALL,
+        average=average,
+        **options or {},
     )
     return parameters, OuterLoop(exchange, parameters, **settings)
 
@@ -89,7 +133,16 @@ def train(comm, parameters, loop, first, end):
 
 
 def same_everywhere(comm, arrays):
-    return len(set(comm.allgather(b"".join(np.asarray(array).tobytes() for array in arrays.values())))) == 1
+    return (
+        len(
+            set(
+                comm.allgather(
+                    b"".join(np.asarray(array).tobytes() for array in arrays.values())
+                )
+            )
+        )
+        == 1
+    )
 
 
 def bits(arrays):
@@ -120,7 +173,9 @@ def test_a_run_is_that_of_a_simulation_of_all_ranks(comm, case):
     assert (loop.count, loop.rounds) == (15, 15 // loop.every)
     for name in SHAPES:
         np.testing.assert_allclose(loop.anchor[name], anchors[name], rtol=0, atol=1e-12)
-        np.testing.assert_allclose(parameters[name], everyone[comm.rank][name], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            parameters[name], everyone[comm.rank][name], rtol=0, atol=1e-12
+        )
     assert same_everywhere(comm, loop.anchor)
 
 
@@ -133,13 +188,17 @@ def test_every_step_and_dense_it_is_dense_sgd_bit_for_bit(comm, inner, outer, dt
     """
 
     def gradient(theta, step):
-        return (comm.size * ((np.floor(4 * theta) * 3 + 5 * comm.rank + step) % 11 - 5)).astype(dtype)
+        return (
+            comm.size * ((np.floor(4 * theta) * 3 + 5 * comm.rank + step) % 11 - 5)
+        ).astype(dtype)
 
     start = np.arange(-150, 150).astype(dtype)
     dense, local = start.copy(), start.copy()
     _, loop = made(comm, parameters=local, compressor=Dense(), every=1, rate=outer)
     for step in range(9):
-        dense -= dtype(0.25) * (dense_allreduce(gradient(dense, step), comm) / dtype(comm.size))
+        dense -= dtype(0.25) * (
+            dense_allreduce(gradient(dense, step), comm) / dtype(comm.size)
+        )
         local -= dtype(inner) * gradient(local, step)
         loop.step()
         assert local.tobytes() == dense.tobytes()
@@ -187,7 +246,10 @@ def test_models_that_did_not_start_alike_are_named(comm):
     odd = comm.size - 1
     parameters = {name: array.copy() for name, array in START.items()}
     parameters["bias"][3] += comm.rank == odd
-    with pytest.raises(CollectiveError, match=rf"the parameters of ranks \[{odd}\] differ .* broadcast rank 0's"):
+    with pytest.raises(
+        CollectiveError,
+        match=rf"the parameters of ranks \[{odd}\] differ .* broadcast rank 0's",
+    ):
         made(comm, parameters=parameters)
 
 
@@ -199,7 +261,10 @@ def test_the_debug_mode_compares_the_anchors_each_round(comm, fresh, monkeypatch
     loop.rate = 0.5 if comm.rank == comm.size - 1 else 1.0
     train(fresh, parameters, loop, 5, 8)
     learn(parameters, comm.rank, 8)
-    with pytest.raises(CheckError, match=rf"after round 3 the anchor of ranks \[{comm.size - 1}\] differs"):
+    with pytest.raises(
+        CheckError,
+        match=rf"after round 3 the anchor of ranks \[{comm.size - 1}\] differs",
+    ):
         loop.step()
 
 
@@ -211,13 +276,22 @@ def test_the_debug_mode_compares_the_anchors_each_round(comm, fresh, monkeypatch
     ("bad", "match"),
     [
         ({"every": 0}, "every is 0: expected an integer of at least 1"),
-        ({"every": 2, "delay": 2}, "delay is 2 and every 2: expected 0 <= delay < every"),
+        (
+            {"every": 2, "delay": 2},
+            "delay is 2 and every 2: expected 0 <= delay < every",
+        ),
         ({"rate": -1.0}, "rate is -1.0: expected 0 <= rate < infinity"),
         ({"momentum": 1.0}, "momentum is 1.0: expected 0 <= momentum < 1"),
         ({"nesterov": True}, "nesterov is set and momentum is 0"),
         ({"parameters": {}}, "it is empty: expected at least one array"),
-        ({"parameters": np.arange(9)}, "values are int64: expected float16, float32 or float64"),
-        ({"parameters": np.zeros((4, 4)).T[::2]}, "not contiguous in any order of its axes"),
+        (
+            {"parameters": np.arange(9)},
+            "values are int64: expected float16, float32 or float64",
+        ),
+        (
+            {"parameters": np.zeros((4, 4)).T[::2]},
+            "not contiguous in any order of its axes",
+        ),
     ],
 )
 def test_a_bad_argument_of_one_rank_raises_on_all(comm, bad, match):
@@ -229,16 +303,27 @@ def test_a_bad_argument_of_one_rank_raises_on_all(comm, bad, match):
 
 @pytest.mark.at_least(2)
 def test_settings_and_tensors_that_differ_are_named(comm):
-    with pytest.raises(CollectiveError, match=r"same settings of OuterLoop: 'every' is 2 on rank 0, and 3 on rank 1"):
+    with pytest.raises(
+        CollectiveError,
+        match=r"same settings of OuterLoop: 'every' is 2 on rank 0, and 3 on rank 1",
+    ):
         made(comm, every=2 + (comm.rank > 0))
-    with pytest.raises(CollectiveError, match=r"the same tensors: 'w' is float64 of shape \(9,\) on rank 0, and float"):
-        made(comm, parameters={"w": np.zeros(9, np.float32 if comm.rank else np.float64)})
+    with pytest.raises(
+        CollectiveError,
+        match=r"the same tensors: 'w' is float64 of shape \(9,\) on rank 0, and float",
+    ):
+        made(
+            comm, parameters={"w": np.zeros(9, np.float32 if comm.rank else np.float64)}
+        )
 
 
 @few
 def test_a_feedback_that_keeps_its_residual_in_the_gradient_is_refused(comm):
     exchange = GradientExchange(comm, TopK(k=3), ErrorFeedback(in_place=True))
-    with pytest.raises(ValueError, match=r"feedback of the exchange is ErrorFeedback\(in_place=True.*: expected one"):
+    with pytest.raises(
+        ValueError,
+        match=r"feedback of the exchange is ErrorFeedback\(in_place=True.*: expected one",
+    ):
         OuterLoop(exchange, np.zeros(2000))
     with pytest.raises(TypeError, match="expected a GradientExchange"):
         OuterLoop(TopK(k=3), np.zeros(2000))
@@ -253,7 +338,9 @@ def test_tied_parameters_count_once_and_a_list_and_an_array_are_taken(comm):
     loop.step()
     np.testing.assert_array_equal(shared, 2)
     assert list(loop.anchor) == ["embedding", "head"]
-    assert [name for name in loop.state_dict() if name.startswith("anchor/")] == ["anchor/embedding"]
+    assert [name for name in loop.state_dict() if name.startswith("anchor/")] == [
+        "anchor/embedding"
+    ]
     assert loop.exchange.residual_norm == 0
     first, second = np.zeros(5), np.zeros((30, 40), np.float32)
     _, loop = made(comm, parameters=[first, second], compressor=Dense(), every=1)
@@ -278,8 +365,14 @@ def test_a_frozen_parameter_does_not_change_and_can_be_trained_again(comm, setti
     weight -= comm.rank == 0
     weight.requires_grad = False
     train(comm, rest, loop, 5, 8)
-    before = {key: array.tobytes() for key, array in loop.state_dict().items() if "weight/" in key or "/weight" in key}
-    kept = {key: array for key, array in before.items() if not key.endswith("/settings")}
+    before = {
+        key: array.tobytes()
+        for key, array in loop.state_dict().items()
+        if "weight/" in key or "/weight" in key
+    }
+    kept = {
+        key: array for key, array in before.items() if not key.endswith("/settings")
+    }
     anchor, theta = loop.anchor["weight"].tobytes(), weight.tobytes()
     assert len(set(comm.allgather((anchor, theta)))) == 1
     assert not np.array_equal(weight, START["weight"])
@@ -297,12 +390,17 @@ def test_a_frozen_parameter_does_not_change_and_can_be_trained_again(comm, setti
 def test_a_function_returns_the_parameters_of_each_round(comm):
     """As PyTorch's load_state_dict(assign=True) makes new ones."""
     parameters = {"w": np.zeros(2000)}
-    _, loop = made(comm, parameters=lambda: dict(parameters), compressor=Dense(), every=1)
+    _, loop = made(
+        comm, parameters=lambda: dict(parameters), compressor=Dense(), every=1
+    )
     parameters["w"] = np.full(2000, 3.0)
     loop.step()
     assert (parameters["w"] == 3).all()
     parameters["w"] = np.zeros(2001)
-    with pytest.raises(ValueError, match=r"w is float64 of shape \(2001,\): expected float64 of shape \(2000,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"w is float64 of shape \(2001,\): expected float64 of shape \(2000,\)",
+    ):
         loop.step()
 
 
@@ -322,9 +420,16 @@ def test_a_run_that_is_taken_up_at_any_step_continues_bit_for_bit(comm, case):
     parameters, loop = made(comm, every=3, **settings)
     saved = []
     for step in range(1, 9):
-        saved.append((loop.state_dict(), {name: array.copy() for name, array in parameters.items()}))
+        saved.append(
+            (
+                loop.state_dict(),
+                {name: array.copy() for name, array in parameters.items()},
+            )
+        )
         train(comm, parameters, loop, step, step + 1)
-    assert len([state for state, _ in saved if "delta/weight" in state]) == (4 if "delay" in settings else 0)
+    assert len([state for state, _ in saved if "delta/weight" in state]) == (
+        4 if "delay" in settings else 0
+    )
     for step, (state, then) in enumerate(saved, 1):
         second, other = made(comm, every=3, **settings)
         other.load_state_dict(through_a_file(state))
@@ -357,12 +462,18 @@ def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
             other.load_state_dict(good | (change if last else {}))
         assert bits(other.state_dict()) == before
     if comm.size > 1:
-        with pytest.raises(CollectiveError, match="the same saved state: 'count' is 3 on rank 0, and 5 on rank"):
+        with pytest.raises(
+            CollectiveError,
+            match="the same saved state: 'count' is 3 on rank 0, and 5 on rank",
+        ):
             other.load_state_dict(good | ({"count": np.array(5)} if last else {}))
     assert bits(other.state_dict()) == before
     learn(parameters, comm.rank, 4)
     loop.step()
-    with pytest.raises(RuntimeError, match="an exchange is in flight: load the state into a new OuterLoop"):
+    with pytest.raises(
+        RuntimeError,
+        match="an exchange is in flight: load the state into a new OuterLoop",
+    ):
         loop.load_state_dict(good)
     learn(parameters, comm.rank, 5)
     loop.step()
@@ -370,17 +481,26 @@ def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
 
 @few
 def test_a_state_names_its_settings_and_no_wrapper(comm):
-    parameters = {f"module._orig_mod.{name}": array.copy() for name, array in START.items()}
+    parameters = {
+        f"module._orig_mod.{name}": array.copy() for name, array in START.items()
+    }
     _, loop = made(comm, parameters=parameters, every=2, momentum=0.5)
     state = loop.state_dict()
     _, other = made(comm, every=2, momentum=0.5)
     other.load_state_dict(state)
     loop.load_state_dict(other.state_dict())
     assert bits(other.state_dict()) == bits(state)
-    for name, value in {"every": 3, "momentum": 0.25, "rate": 0.5, "nesterov": True, "delay": 1}.items():
+    for name, value in {
+        "every": 3,
+        "momentum": 0.25,
+        "rate": 0.5,
+        "nesterov": True,
+        "delay": 1,
+    }.items():
         _, other = made(comm, **{"every": 2, "momentum": 0.5} | {name: value})
         with pytest.raises(
-            ValueError, match=rf"saved with {name} .*: expected {value}; make the loop with the settings"
+            ValueError,
+            match=rf"saved with {name} .*: expected {value}; make the loop with the settings",
         ):
             other.load_state_dict(state)
         other.load_state_dict(state, same_settings=False)
@@ -391,7 +511,9 @@ def test_a_state_names_its_settings_and_no_wrapper(comm):
 
 @contextmanager
 def all_raise(comm, match):
-    with pytest.raises(ValueError if comm.rank == comm.size - 1 else CollectiveError, match=match):
+    with pytest.raises(
+        ValueError if comm.rank == comm.size - 1 else CollectiveError, match=match
+    ):
         yield
 
 
@@ -421,7 +543,9 @@ def test_a_round_that_fails_leaves_all_as_it_was_and_training_goes_on(comm, sett
     anchors, everyone = simulate(comm.size, 13, 3, **settings, skipped=[6])
     for name in SHAPES:
         np.testing.assert_allclose(loop.anchor[name], anchors[name], rtol=0, atol=1e-12)
-        np.testing.assert_allclose(parameters[name], everyone[comm.rank][name], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            parameters[name], everyone[comm.rank][name], rtol=0, atol=1e-12
+        )
     assert same_everywhere(comm, loop.anchor)
     assert loop.rounds == 3
 
@@ -467,13 +591,18 @@ def test_parameters_that_cannot_be_written_to_any_more_on_one_rank(comm):
 
 def test_a_sum_that_overflows_on_all_ranks_is_no_round(comm):
     mine = np.zeros(2000, np.float32)
-    exchange = GradientExchange(comm, TopK(k=20), collective=sparse_allreduce, average=False)
+    exchange = GradientExchange(
+        comm, TopK(k=20), collective=sparse_allreduce, average=False
+    )
     loop = OuterLoop(exchange, mine, every=1)
     mine[:3] = 3e38
     if comm.size == 1:
         loop.step()
         return
-    with np.errstate(all="raise"), pytest.raises(OverflowError, match="the sum over the ranks leaves the range"):
+    with (
+        np.errstate(all="raise"),
+        pytest.raises(OverflowError, match="the sum over the ranks leaves the range"),
+    ):
         loop.step()
     assert (mine[:3] == np.float32(3e38)).all()
     assert not loop.anchor.any()
@@ -485,7 +614,9 @@ def test_a_sum_that_overflows_on_all_ranks_is_no_round(comm):
 
 @pytest.mark.exactly(1)
 @pytest.mark.exactly(3)
-@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "nesterov": True}, {"delay": 1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": 0.9, "nesterov": True}, {"delay": 1}]
+)
 def test_the_bits_on_a_device_are_those_of_the_host(comm, settings):
     cupy = cupy_for_tests()
     here, loop = made(comm, every=2, **settings)
@@ -497,9 +628,16 @@ def test_the_bits_on_a_device_are_those_of_the_host(comm, settings):
         for name, array in there.items():
             array -= 0.1 * (array - cupy.asarray(target(comm.rank, step, name)))
         other.step()
-        assert {name: array.get().tobytes() for name, array in there.items()} == bits(here)
+        assert {name: array.get().tobytes() for name, array in there.items()} == bits(
+            here
+        )
         assert bits(other.state_dict()) == bits(loop.state_dict())
     assert isinstance(other.anchor["bias"], cupy.ndarray)
-    _, third = made(comm, parameters={name: cupy.asarray(array) for name, array in START.items()}, every=2, **settings)
+    _, third = made(
+        comm,
+        parameters={name: cupy.asarray(array) for name, array in START.items()},
+        every=2,
+        **settings,
+    )
     third.load_state_dict(loop.state_dict())
     assert bits(third.state_dict()) == bits(loop.state_dict())

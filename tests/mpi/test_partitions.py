@@ -30,8 +30,14 @@ from mpicomp.vector import add_up
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_reduce_scatter_between_the_callers_bounds(comm, pattern):
-    bounds = [0, *sorted(np.random.default_rng(comm.size).integers(0, LENGTH, comm.size - 1)), LENGTH]
-    share = sparse_reduce_scatter(contribution(pattern, comm.rank, comm.size), comm, partition=bounds)
+    bounds = [
+        0,
+        *sorted(np.random.default_rng(comm.size).integers(0, LENGTH, comm.size - 1)),
+        LENGTH,
+    ]
+    share = sparse_reduce_scatter(
+        contribution(pattern, comm.rank, comm.size), comm, partition=bounds
+    )
     whole = sum(window(each) for each in contributions(pattern, comm.size))
     whole[: bounds[comm.rank]] = whole[bounds[comm.rank + 1] :] = 0
     assert_equal(share, whole)
@@ -54,18 +60,32 @@ BAD_PARTITIONS = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "error", "message"), BAD_PARTITIONS, ids=range(len(BAD_PARTITIONS)))
+@pytest.mark.parametrize(
+    ("bad", "error", "message"), BAD_PARTITIONS, ids=range(len(BAD_PARTITIONS))
+)
 def test_bad_partitions_raise_everywhere(comm, bad, error, message):
     vector, culprit = contribution("random", comm.rank, comm.size), comm.size - 1
-    with pytest.raises(error if comm.rank == culprit else CollectiveError, match=message):
-        sparse_reduce_scatter(vector, comm, partition=bad if comm.rank == culprit else "equal")
+    with pytest.raises(
+        error if comm.rank == culprit else CollectiveError, match=message
+    ):
+        sparse_reduce_scatter(
+            vector, comm, partition=bad if comm.rank == culprit else "equal"
+        )
 
 
 def test_bounds_are_compared_as_numbers_whatever_holds_them(comm):
     bounds = [LENGTH * rank // comm.size for rank in range(comm.size + 1)]
-    kinds = [list, tuple, np.array, lambda some: [np.int64(each) for each in some], iter]
+    kinds = [
+        list,
+        tuple,
+        np.array,
+        lambda some: [np.int64(each) for each in some],
+        iter,
+    ]
     mine = kinds[comm.rank % len(kinds)](bounds)
-    share = sparse_reduce_scatter(contribution("random", comm.rank, comm.size), comm, partition=mine)
+    share = sparse_reduce_scatter(
+        contribution("random", comm.rank, comm.size), comm, partition=mine
+    )
     whole = sum(window(each) for each in contributions("random", comm.size))
     np.testing.assert_array_equal(sum(comm.allgather(window(share))), whole)
 
@@ -74,8 +94,13 @@ def test_bounds_are_compared_as_numbers_whatever_holds_them(comm):
 def test_bounds_that_differ_raise_however_they_are_printed(comm):
     bounds = np.array([LENGTH * rank // comm.size for rank in range(comm.size + 1)])
     bounds[1] -= comm.rank == 1
-    with np.printoptions(threshold=2, edgeitems=1), pytest.raises(CollectiveError, match="partition must be the same"):
-        sparse_reduce_scatter(contribution("random", comm.rank, comm.size), comm, partition=bounds)
+    with (
+        np.printoptions(threshold=2, edgeitems=1),
+        pytest.raises(CollectiveError, match="partition must be the same"),
+    ):
+        sparse_reduce_scatter(
+            contribution("random", comm.rank, comm.size), comm, partition=bounds
+        )
 
 
 def hot(rank, length, entries):
@@ -103,7 +128,10 @@ def test_a_hot_stretch_does_not_fall_to_one_rank(comm, monkeypatch):
         return max(entries) / np.mean(entries)
 
     assert busiest(lambda: sparse_reduce_scatter(vector, comm)) > 0.6 * comm.size
-    assert busiest(lambda: sparse_allreduce(vector, comm, algorithm="split_allgather")) <= 1.1
+    assert (
+        busiest(lambda: sparse_allreduce(vector, comm, algorithm="split_allgather"))
+        <= 1.1
+    )
 
 
 def test_the_ranks_of_one_machine_share_a_node(comm):
@@ -132,14 +160,19 @@ def places(comm):
 @for_each(pattern=["random", "unequal", "one_holds_all", "blocks"])
 def test_the_sum_over_several_nodes(comm, places, pattern, algorithm, names):
     places(names)
-    total = sparse_allreduce(contribution(pattern, comm.rank, comm.size), comm, algorithm=algorithm)
+    total = sparse_allreduce(
+        contribution(pattern, comm.rank, comm.size), comm, algorithm=algorithm
+    )
     assert_same_bits(comm, total)
     assert_equal(total, sum(window(each) for each in contributions(pattern, comm.size)))
 
 
 @pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB"])
 @pytest.mark.parametrize("algorithm", ["auto", "node_leaders"])
-@for_each(pattern=["random", "unequal", "one_holds_all", "cancelling", "ties"], k=[None, 1, 30])
+@for_each(
+    pattern=["random", "unequal", "one_holds_all", "cancelling", "ties"],
+    k=[None, 1, 30],
+)
 def test_gtopk_over_several_nodes(comm, places, pattern, k, algorithm, names):
     places(names)
     vectors = contributions(pattern, comm.size)
@@ -147,15 +180,21 @@ def test_gtopk_over_several_nodes(comm, places, pattern, k, algorithm, names):
     result, rejected = gtopk_allreduce(vectors[comm.rank], comm, k, algorithm=algorithm)
     assert_same_bits(comm, result)
     if algorithm == "node_leaders":
-        assert_equal(result, select(total, max(each.nnz for each in vectors) if k is None else k))
-    np.testing.assert_array_equal(window(result) + sum(comm.allgather(window(rejected))), total)
+        assert_equal(
+            result, select(total, max(each.nnz for each in vectors) if k is None else k)
+        )
+    np.testing.assert_array_equal(
+        window(result) + sum(comm.allgather(window(rejected))), total
+    )
 
 
 @pytest.mark.at_least(2)
 def test_what_leaves_a_node_is_coded(comm, places):
     """A density of 1 %, values of one octave: 8.6 bits an index and 53 a value between nodes, 32 and 64 inside."""
     indices = np.flatnonzero(np.random.default_rng(comm.rank).random(100_000) < 0.01)
-    vector = SparseVector(indices, 1 + np.random.default_rng(1).random(indices.size), 100_000)
+    vector = SparseVector(
+        indices, 1 + np.random.default_rng(1).random(indices.size), 100_000
+    )
 
     def sent():
         before = traffic(comm).nbytes
@@ -179,7 +218,9 @@ def test_between_nodes_a_sum_travels_once_a_node(comm, places, monkeypatch):
         return send(buffer, dest, tag, arrival)
 
     monkeypatch.setattr(link, "send", counting)
-    vector = SparseVector(np.arange(0, 400_000, 4), np.ones(100_000, np.float32), 400_000)
+    vector = SparseVector(
+        np.arange(0, 400_000, 4), np.ones(100_000, np.float32), 400_000
+    )
 
     def crossing(algorithm):
         abroad[0] = 0
@@ -187,7 +228,8 @@ def test_between_nodes_a_sum_travels_once_a_node(comm, places, monkeypatch):
         return comm.allreduce(abroad[0])
 
     flat, lanes, auto = map(crossing, ("split_allgather", "node_lanes", "auto"))
-    once = 2 * (vector.nnz * 4 + vector.length / 8)  # the sum of a node, its indices as a bitmap, from each of the two
+    # the sum of a node, its indices as a bitmap, from each of the two
+    once = 2 * (vector.nnz * 4 + vector.length / 8)
     assert lanes == pytest.approx(once, rel=0.05)
     assert abs(auto - lanes) < 0.02 * lanes
     assert flat > 3 * lanes

@@ -38,17 +38,24 @@ def supports(draw, size, width):
     """Draw every rank's positions among `width`: of one kind for all ranks, or of a kind of its own for each."""
     everything, share = np.arange(width), max(1, width // size)
     kinds = {
-        "any": lambda rank: np.flatnonzero(draw(st.lists(st.booleans(), min_size=width, max_size=width))),
+        "any": lambda rank: np.flatnonzero(
+            draw(st.lists(st.booleans(), min_size=width, max_size=width))
+        ),
         "none": lambda rank: everything[:0],
         "all": lambda rank: everything,
         "one": lambda rank: everything[-1:],
         "disjoint": lambda rank: everything[rank::size],
         "one share": lambda rank: everything[share : 2 * share],
-        "at the bounds": lambda rank: np.unique([width * r // size for r in range(size)])[: width and size],
+        "at the bounds": lambda rank: np.unique(
+            [width * r // size for r in range(size)]
+        )[: width and size],
         "on one rank": lambda rank: everything[: width * (rank == size - 1)],
     }
     kind = draw(st.sampled_from(["each its own", *kinds]))
-    names = [draw(st.sampled_from(sorted(kinds))) if kind == "each its own" else kind for _ in range(size)]
+    names = [
+        draw(st.sampled_from(sorted(kinds))) if kind == "each its own" else kind
+        for _ in range(size)
+    ]
     return [kinds[name](rank) for rank, name in enumerate(names)]
 
 
@@ -61,7 +68,11 @@ def contributions(draw, size, rows=False):
     alphabet = draw(st.sampled_from([[0], [1], [-1, 1], range(-9, 10)]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     return [
-        SparseVector(positions + offset, rng.choice(alphabet, (positions.size, *row)).astype(dtype), width + offset)
+        SparseVector(
+            positions + offset,
+            rng.choice(alphabet, (positions.size, *row)).astype(dtype),
+            width + offset,
+        )
         for positions in draw(supports(size, width))
     ]
 
@@ -87,7 +98,9 @@ def agreed(comm, check):
 
 def same_everywhere(comm, *vectors):
     mine = [bits(vector) for vector in vectors]
-    assert comm.allgather(mine).count(mine) == comm.size, "the ranks hold different bits"
+    assert comm.allgather(mine).count(mine) == comm.size, (
+        "the ranks hold different bits"
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["auto", *allreduce.ALGORITHMS])
@@ -96,9 +109,14 @@ def test_an_exact_sum(comm, algorithm):
     @given(contributions(comm.size, rows=True), st.sampled_from(["auto", *CODECS]))
     def holds(vectors, codec):
         if algorithm in ("auto", "dense_mpi") and vectors[0].length >= 2**40:
-            vectors = [SparseVector(each.indices - 2**40, each.values, each.length - 2**40) for each in vectors]
+            vectors = [
+                SparseVector(each.indices - 2**40, each.values, each.length - 2**40)
+                for each in vectors
+            ]
         call = {"algorithm": algorithm, "codec": codec}
-        one, again = (sparse_allreduce(vectors[comm.rank], comm, **call) for _ in range(2))
+        one, again = (
+            sparse_allreduce(vectors[comm.rank], comm, **call) for _ in range(2)
+        )
         same_everywhere(comm, one, again)
 
         def check():
@@ -114,10 +132,16 @@ def test_an_exact_sum(comm, algorithm):
 @pytest.mark.parametrize("algorithm", gtopk_allreduce.algorithms)
 def test_gtopk(comm, algorithm):
     @together
-    @given(contributions(comm.size), st.sampled_from([None, 1, 2, 5, 10**6]), st.sampled_from(["auto", *CODECS]))
+    @given(
+        contributions(comm.size),
+        st.sampled_from([None, 1, 2, 5, 10**6]),
+        st.sampled_from(["auto", *CODECS]),
+    )
     def holds(vectors, k, codec):
         call = {"k": k, "algorithm": algorithm, "codec": codec}
-        (one, kept), (again, _) = (gtopk_allreduce(vectors[comm.rank], comm, **call) for _ in range(2))
+        (one, kept), (again, _) = (
+            gtopk_allreduce(vectors[comm.rank], comm, **call) for _ in range(2)
+        )
         same_everywhere(comm, one, again)
         rejected = sum(comm.allgather(dense(kept)))
 
@@ -146,8 +170,12 @@ def test_a_reduce_scatter_is_a_division_of_the_sum(comm):
 
         def check():
             share.validate()
-            np.testing.assert_array_equal(sum(map(dense, shares)), sum(map(dense, vectors)))
-            assert len({index for each in shares for index in each.indices}) == sum(each.nnz for each in shares)
+            np.testing.assert_array_equal(
+                sum(map(dense, shares)), sum(map(dense, vectors))
+            )
+            assert len({index for each in shares for index in each.indices}) == sum(
+                each.nnz for each in shares
+            )
 
         agreed(comm, check)
 
@@ -169,7 +197,9 @@ def test_gathered_reduced_handed_out_and_planned(comm):
         same_everywhere(comm, handed, planned)
 
         def check():
-            assert [bits(part) for part in parts] == [bits(vector) for vector in vectors]
+            assert [bits(part) for part in parts] == [
+                bits(vector) for vector in vectors
+            ]
             np.testing.assert_array_equal(dense(handed), sum(map(dense, vectors)))
             np.testing.assert_array_equal(dense(planned), dense(handed))
             assert planned.indices.tobytes() == handed.indices.tobytes()

@@ -1,7 +1,8 @@
 """The faults of published code, one by one: each test fails on a library that has the fault.
 
-Device buffers that are staged message by message have no test yet: arrays on a device are refused (test_arrays.py).
-What a rank that contributes another length, dtype or k gets instead of a hang is the table in test_arguments.py.
+Device buffers that are staged message by message have no test yet: arrays on a device
+are refused (test_arrays.py). What a rank that contributes another length, dtype or k
+gets instead of a hang is the table in test_arguments.py.
 """
 
 import pathlib
@@ -10,10 +11,24 @@ import time
 
 import numpy as np
 import pytest
-from cases import assert_equal, assert_same_bits, bits, contribution, contributions, select, window
+from cases import (
+    assert_equal,
+    assert_same_bits,
+    bits,
+    contribution,
+    contributions,
+    select,
+    window,
+)
 
 import collectives
-from collectives import GradientExchange, allreduce, gtopk_allreduce, sparse_allreduce, traffic
+from collectives import (
+    GradientExchange,
+    allreduce,
+    gtopk_allreduce,
+    sparse_allreduce,
+    traffic,
+)
 from collectives.first_call import link_of
 from collectives.runtime.engine import of_process
 from mpicomp import ErrorFeedback, SparseVector, TopK
@@ -36,7 +51,9 @@ def test_ranks_that_need_nothing_of_a_late_one_do_not_wait_for_it(comm):
     if comm.rank == 0:
         comm.recv(source=2)  # comes only when rank 2 is in its second round
     before = link.traffic.messages
-    request = collectives.gtopk_iallreduce(contribution("random", comm.rank, comm.size), comm, 9)
+    request = collectives.gtopk_iallreduce(
+        contribution("random", comm.rank, comm.size), comm, 9
+    )
     if comm.rank == 2:
         while link.traffic.messages - before < 2:
             assert not request.test()
@@ -62,7 +79,11 @@ def test_indices_as_floats(comm, algorithm):
 def test_sums_of_boundaries_that_overflow(comm, algorithm, length):
     """P times the length is beyond 32 bits, and beyond 64; shares at both ends of the index space."""
     positions = np.r_[0:200, length - 200 : length]
-    total = sparse_allreduce(SparseVector(positions, np.ones(400, np.float32), length), comm, algorithm=algorithm)
+    total = sparse_allreduce(
+        SparseVector(positions, np.ones(400, np.float32), length),
+        comm,
+        algorithm=algorithm,
+    )
     assert total.indices.tolist() == positions.tolist()
     assert (total.values == comm.size).all()
 
@@ -89,9 +110,12 @@ def test_sends_that_nobody_waits_for(comm, algorithm, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(link, "send", recording)
-    sparse_allreduce(contribution("random", comm.rank, comm.size), comm, algorithm=algorithm)
+    sparse_allreduce(
+        contribution("random", comm.rank, comm.size), comm, algorithm=algorithm
+    )
     assert comm.size == 1 or made
-    assert not any(request for sending in made for request in sending._requests)  # null: it has ended
+    # null: it has ended
+    assert not any(request for sending in made for request in sending._requests)
     assert not of_process()._in_flight
 
 
@@ -112,8 +136,13 @@ def test_sums_in_the_order_of_arrival(comm, algorithm, late):
 @pytest.mark.at_least(2)
 def test_hundreds_of_silently_dense_steps(comm):
     """The first step of an exchange sends as little as the tenth, beside the settings that the ranks compare."""
-    exchange = GradientExchange(comm, TopK(density=0.01), ErrorFeedback(), gtopk_allreduce)
-    gradient, sent = np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32), []
+    exchange = GradientExchange(
+        comm, TopK(density=0.01), ErrorFeedback(), gtopk_allreduce
+    )
+    gradient, sent = (
+        np.random.default_rng(comm.rank).standard_normal(100_000).astype(np.float32),
+        [],
+    )
     for _ in range(10):
         before = traffic(comm).nbytes
         exchange(gradient)

@@ -31,7 +31,9 @@ def of_all(make, comm, *args):
 
 
 def check_same_bits(comm, array):
-    assert len(set(comm.allgather(array.tobytes()))) == 1, "the ranks hold different bits"
+    assert len(set(comm.allgather(array.tobytes()))) == 1, (
+        "the ranks hold different bits"
+    )
 
 
 def assert_close(found, expected, room, most=0):
@@ -47,26 +49,46 @@ def test_the_result_is_that_of_the_oracle(comm, algorithm, dtype, bits, length):
 
     The mean of a block may be between two magnitudes of 8 significant bits.
     """
-    total, rejected = quantised_allreduce(reals(comm.rank, length, dtype), comm, bits, block=32, algorithm=algorithm)
+    total, rejected = quantised_allreduce(
+        reals(comm.rank, length, dtype), comm, bits, block=32, algorithm=algorithm
+    )
     arrays = of_all(reals, comm, length, dtype)
-    expected, errors = ORACLES[algorithm](arrays, lambda part: quantised(part, bits, 32, dtype), 32)
-    room = 4 * comm.size * np.finfo(dtype).eps * max((np.abs(each).max() for each in arrays if length), default=0)
+    expected, errors = ORACLES[algorithm](
+        arrays, lambda part: quantised(part, bits, 32, dtype), 32
+    )
+    room = (
+        4
+        * comm.size
+        * np.finfo(dtype).eps
+        * max((np.abs(each).max() for each in arrays if length), default=0)
+    )
     assert total.dtype == rejected.dtype == dtype
-    most = length // 40 if dtype == np.float16 else 32 if dtype == np.float32 and bits < 4 else 0
+    most = (
+        length // 40
+        if dtype == np.float16
+        else 32
+        if dtype == np.float32 and bits < 4
+        else 0
+    )
     assert_close(total, expected, room, most)
     assert_close(rejected, errors[comm.rank], room, most)
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])  # float16 has too few bits for some errors
+# float16 has too few bits for some errors
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @for_each(bits=BITS, length=LENGTHS, subnormal=[False, True])
-def test_integers_are_conserved_bitwise(comm, algorithm, dtype, bits, length, subnormal):
+def test_integers_are_conserved_bitwise(
+    comm, algorithm, dtype, bits, length, subnormal
+):
     unit = np.finfo(dtype).smallest_subnormal if subnormal else dtype(1)
     mine = unit * integers(comm.rank, length, dtype)
     total, rejected = quantised_allreduce(mine, comm, bits, 64, algorithm=algorithm)
     check_same_bits(comm, total)
     kept = comm.allgather(rejected.astype(np.float64))
-    np.testing.assert_array_equal(total + sum(kept), np.float64(unit) * sum(of_all(integers, comm, length, dtype)))
+    np.testing.assert_array_equal(
+        total + sum(kept), np.float64(unit) * sum(of_all(integers, comm, length, dtype))
+    )
 
 
 @EVERY
@@ -77,7 +99,9 @@ def test_shapes_and_orders(comm, algorithm, shape):
     total, rejected = quantised_allreduce(mine, comm, algorithm=algorithm)
     assert total.shape == rejected.shape == shape
     arrays = of_all(integers, comm, mine.size)
-    np.testing.assert_array_equal(total + sum(comm.allgather(rejected)), sum(arrays).reshape(shape))
+    np.testing.assert_array_equal(
+        total + sum(comm.allgather(rejected)), sum(arrays).reshape(shape)
+    )
     np.testing.assert_array_equal(mine, before)
 
 
@@ -91,7 +115,9 @@ def test_results_are_written_to_given_arrays(comm, algorithm, dtype):
     in_place = np.full_like(mine, 7), mine.copy()
     quantised_allreduce(in_place[1], comm, algorithm=algorithm, out=in_place)
     for found in (out, in_place):
-        assert [each.tobytes() for each in found] == [each.tobytes() for each in expected]
+        assert [each.tobytes() for each in found] == [
+            each.tobytes() for each in expected
+        ]
 
 
 @EVERY
@@ -104,7 +130,8 @@ def test_a_value_that_is_not_finite_raises_on_all_ranks(comm, algorithm, bad):
             mine[place] = bad if last else 0
             out = (np.empty_like(mine), mine) if in_place else None
             with pytest.raises(
-                ValueError if last else CollectiveError, match=rf"values\[{place}\] is" if last else "ValueError"
+                ValueError if last else CollectiveError,
+                match=rf"values\[{place}\] is" if last else "ValueError",
             ):
                 quantised_allreduce(mine, comm, block=64, algorithm=algorithm, out=out)
     comm.Barrier()
@@ -118,13 +145,18 @@ def test_a_value_that_is_not_finite_raises_on_all_ranks(comm, algorithm, bad):
 def test_the_largest_numbers_stay_in_range(comm, algorithm, dtype, bits):
     """Of one rank, as a sum of them would not be; with zeros, from which the scales of 2 bits differ."""
     largest = np.finfo(dtype).max
-    mine = (largest if comm.rank == comm.size - 1 else dtype(0)) * np.resize([-1, 1, 1, 0, 0.5], 300).astype(dtype)
+    mine = (largest if comm.rank == comm.size - 1 else dtype(0)) * np.resize(
+        [-1, 1, 1, 0, 0.5], 300
+    ).astype(dtype)
     total, rejected = quantised_allreduce(mine, comm, bits, algorithm=algorithm)
     assert np.isfinite(total).all()
     if comm.size == 1:
         kept = total.astype(np.longdouble) + rejected
         np.testing.assert_allclose(
-            kept / largest, mine.astype(np.longdouble) / largest, rtol=0, atol=np.finfo(dtype).eps
+            kept / largest,
+            mine.astype(np.longdouble) / largest,
+            rtol=0,
+            atol=np.finfo(dtype).eps,
         )
     check_same_bits(comm, total)
 
@@ -137,7 +169,9 @@ def test_a_sum_out_of_range_is_not_finite_on_any_rank(comm, algorithm, dtype, bi
     mine = np.full(300, np.finfo(dtype).max)
     for out in None, (np.empty_like(mine), mine):
         with np.errstate(over="ignore", invalid="ignore"):
-            total, _ = quantised_allreduce(mine, comm, bits, algorithm=algorithm, out=out)
+            total, _ = quantised_allreduce(
+                mine, comm, bits, algorithm=algorithm, out=out
+            )
         assert not np.isfinite(total).any()
         check_same_bits(comm, total)
 
@@ -151,9 +185,21 @@ def test_a_sum_out_of_range_is_not_finite_on_any_rank(comm, algorithm, dtype, bi
         ({"block": 100}, ValueError, r"block is 100: expected one of \[32, 64, 128"),
         ({"block": 16}, ValueError, "block is 16: expected"),
         ({"block": 1 << 17}, ValueError, "block is 131072: expected"),
-        ({"array": np.arange(9)}, TypeError, "values are int64: expected float16, float32 or float64"),
-        ({"out": np.ones(9)}, TypeError, "out is ndarray: expected a tuple of two arrays"),
-        ({"out": (np.ones(9), np.ones(8))}, ValueError, "out has 8 values of float64: expected 9 of float64"),
+        (
+            {"array": np.arange(9)},
+            TypeError,
+            "values are int64: expected float16, float32 or float64",
+        ),
+        (
+            {"out": np.ones(9)},
+            TypeError,
+            "out is ndarray: expected a tuple of two arrays",
+        ),
+        (
+            {"out": (np.ones(9), np.ones(8))},
+            ValueError,
+            "out has 8 values of float64: expected 9 of float64",
+        ),
         ({"algorithm": "tree"}, ValueError, "algorithm is 'tree': expected one of"),
     ],
     ids=str,
@@ -161,7 +207,9 @@ def test_a_sum_out_of_range_is_not_finite_on_any_rank(comm, algorithm, dtype, bi
 def test_bad_arguments_raise_on_all_ranks(comm, wrong, error, message):
     bad = comm.rank == comm.size - 1
     arguments = {"array": np.ones(9)} | (wrong if bad else {})
-    with pytest.raises(error if bad else CollectiveError, match=message if bad else error.__name__):
+    with pytest.raises(
+        error if bad else CollectiveError, match=message if bad else error.__name__
+    ):
         quantised_allreduce(arguments.pop("array"), comm, **arguments)
 
 
@@ -174,7 +222,13 @@ def test_out_shares_no_memory(comm):
 
 @pytest.mark.at_least(2)
 @for_each(
-    mine=[{"bits": 8}, {"block": 512}, {"array": np.ones(8)}, {"array": np.ones(9, "f4")}, {"algorithm": "node_lanes"}]
+    mine=[
+        {"bits": 8},
+        {"block": 512},
+        {"array": np.ones(8)},
+        {"array": np.ones(9, "f4")},
+        {"algorithm": "node_lanes"},
+    ]
 )
 def test_a_mismatch_raises_on_all_ranks(comm, mine):
     for other in ({}, {"algorithm": "direct"}):

@@ -34,14 +34,19 @@ FEEDBACKS = {
 
 def exchange_of(comm, feedback):
     exchange = GradientExchange(comm, RandomK(k=9, seed=3), feedback, sparse_allreduce)
-    exchange.register({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+    exchange.register(
+        {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    )
     return exchange
 
 
 def gradients(rank, step):
     """Return multiples of 64, which a few halvings leave integers."""
     rng = np.random.default_rng([rank, step])
-    return {name: np.float32(64 * rng.integers(-9, 10, shape)) for name, shape in SHAPES.items()}
+    return {
+        name: np.float32(64 * rng.integers(-9, 10, shape))
+        for name, shape in SHAPES.items()
+    }
 
 
 def to_file(state):
@@ -84,7 +89,9 @@ def test_all_that_4_ranks_kept_is_kept_on_2_3_and_6(comm, feedback):
         for step in range(3):
             exchange(gradients(group.rank, step))
 
-    files, _ = saved_by(comm, lambda group: exchange_of(group, FEEDBACKS[feedback]()), train)
+    files, _ = saved_by(
+        comm, lambda group: exchange_of(group, FEEDBACKS[feedback]()), train
+    )
     states = [dict(loader(files)(rank)) for rank in range(SAVED)]
     before = sums(states)
     assert all(array.any() for key, array in before.items() if key.startswith("weight"))
@@ -99,7 +106,9 @@ def test_all_that_4_ranks_kept_is_kept_on_2_3_and_6(comm, feedback):
         factor = size / SAVED if conserve == "mean" else 1
         for key, array in before.items():
             np.testing.assert_array_equal(after[key], factor * array)
-        assert state["weight/compressor.0.step"] == 3, "the same random positions on all ranks"
+        assert state["weight/compressor.0.step"] == 3, (
+            "the same random positions on all ranks"
+        )
         exchange(gradients(group.rank, 3))
         group.Free()
 
@@ -109,7 +118,10 @@ BASIS = Hadamard(chunk=16)
 
 RUNS = {  # the compressor, and more settings
     "error feedback": lambda: (RandomK(k=9, seed=3), {}),
-    "shares of the owners": lambda: (AggregationAware(k=9), {"collective": compressed_sum(TopK(k=5))}),
+    "shares of the owners": lambda: (
+        AggregationAware(k=9),
+        {"collective": compressed_sum(TopK(k=5))},
+    ),
     "basis": lambda: (ChunkedTopK(k=2, chunk=16), {"basis": BASIS}),
     "few bits": lambda: (None, {"bits": 4}),
 }
@@ -120,23 +132,31 @@ def account(exchange, steps):
     total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in steps:
         for name, mean in exchange(gradients(exchange.comm.rank, step)).items():
-            total[name] += mean - sum(gradients(rank, step)[name] for rank in range(exchange.comm.size))
+            total[name] += mean - sum(
+                gradients(rank, step)[name] for rank in range(exchange.comm.size)
+            )
     return total
 
 
 @pytest.mark.exactly(6)
 @pytest.mark.parametrize("size", [2, 3, 6])
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_on_another_number_of_ranks_returns_and_keeps_all_that_was_put_in(comm, size, run):
+def test_a_run_on_another_number_of_ranks_returns_and_keeps_all_that_was_put_in(
+    comm, size, run
+):
     """Also what a compressor knows of the sums, on ranks that saved nothing too."""
 
     def made(group):
         compressor, more = RUNS[run]()
-        exchange = GradientExchange(group, compressor, average=False, small=0, bucket_nbytes=1, **more)
+        exchange = GradientExchange(
+            group, compressor, average=False, small=0, bucket_nbytes=1, **more
+        )
         exchange.register(gradients(0, 0))
         return exchange
 
-    files, before = saved_by(comm, made, lambda exchange, group: account(exchange, range(3)))
+    files, before = saved_by(
+        comm, made, lambda exchange, group: account(exchange, range(3))
+    )
     group = cut(comm, size)
     if group == MPI.COMM_NULL:
         return
@@ -152,7 +172,12 @@ def test_a_run_on_another_number_of_ranks_returns_and_keeps_all_that_was_put_in(
             BASIS.inverse(kept.copy(), kept)
         kept = sum(group.allgather(kept.astype(np.float64))).reshape(shape)
         assert kept.any() or name == "bias"
-        np.testing.assert_allclose(before[name] + after[name], -kept, 0, 0.1 if run in ("basis", "few bits") else 0)
+        np.testing.assert_allclose(
+            before[name] + after[name],
+            -kept,
+            0,
+            0.1 if run in ("basis", "few bits") else 0,
+        )
     group.Free()
 
 
@@ -163,7 +188,10 @@ def test_ranks_may_have_compressors_of_their_own(comm):
     states = comm.allgather(exchange.state_dict())
     alone = GradientExchange(MPI.COMM_SELF, RandomK(k=9, seed=0), ErrorFeedback())
     alone.load_state_dicts(2, lambda rank: states[rank])
-    np.testing.assert_array_equal(alone.feedback.residual, sum(state["gradient/feedback.residual"] for state in states))
+    np.testing.assert_array_equal(
+        alone.feedback.residual,
+        sum(state["gradient/feedback.residual"] for state in states),
+    )
 
 
 @pytest.mark.exactly(2)
@@ -186,7 +214,11 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
         exchange(np.zeros(3, np.float16))
         arrays = {"gradient/feedback.residual": np.full(3, value, np.float16)}
         saved = exchange.state_dict()
-        table = from_table(saved["gradient/settings"]) | {"rank": rank, "ranks": ranks} | dict(changed)
+        table = (
+            from_table(saved["gradient/settings"])
+            | {"rank": rank, "ranks": ranks}
+            | dict(changed)
+        )
         return saved | arrays | {"gradient/settings": to_table(table)} | more
 
     exchange = GradientExchange(comm, TopK(k=1))
@@ -195,12 +227,32 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
     fresh = GradientExchange(comm, TopK(k=1)).state_dict()
     wrong = [
         (3, state, r"load\(0\): the state was saved with ranks 2: expected 3"),
-        (2, lambda rank: state(0), r"load\(1\): the state was saved with rank 0: expected 1"),
-        (2, lambda rank: fresh | {"gradient/settings": state(1)["gradient/settings"]} if rank else state(0), "arrays"),
-        (2, lambda rank: state(rank, changed={"steps": rank}), "rank 1 was saved with steps 1: expected 0"),
+        (
+            2,
+            lambda rank: state(0),
+            r"load\(1\): the state was saved with rank 0: expected 1",
+        ),
+        (
+            2,
+            lambda rank: (
+                fresh | {"gradient/settings": state(1)["gradient/settings"]}
+                if rank
+                else state(0)
+            ),
+            "arrays",
+        ),
+        (
+            2,
+            lambda rank: state(rank, changed={"steps": rank}),
+            "rank 1 was saved with steps 1: expected 0",
+        ),
         (2, lambda rank: state(rank, value=np.nan), "leaves the range of float16"),
         (2, lambda rank: state(rank, value=4e4), "leaves the range of float16"),
-        (2, lambda rank: state(rank, **{"gradient/feedback.rate": np.array(rank)}), r"rate differs between .* 0 and 1"),
+        (
+            2,
+            lambda rank: state(rank, **{"gradient/feedback.rate": np.array(rank)}),
+            r"rate differs between .* 0 and 1",
+        ),
         (2, lambda rank: {}, "the state is of 0 tensors"),
         (0, state, "ranks is 0"),
     ]
@@ -209,8 +261,13 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
             exchange.load_state_dicts(ranks, load)
     with pytest.raises(ValueError, match=r"conserve is 'all': expected one of"):
         exchange.load_state_dicts(2, state, conserve="all")
-    with pytest.raises(ValueError, match=r"saved with feedback ErrorFeedback.*: expected MomentumCorrection"):
-        GradientExchange(comm, TopK(k=1), MomentumCorrection()).load_state_dicts(2, state)
+    with pytest.raises(
+        ValueError,
+        match=r"saved with feedback ErrorFeedback.*: expected MomentumCorrection",
+    ):
+        GradientExchange(comm, TopK(k=1), MomentumCorrection()).load_state_dicts(
+            2, state
+        )
     np.testing.assert_equal(exchange.state_dict(), before)
     exchange.load_state_dicts(2, state)
     assert exchange.feedback.residual.tolist() == [2, 2, 2]
@@ -218,12 +275,16 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
 
 def loop_of(comm, model, *, bits=None, **settings):
     compressor = TopK(k=9) if bits is None else None
-    exchange = GradientExchange(comm, compressor, ErrorFeedback(), bits=bits, average=False, small=0)
+    exchange = GradientExchange(
+        comm, compressor, ErrorFeedback(), bits=bits, average=False, small=0
+    )
     return OuterLoop(exchange, model, every=2, **settings)
 
 
 @pytest.mark.exactly(6)
-@pytest.mark.parametrize(("size", "bits"), [(2, None), (3, None), (6, None), (2, 4), (6, 4)])
+@pytest.mark.parametrize(
+    ("size", "bits"), [(2, None), (3, None), (6, None), (2, 4), (6, 4)]
+)
 def test_local_steps_continue_on_another_number_of_ranks(comm, size, bits):
     """The anchor moves by what arrives of the progress of all ranks; the rest is in their residuals."""
     model = {"weight": np.zeros(SHAPES["weight"], np.float32)}
@@ -243,26 +304,41 @@ def test_local_steps_continue_on_another_number_of_ranks(comm, size, bits):
     model["weight"][...] = outer.anchor["weight"]
     train(outer, group, range(4, 6))
     assert (outer.count, outer.rounds) == (6, 3)
-    given = sum(gradients(rank, step)["weight"] for step in range(6) for rank in range(SAVED if step < 4 else size))
-    residuals = sum(group.allgather(outer.exchange.state_dict()["weight/feedback.residual"]))
-    np.testing.assert_allclose(residuals.reshape(given.shape) - model["weight"], given, 0, 0.1 if bits else 0)
+    given = sum(
+        gradients(rank, step)["weight"]
+        for step in range(6)
+        for rank in range(SAVED if step < 4 else size)
+    )
+    residuals = sum(
+        group.allgather(outer.exchange.state_dict()["weight/feedback.residual"])
+    )
+    np.testing.assert_allclose(
+        residuals.reshape(given.shape) - model["weight"], given, 0, 0.1 if bits else 0
+    )
     assert residuals.any()
     group.Free()
 
 
 @pytest.mark.exactly(3)
 @pytest.mark.parametrize(("steps", "delay"), [(1, 0), (2, 1)])
-def test_local_steps_within_a_round_or_in_flight_do_not_continue_on_another_number_of_ranks(comm, steps, delay):
+def test_local_steps_within_a_round_or_in_flight_do_not_continue_on_another_number_of_ranks(
+    comm, steps, delay
+):
     model = {"weight": np.zeros(SHAPES["weight"], np.float32)}
     outer = loop_of(comm, model, delay=delay)
     for _ in range(steps):
         outer.step()
     state, fresh = outer.state_dict(), loop_of(comm, model, delay=delay)
     before = fresh.state_dict()
-    with pytest.raises(ValueError, match=f"the state is of step {steps}, within a round of 2 steps or with an"):
+    with pytest.raises(
+        ValueError,
+        match=f"the state is of step {steps}, within a round of 2 steps or with an",
+    ):
         fresh.load_state_dicts(2, lambda rank: state)
     np.testing.assert_equal(fresh.state_dict(), before)
     ranks = 0 if comm.rank == 1 else 3
-    with pytest.raises(ValueError if comm.rank == 1 else CollectiveError, match="ranks is 0"):
+    with pytest.raises(
+        ValueError if comm.rank == 1 else CollectiveError, match="ranks is 0"
+    ):
         fresh.load_state_dicts(ranks, lambda rank: state)
     outer.step()  # ends what is in flight

@@ -10,7 +10,11 @@ from mpicomp import AggregationAware, ErrorFeedback
 
 
 def test_each_tensor_of_a_bucket_hears_of_its_own_votes(comm):
-    settings = AggregationAware(k=2, metric="votes"), ErrorFeedback(), partial(sparse_allreduce, votes=True)
+    settings = (
+        AggregationAware(k=2, metric="votes"),
+        ErrorFeedback(),
+        partial(sparse_allreduce, votes=True),
+    )
     exchange = GradientExchange(comm, *settings, small=0)
     gradient = np.zeros(20)
     gradient[[comm.rank, 19]] = 4, 5
@@ -26,7 +30,9 @@ def test_votes_that_do_not_come_raise_everywhere_and_nothing_is_lost(comm):
     def collective(vector, comm):
         return sparse_allreduce(vector, comm)
 
-    exchange = GradientExchange(comm, AggregationAware(k=2, metric="votes"), ErrorFeedback(), collective)
+    exchange = GradientExchange(
+        comm, AggregationAware(k=2, metric="votes"), ErrorFeedback(), collective
+    )
     with pytest.raises(ValueError, match="votes is None: expected a share for each"):
         exchange(np.arange(5.0) + comm.rank)
     assert exchange.feedback.residual is None

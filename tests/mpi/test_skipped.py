@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from cases import RandomK, compressed_sum, is_last, normals, state_of
 
-from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, sparse_allgather, sparse_allreduce
+from collectives import (
+    GradientExchange,
+    dense_allreduce,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+)
 from mpicomp import (
     ChunkedTopK,
     CollectiveError,
@@ -34,14 +40,29 @@ class First(Compressor):
 
 SETTINGS = {
     "default": lambda comm: {},
-    "allgather, contributors": lambda comm: {"collective": sparse_allgather, "average": "contributors"},
-    "gtopk, momentum": lambda comm: {"feedback": MomentumCorrection(0.5), "collective": gtopk_allreduce},
-    "random, compressed sum": lambda comm: {"compressor": RandomK(k=3), "collective": compressed_sum(TopK(k=2))},
+    "allgather, contributors": lambda comm: {
+        "collective": sparse_allgather,
+        "average": "contributors",
+    },
+    "gtopk, momentum": lambda comm: {
+        "feedback": MomentumCorrection(0.5),
+        "collective": gtopk_allreduce,
+    },
+    "random, compressed sum": lambda comm: {
+        "compressor": RandomK(k=3),
+        "collective": compressed_sum(TopK(k=2)),
+    },
     "step ahead": lambda comm: {"feedback": StepAhead(0.5)},
     "in place": lambda comm: {"feedback": ErrorFeedback(in_place=True)},
-    "blocking": lambda comm: {"collective": lambda vector, comm: sparse_allreduce(vector, comm)},
+    "blocking": lambda comm: {
+        "collective": lambda vector, comm: sparse_allreduce(vector, comm)
+    },
     "no checks": lambda comm: {"compressor": First()},
-    "basis": lambda comm: {"compressor": ChunkedTopK(k=2, chunk=16), "basis": Hadamard(chunk=16), "average": "sign"},
+    "basis": lambda comm: {
+        "compressor": ChunkedTopK(k=2, chunk=16),
+        "basis": Hadamard(chunk=16),
+        "average": "sign",
+    },
     "few bits": lambda comm: {"compressor": None, "bits": 4},
     "dense": lambda comm: {"compressor": Dense(), "collective": dense_allreduce},
 }
@@ -50,7 +71,12 @@ gradients = partial(normals, SHAPES)
 
 
 def made(comm, name="default", **more):
-    settings = {"compressor": TopK(k=3), "nonfinite": "skip", "small": 10, "bucket_nbytes": 1}
+    settings = {
+        "compressor": TopK(k=3),
+        "nonfinite": "skip",
+        "small": 10,
+        "bucket_nbytes": 1,
+    }
     return GradientExchange(comm, **(settings | SETTINGS[name](comm) | more))
 
 
@@ -66,20 +92,32 @@ def test_all_ranks_skip_and_go_on_as_if_there_had_been_no_such_step(comm, name):
     exchange, twin = made(comm, name), made(comm, name)
     assert exchange.finite
     for step, place in enumerate(SHAPES):  # the first step among them
-        mine = spoilt(gradients(comm.rank, 9), is_last(comm), place, (np.nan, np.inf)[step % 2])
-        given, before = {key: array.copy() for key, array in mine.items()}, exchange.state_dict() if step else None
+        mine = spoilt(
+            gradients(comm.rank, 9), is_last(comm), place, (np.nan, np.inf)[step % 2]
+        )
+        given, before = (
+            {key: array.copy() for key, array in mine.items()},
+            exchange.state_dict() if step else None,
+        )
         means = exchange(mine)
         assert {key: array.shape for key, array in means.items()} == SHAPES
-        assert all(array.dtype == np.float32 and not array.any() for array in means.values())
+        assert all(
+            array.dtype == np.float32 and not array.any() for array in means.values()
+        )
         assert not exchange.finite
         np.testing.assert_equal(mine, given)
         if before:
             np.testing.assert_equal(exchange.state_dict(), before)
-        kept, same = exchange(gradients(comm.rank, step)), twin(gradients(comm.rank, step))
+        kept, same = (
+            exchange(gradients(comm.rank, step)),
+            twin(gradients(comm.rank, step)),
+        )
         assert exchange.finite
         np.testing.assert_equal(kept, same)
     assert (exchange.steps, exchange.skipped) == (3, 3)
-    assert exchange.report().startswith(f"2 exchanges after the first (3 more skipped) on {comm.size} ranks")
+    assert exchange.report().startswith(
+        f"2 exchanges after the first (3 more skipped) on {comm.size} ranks"
+    )
 
 
 @pytest.mark.exactly(2)
@@ -108,7 +146,12 @@ def test_what_comes_back_of_a_step_that_is_skipped(comm):
     assert exchange(bad, out=out) is out
     assert not out.any()
     vector = exchange(bad, sparse=True)
-    assert (vector.nnz, vector.length, vector.dtype, exchange.finite) == (0, 9, np.float64, False)
+    assert (vector.nnz, vector.length, vector.dtype, exchange.finite) == (
+        0,
+        9,
+        np.float64,
+        False,
+    )
     first, second = listed([bad[:4], bad[4:].astype(np.float64)])
     assert not first.any()
     assert second.shape == (5,)
@@ -120,12 +163,16 @@ def test_in_the_debug_mode_a_step_is_skipped_too(comm, fresh, monkeypatch):
     monkeypatch.setenv("MPICOMP_CHECK", "1")
     exchange = made(fresh)
     for step in range(2):
-        assert not exchange(spoilt(gradients(comm.rank, step), is_last(comm), "v"))["w"].any()
+        assert not exchange(spoilt(gradients(comm.rank, step), is_last(comm), "v"))[
+            "w"
+        ].any()
         exchange(gradients(comm.rank, step))
 
 
 @pytest.mark.at_least(2)
-@pytest.mark.parametrize("collective", [sparse_allreduce, gtopk_allreduce, sparse_allgather])
+@pytest.mark.parametrize(
+    "collective", [sparse_allreduce, gtopk_allreduce, sparse_allgather]
+)
 def test_another_error_in_the_same_message_raises_on_all_ranks(comm, collective):
     """One rank has a NaN, another one an error of its own: no rank takes the step for skipped."""
 
@@ -133,9 +180,19 @@ def test_another_error_in_the_same_message_raises_on_all_ranks(comm, collective)
         def compress_segments(self, corrected, bounds, *, summands=None):
             raise MemoryError("none left")
 
-    exchange = made(comm, compressor=Failing(k=3) if comm.rank == 0 else TopK(k=3), collective=collective)
+    exchange = made(
+        comm,
+        compressor=Failing(k=3) if comm.rank == 0 else TopK(k=3),
+        collective=collective,
+    )
     mine = np.full(9, np.nan if is_last(comm) else 1.0)
-    with pytest.raises(MemoryError if comm.rank == 0 else ValueError if is_last(comm) else CollectiveError):
+    with pytest.raises(
+        MemoryError
+        if comm.rank == 0
+        else ValueError
+        if is_last(comm)
+        else CollectiveError
+    ):
         exchange(mine)
     assert (exchange.steps, exchange.skipped, exchange.finite) == (0, 0, True)
 
@@ -151,7 +208,9 @@ def test_a_residual_that_leaves_its_range_is_not_skipped(comm):
 
 @pytest.mark.exactly(2)
 def test_the_setting_is_the_same_on_all_ranks(comm):
-    with pytest.raises(CollectiveError, match="'nonfinite' is 'skip' on rank 0, and 'raise' on rank 1"):
+    with pytest.raises(
+        CollectiveError, match="'nonfinite' is 'skip' on rank 0, and 'raise' on rank 1"
+    ):
         made(comm, nonfinite="raise" if comm.rank else "skip")(np.ones(3))
     with pytest.raises(ValueError, match="nonfinite is True: expected one of"):
         made(comm, nonfinite=True)
@@ -173,9 +232,13 @@ def test_an_error_of_a_later_bucket_counts_before_a_skipped_step(comm):
     exchange, mine = made(comm, small=0), gradients(comm.rank, 0)
     exchange(mine)
     bad = dict(mine)
-    bad["w" if comm.rank == 0 else "v"] = np.full(SHAPES["w"], np.nan, np.float32) if comm.rank == 0 else mine["b"]
+    bad["w" if comm.rank == 0 else "v"] = (
+        np.full(SHAPES["w"], np.nan, np.float32) if comm.rank == 0 else mine["b"]
+    )
     before = state_of(exchange)
-    with pytest.raises(ValueError if comm.rank else CollectiveError, match="expected float32 of shape"):
+    with pytest.raises(
+        ValueError if comm.rank else CollectiveError, match="expected float32 of shape"
+    ):
         exchange(bad)
     assert state_of(exchange) == before
     assert (exchange.steps, exchange.skipped) == (1, 0)

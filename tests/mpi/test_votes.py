@@ -10,14 +10,18 @@ from mpicomp import CollectiveError, SparseVector
 
 def votes_of(vectors):
     """Return how many of the vectors have an entry, at each index of their union."""
-    return np.unique(np.concatenate([vector.indices for vector in vectors]), return_counts=True)
+    return np.unique(
+        np.concatenate([vector.indices for vector in vectors]), return_counts=True
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["auto", *allreduce.ALGORITHMS])
 @for_each(pattern=["random", "unequal", "one_holds_all", "cancelling"])
 def test_an_allreduce_counts_who_brought_an_entry(comm, pattern, algorithm):
     vectors = contributions(pattern, comm.size)
-    total, votes = sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm, votes=True)
+    total, votes = sparse_allreduce(
+        vectors[comm.rank], comm, algorithm=algorithm, votes=True
+    )
     assert_equal(total, sum(window(vector) for vector in vectors))
     union, counts = votes_of(vectors)
     np.testing.assert_array_equal(total.indices[votes > 0], union)
@@ -39,7 +43,13 @@ def test_rows_are_counted_too(comm, width):
 @pytest.mark.at_least(2)
 def test_votes_on_some_ranks_only_raise_everywhere(comm):
     vector = contribution("random", comm.rank, comm.size)
-    with pytest.raises(CollectiveError, match="votes must be the same on all ranks, got False on rank 0; True on"):
+    with pytest.raises(
+        CollectiveError,
+        match="votes must be the same on all ranks, got False on rank 0; True on",
+    ):
         sparse_allreduce(vector, comm, votes=comm.rank > 0, algorithm="split_allgather")
-    with pytest.raises(TypeError if comm.rank == 0 else CollectiveError, match="votes is 1: expected True or False"):
+    with pytest.raises(
+        TypeError if comm.rank == 0 else CollectiveError,
+        match="votes is 1: expected True or False",
+    ):
         sparse_allreduce(vector, comm, votes=1 if comm.rank == 0 else True)

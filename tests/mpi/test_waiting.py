@@ -27,10 +27,13 @@ def asking(comm, monkeypatch, setting, cores, *, gives=False):
     ("block", lambda rank: 1, lambda size: False),
     ("auto", lambda rank: 1, lambda size: size > 1),  # all on one core
     ("auto", lambda rank: 1 << rank, lambda size: False),  # bound to a core each
-    ("auto", lambda rank: 3 << rank // 2 * 2, lambda size: False),  # two each, shared by two
+    # two each, shared by two
+    ("auto", lambda rank: 3 << rank // 2 * 2, lambda size: False),
     ("auto", lambda rank: 7, lambda size: size > 3),
 ])  # fmt: skip
-def test_a_rank_naps_where_it_is_told_to_or_ranks_outnumber_cores(comm, monkeypatch, setting, cores, expected):
+def test_a_rank_naps_where_it_is_told_to_or_ranks_outnumber_cores(
+    comm, monkeypatch, setting, cores, expected
+):
     own, backs_off = asking(comm, monkeypatch, setting, cores(comm.rank))
     assert backs_off == expected(comm.size)
     own.Free()
@@ -48,28 +51,39 @@ def test_both_ways_give_the_same_bits(comm, monkeypatch):
     for setting in "backoff", "block":
         own, _ = asking(comm, monkeypatch, setting, 1)
         for algorithm in "recursive_doubling", "exact":
-            results.append(bits(gtopk_allreduce(vector, own, 9, algorithm=algorithm)[0]))
+            results.append(
+                bits(gtopk_allreduce(vector, own, 9, algorithm=algorithm)[0])
+            )
         results.append(bits(sparse_allreduce(vector, own)))
         own.Free()
     assert results[:3] == results[3:]
 
 
 def test_a_setting_unknown_on_one_rank_raises_on_all(comm, monkeypatch):
-    with pytest.raises(ValueError, match=f"MPICOMP_WAIT is 'spin' on rank {comm.size - 1}: expected"):
+    with pytest.raises(
+        ValueError, match=f"MPICOMP_WAIT is 'spin' on rank {comm.size - 1}: expected"
+    ):
         asking(comm, monkeypatch, "spin" if comm.rank == comm.size - 1 else "block", 1)
 
 
 @pytest.mark.parametrize("said", ["60s", "-3", "0", "nan", "inf"])
-def test_a_bad_timeout_on_one_rank_raises_on_all_and_frees_nothing(comm, fresh, monkeypatch, said):
+def test_a_bad_timeout_on_one_rank_raises_on_all_and_frees_nothing(
+    comm, fresh, monkeypatch, said
+):
     last = comm.size - 1
     if comm.rank == last:
         monkeypatch.setenv(waiting.TIMEOUT, said)
     assert waiting.initial_timeout() is None
-    with pytest.raises(ValueError, match=f"MPICOMP_TIMEOUT on rank {last} is '{said}': expected seconds above 0"):
+    with pytest.raises(
+        ValueError,
+        match=f"MPICOMP_TIMEOUT on rank {last} is '{said}': expected seconds above 0",
+    ):
         sparse_allreduce(contribution("random", comm.rank, comm.size), fresh)
     fresh.Barrier()
     monkeypatch.setenv(waiting.TIMEOUT, "")
-    assert_same_bits(comm, sparse_allreduce(contribution("random", comm.rank, comm.size), fresh))
+    assert_same_bits(
+        comm, sparse_allreduce(contribution("random", comm.rank, comm.size), fresh)
+    )
 
 
 class WithoutProbes(MPI.Intracomm):
@@ -80,9 +94,14 @@ class WithoutProbes(MPI.Intracomm):
             raise MPI.Exception(MPI.ERR_UNSUPPORTED_OPERATION)
 
 
-def test_a_network_without_matched_probes_raises_on_all_and_in_mpicomp_info(comm, monkeypatch):
+def test_a_network_without_matched_probes_raises_on_all_and_in_mpicomp_info(
+    comm, monkeypatch
+):
     own = WithoutProbes(comm)
-    with pytest.raises(RuntimeError, match=rf"no matched probes .*rank {comm.size - 1}: .*mpirun --mca pml ob1"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"no matched probes .*rank {comm.size - 1}: .*mpirun --mca pml ob1",
+    ):
         sparse_allreduce(contribution("random", comm.rank, comm.size), own.Dup())
     monkeypatch.setattr(MPI, "COMM_WORLD", own)
     monkeypatch.setattr(info, "singleton_warning", lambda size, environment: None)

@@ -25,7 +25,10 @@ class Weighted(nn.Module):
 
     def forward(self, inputs):
         """Return the sum over the names that are in the inputs."""
-        return sum((getattr(self, name) * values.to(self.a.dtype)).sum() for name, values in inputs.items())
+        return sum(
+            (getattr(self, name) * values.to(self.a.dtype)).sum()
+            for name, values in inputs.items()
+        )
 
 
 def inputs_of(step, rank, names=tuple(SIZES)):
@@ -38,7 +41,9 @@ def inputs_of(step, rank, names=tuple(SIZES)):
 def gradients(model):
     """Return copies of the gradients by name, zeros where there is none."""
     return {
-        name: np.zeros(SIZES[name], np.float32) if each.grad is None else each.grad.detach().float().numpy().copy()
+        name: np.zeros(SIZES[name], np.float32)
+        if each.grad is None
+        else each.grad.detach().float().numpy().copy()
         for name, each in model.named_parameters()
     }
 
@@ -54,5 +59,9 @@ def residuals(handle, comm):
 
 def have_same_bits(model, comm):
     """Return whether all ranks have the same parameters."""
-    flat = torch.cat([each.detach().reshape(-1).float() for each in model.parameters()]).numpy().tobytes()
+    flat = (
+        torch.cat([each.detach().reshape(-1).float() for each in model.parameters()])
+        .numpy()
+        .tobytes()
+    )
     return len(set(comm.allgather(flat))) == 1

@@ -13,13 +13,27 @@ import pytest
 from jobs import ROOT
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
-from models import SIZES, Weighted, blocking, gradients, have_same_bits, inputs_of, residuals  # noqa: E402
+from models import (  # noqa: E402
+    SIZES,
+    Weighted,
+    blocking,
+    gradients,
+    have_same_bits,
+    inputs_of,
+    residuals,
+)
 from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from collectives import GradientExchange, sparse_allreduce  # noqa: E402
-from collectives.torch import attach, init_process_group, outer_loop, to_arrays, to_tensors  # noqa: E402
+from collectives.torch import (  # noqa: E402
+    attach,
+    init_process_group,
+    outer_loop,
+    to_arrays,
+    to_tensors,
+)
 from mpicomp import Dense, MomentumCorrection, NoFeedback, TopK  # noqa: E402
 from mpicomp.errors import CollectiveError  # noqa: E402
 
@@ -32,9 +46,20 @@ def wrapped(module, **settings):
     return DistributedDataParallel(module, bucket_cap_mb=0.02, **settings)
 
 
-def attached(comm, settings=None, dtype=torch.float32, compressor=None, collective=sparse_allreduce, **terms):
+def attached(
+    comm,
+    settings=None,
+    dtype=torch.float32,
+    compressor=None,
+    collective=sparse_allreduce,
+    **terms,
+):
     model = wrapped(Weighted(dtype), **(settings or {}))
-    return model, attach(model, GradientExchange(comm, compressor or TopK(0.1), collective=collective), **terms)
+    return model, attach(
+        model,
+        GradientExchange(comm, compressor or TopK(0.1), collective=collective),
+        **terms,
+    )
 
 
 def backward(model, comm, step, names=tuple(SIZES), scale=1):
@@ -45,7 +70,10 @@ def backward(model, comm, step, names=tuple(SIZES), scale=1):
 def total(comm, step, names=tuple(SIZES)):
     """Return the sum over the ranks of a step's gradients, by name."""
     everyone = [inputs_of(step, rank) for rank in range(comm.size)]
-    return {name: sum(each[name].numpy() for each in everyone) if name in names else 0 for name in SIZES}
+    return {
+        name: sum(each[name].numpy() for each in everyone) if name in names else 0
+        for name in SIZES
+    }
 
 
 def check_conserved(found, left, given):
@@ -57,7 +85,13 @@ def check_conserved(found, left, given):
 def test_a_dense_exchange_trains_as_ddp_alone(world, views):
     def train(compressed):
         torch.manual_seed(0)
-        network = nn.Sequential(nn.Linear(40, 100), nn.ReLU(), nn.Linear(100, 60), nn.ReLU(), nn.Linear(60, 5))
+        network = nn.Sequential(
+            nn.Linear(40, 100),
+            nn.ReLU(),
+            nn.Linear(100, 60),
+            nn.ReLU(),
+            nn.Linear(60, 5),
+        )
         model = wrapped(network, gradient_as_bucket_view=views)
         if compressed:
             attach(model, GradientExchange(world, Dense(), NoFeedback()))
@@ -80,27 +114,47 @@ def test_the_means_are_those_of_a_loop_without_ddp(world, settings):
     model, loop = attached(world, settings)[0], GradientExchange(world, TopK(0.1))
     for step in range(3):
         backward(model, world, step)
-        for name, mean in loop(dict(reversed(inputs_of(step, world.rank).items()))).items():
-            np.testing.assert_array_equal(gradients(model.module)[name], mean.numpy(), name)
+        for name, mean in loop(
+            dict(reversed(inputs_of(step, world.rank).items()))
+        ).items():
+            np.testing.assert_array_equal(
+                gradients(model.module)[name], mean.numpy(), name
+            )
 
 
 @pytest.mark.parametrize("views", [False, True])
-def test_nothing_is_lost_with_new_buckets_accumulation_and_unused_parameters(world, views):
+def test_nothing_is_lost_with_new_buckets_accumulation_and_unused_parameters(
+    world, views
+):
     """DDP has other buckets after the first step. Every third step some ranks, or all, leave the branch out."""
-    model, handle = attached(world, {"find_unused_parameters": True, "gradient_as_bucket_view": views})
+    model, handle = attached(
+        world, {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    )
     found, given = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0)
     for step in range(6):
         model.zero_grad()
         for part in (0, 1):
             with model.no_sync() if part == 0 else nullcontext():
-                uses = [step % 3 == 0 or (step % 3 == 1 and rank == 0) for rank in range(world.size)]
+                uses = [
+                    step % 3 == 0 or (step % 3 == 1 and rank == 0)
+                    for rank in range(world.size)
+                ]
                 names = [name for name in SIZES if name != "branch" or uses[world.rank]]
                 model(inputs_of(2 * step + part, world.rank, names)).backward()
             for rank in range(world.size):
                 for name, values in inputs_of(2 * step + part, rank).items():
-                    given[name] = given[name] + values.numpy() * (name != "branch" or uses[rank])
+                    given[name] = given[name] + values.numpy() * (
+                        name != "branch" or uses[rank]
+                    )
         means = gradients(model.module)
-        assert len(set(world.allgather(b"".join(mean.tobytes() for mean in means.values())))) == 1
+        assert (
+            len(
+                set(
+                    world.allgather(b"".join(mean.tobytes() for mean in means.values()))
+                )
+            )
+            == 1
+        )
         found = {name: found[name] + means[name] * world.size for name in SIZES}
     assert handle.exchange.steps == 6
     check_conserved(found, residuals(handle, world), given)
@@ -117,7 +171,11 @@ class Convolutions(nn.Module):
 
     def forward(self, images, uses_second):
         """Return a sum whose gradients are integers, other ones for each entry of a weight."""
-        found = self.first(images) + self.second(images) if uses_second else self.first(images)
+        found = (
+            self.first(images) + self.second(images)
+            if uses_second
+            else self.first(images)
+        )
         return (found * torch.arange(1, 9).reshape(8, 1, 1)).sum()
 
 
@@ -126,20 +184,25 @@ class Convolutions(nn.Module):
 def test_means_of_channels_last_parameters_keep_their_places(world, kind, views):
     """The second of two batches leaves a convolution out where DDP allows that: the first one's gradient is there."""
     model, reference = Convolutions(), Convolutions()
-    ddp = wrapped(model, gradient_as_bucket_view=views, **({} if kind == "none" else {kind: True}))
+    ddp = wrapped(
+        model, gradient_as_bucket_view=views, **({} if kind == "none" else {kind: True})
+    )
     attach(ddp, GradientExchange(world, Dense(), NoFeedback()))
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(2):
         for each in (ddp, reference):
             each.zero_grad()
-        for part in (1,) if kind == "static_graph" else (0, 1):  # a static graph starts without no_sync()
+        # a static graph starts without no_sync()
+        for part in (1,) if kind == "static_graph" else (0, 1):
             images = torch.randint(-4, 5, (2, 4, 5, 5), generator=generator).float()
             uses_second = part == 0 or kind != "find_unused_parameters"
             with ddp.no_sync() if part == 0 else nullcontext():
                 ddp(images, uses_second).backward()
             reference(images, uses_second).backward()
         for mine, alone in zip(model.parameters(), reference.parameters(), strict=True):
-            expected = world.allreduce(alone.grad.contiguous().numpy(), MPI.SUM) / world.size
+            expected = (
+                world.allreduce(alone.grad.contiguous().numpy(), MPI.SUM) / world.size
+            )
             np.testing.assert_array_equal(mine.grad.contiguous().numpy(), expected)
             assert mine.grad.stride() == mine.stride()
 
@@ -149,7 +212,9 @@ def test_a_parameter_that_nobody_used_has_no_gradient(world):
     model, _ = attached(world, {"find_unused_parameters": True})
     backward(model, world, 0, ["a", "bias"])
     assert model.module.b.grad is None
-    np.testing.assert_array_equal(model.module.bias.grad.numpy() * world.size, total(world, 0)["bias"])
+    np.testing.assert_array_equal(
+        model.module.bias.grad.numpy() * world.size, total(world, 0)["bias"]
+    )
 
 
 def test_nothing_is_lost_when_a_rank_has_fewer_batches(world):
@@ -163,7 +228,9 @@ def test_nothing_is_lost_when_a_rank_has_fewer_batches(world):
             means.append(gradients(model.module))
     means = world.bcast(means)
     for step in range(5):
-        there = [inputs_of(step, rank) for rank in range(world.size) if step < steps[rank]]
+        there = [
+            inputs_of(step, rank) for rank in range(world.size) if step < steps[rank]
+        ]
         for name in SIZES:
             found[name] = found[name] + means[step][name] * world.size
             given[name] = given[name] + sum(each[name].numpy() for each in there)
@@ -186,12 +253,20 @@ def test_a_gradient_is_clipped_by_its_norm_over_all_parameters(world):
         backward(model, world, step)
     limit, expected = 5 / math.sqrt(world.size), dict.fromkeys(SIZES, 0)
     for rank in range(world.size):
-        mine = {name: values.numpy().astype(np.float64) for name, values in inputs_of(1, rank).items()}
+        mine = {
+            name: values.numpy().astype(np.float64)
+            for name, values in inputs_of(1, rank).items()
+        }
         norm = math.sqrt(sum(float(values @ values) for values in mine.values()))
-        expected = {name: expected[name] + mine[name] * limit / norm / world.size for name in SIZES}
+        expected = {
+            name: expected[name] + mine[name] * limit / norm / world.size
+            for name in SIZES
+        }
     for name, mean in gradients(model.module).items():
         np.testing.assert_allclose(mean, expected[name], rtol=1e-5, atol=1e-7)
-    mine = np.concatenate([values.numpy() for values in inputs_of(1, world.rank).values()])
+    mine = np.concatenate(
+        [values.numpy() for values in inputs_of(1, world.rank).values()]
+    )
     assert handle.norm == pytest.approx(np.linalg.norm(mine.astype(np.float64)))
 
 
@@ -206,10 +281,18 @@ def test_residuals_do_not_depend_on_the_scale_of_the_loss(world, parts):
         optimizer.zero_grad()
         for part in range(parts):
             with nullcontext() if part == parts - 1 else model.no_sync():
-                scaler.scale(model(inputs_of(parts * step + part, world.rank))).backward()
-            given = {name: given[name] + values for name, values in total(world, parts * step + part).items()}
+                scaler.scale(
+                    model(inputs_of(parts * step + part, world.rank))
+                ).backward()
+            given = {
+                name: given[name] + values
+                for name, values in total(world, parts * step + part).items()
+            }
         scaler.unscale_(optimizer)
-        found = {name: found[name] + mean * world.size for name, mean in gradients(model.module).items()}
+        found = {
+            name: found[name] + mean * world.size
+            for name, mean in gradients(model.module).items()
+        }
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0**14
@@ -217,7 +300,9 @@ def test_residuals_do_not_depend_on_the_scale_of_the_loss(world, parts):
 
 
 @pytest.mark.parametrize("collective", [sparse_allreduce, blocking])
-def test_a_step_that_is_refused_raises_from_backward_and_the_model_goes_on(world, collective):
+def test_a_step_that_is_refused_raises_from_backward_and_the_model_goes_on(
+    world, collective
+):
     """A collective that blocks raises from the hook of a bucket, which is not the last one."""
     model, handle = attached(world, collective=collective)
     backward(model, world, 0)
@@ -240,11 +325,15 @@ def test_the_scaler_skips_a_step_with_infinities_on_all_ranks(world):
     for step, bad in enumerate([False, True, False]):
         optimizer.zero_grad()
         before = [each.detach().clone() for each in model.parameters()]
-        loss = model(inputs_of(step, world.rank)) * (math.inf if bad and world.rank == 1 else 1)
+        loss = model(inputs_of(step, world.rank)) * (
+            math.inf if bad and world.rank == 1 else 1
+        )
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        same = all(
+            torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)
+        )
         assert (same, exchange.finite) == (bad, not bad)
     assert (scaler.get_scale(), exchange.steps) == (2.0, 2)
     assert have_same_bits(model, world)
@@ -252,7 +341,9 @@ def test_the_scaler_skips_a_step_with_infinities_on_all_ranks(world):
 
 @pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", enabled=False)])
 @pytest.mark.parametrize("views", [False, True])
-def test_a_skipped_step_leaves_no_gradients_where_no_scaler_looks_for_nan(world, views, scaler):
+def test_a_skipped_step_leaves_no_gradients_where_no_scaler_looks_for_nan(
+    world, views, scaler
+):
     """AdamW with weight decay and momentum passes over the parameters, and the next step is a usual one."""
     model = wrapped(Weighted(), gradient_as_bucket_view=views)
     exchange = GradientExchange(world, TopK(0.1), nonfinite="skip")
@@ -261,10 +352,15 @@ def test_a_skipped_step_leaves_no_gradients_where_no_scaler_looks_for_nan(world,
     for step, bad in enumerate([False, True, False]):
         optimizer.zero_grad()
         before = [each.detach().clone() for each in model.parameters()]
-        (model(inputs_of(step, world.rank)) * (math.inf if bad and world.rank == 1 else 1)).backward()
+        (
+            model(inputs_of(step, world.rank))
+            * (math.inf if bad and world.rank == 1 else 1)
+        ).backward()
         assert [each.grad is None for each in model.parameters()] == [bad] * len(SIZES)
         optimizer.step()
-        same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        same = all(
+            torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)
+        )
         assert (same, exchange.finite) == (bad, not bad)
     assert exchange.skipped == 1
     assert all(each.isfinite().all() for each in model.parameters())
@@ -285,10 +381,16 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_a_frozen_layer_does_not_move_and_thaws(world, method, views):
     """Its residual and its gradient stay as they are, also in a step that is skipped, and with a clip and a scaler."""
-    model = wrapped(Weighted(), find_unused_parameters=True, gradient_as_bucket_view=views)
+    model = wrapped(
+        Weighted(), find_unused_parameters=True, gradient_as_bucket_view=views
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=3.0, enabled=method != "skip")
     handle = attach(model, METHODS[method](world), clip=100.0, scaler=scaler)
-    optimizer, frozen, five = torch.optim.SGD(model.parameters(), 0.1), model.module.branch, torch.full((4000,), 5.0)
+    optimizer, frozen, five = (
+        torch.optim.SGD(model.parameters(), 0.1),
+        model.module.branch,
+        torch.full((4000,), 5.0),
+    )
     for step in range(9):
         optimizer.zero_grad()
         is_frozen, before = 2 <= step < 6, frozen.detach().clone()
@@ -299,7 +401,9 @@ def test_a_frozen_layer_does_not_move_and_thaws(world, method, views):
         scaler.scale(model(inputs_of(step, world.rank)) * scale).backward()
         if is_frozen:
             assert torch.equal(frozen.grad, five)
-            assert torch.equal(handle.state_dict()["branch/feedback.residual"], residual)
+            assert torch.equal(
+                handle.state_dict()["branch/feedback.residual"], residual
+            )
             frozen.grad = None  # else SGD would use it
         scaler.step(optimizer)
         scaler.update()
@@ -313,7 +417,11 @@ def test_a_layer_that_only_one_rank_froze_raises_on_all(world):
     for step in range(4):
         odd = step % 2 == 1
         model.module.branch.requires_grad_(not (odd and world.rank == 0))
-        with pytest.raises(CollectiveError, match=r"hold\(branch\).* on rank 0") if odd else nullcontext():
+        with (
+            pytest.raises(CollectiveError, match=r"hold\(branch\).* on rank 0")
+            if odd
+            else nullcontext()
+        ):
             backward(model, world, step)
     assert handle.exchange.steps == 2
     assert have_same_bits(model, world)
@@ -339,19 +447,31 @@ def test_a_model_that_is_frozen_as_a_whole_for_a_while_goes_on(world):
     backward(model, world, 0)
     before = handle.state_dict()
     model.requires_grad_(False)
-    inputs = {name: values.requires_grad_() for name, values in inputs_of(1, world.rank).items()}
+    inputs = {
+        name: values.requires_grad_()
+        for name, values in inputs_of(1, world.rank).items()
+    }
     model(inputs).backward()
     assert all(values.grad is not None for values in inputs.values())
-    assert all(torch.equal(before[key], value) for key, value in handle.state_dict().items())
+    assert all(
+        torch.equal(before[key], value) for key, value in handle.state_dict().items()
+    )
     model.requires_grad_(True)
     backward(model, world, 1)
     assert handle.exchange.steps == 2
 
 
-@pytest.mark.parametrize("wrap", [compiled, Wrapper, lambda module: compiled(Wrapper(module))])
+@pytest.mark.parametrize(
+    "wrap", [compiled, Wrapper, lambda module: compiled(Wrapper(module))]
+)
 def test_wrappers_change_neither_means_nor_names(world, wrap):
-    model, plain = wrap(DistributedDataParallel(compiled(Weighted()))), wrapped(Weighted())
-    handles = [attach(each, GradientExchange(world, TopK(0.1))) for each in (model, plain)]
+    model, plain = (
+        wrap(DistributedDataParallel(compiled(Weighted()))),
+        wrapped(Weighted()),
+    )
+    handles = [
+        attach(each, GradientExchange(world, TopK(0.1))) for each in (model, plain)
+    ]
     for step in range(2):
         for each in (model, plain):
             backward(each, world, step)
@@ -361,7 +481,9 @@ def test_wrappers_change_neither_means_nor_names(world, wrap):
 
 
 def assign(model):
-    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: each.clone() for name, each in model.state_dict().items()}, assign=True
+    )
 
 
 def replace(model):
@@ -383,7 +505,9 @@ def thaw(model):
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("change", [assign, replace, replace_module, add, thaw])
-def test_other_parameters_than_those_attached_raise_on_all_ranks(world, change, everywhere, unused):
+def test_other_parameters_than_those_attached_raise_on_all_ranks(
+    world, change, everywhere, unused
+):
     """Before a gradient is exchanged; the model can be wrapped and attached again."""
     module = Wrapper(Weighted())
     module.inner.bias.requires_grad_(False)
@@ -393,7 +517,10 @@ def test_other_parameters_than_those_attached_raise_on_all_ranks(world, change, 
     if here := everywhere or world.rank == 1:
         change(model)
     name = {add: "inner.head.weight", thaw: "inner.bias"}.get(change, "inner.a")
-    with pytest.raises(ValueError if here else CollectiveError, match=f"{name}'.*: wrap it in Distributed.* again"):
+    with pytest.raises(
+        ValueError if here else CollectiveError,
+        match=f"{name}'.*: wrap it in Distributed.* again",
+    ):
         backward(model, world, 1)
     assert handle.exchange.steps == 1
     if everywhere:
@@ -411,7 +538,9 @@ def test_other_parameters_than_those_attached_raise_on_all_ranks(world, change, 
         (torch.optim.SGD, 1.0, "without clipping, and .grad was scaled"),
     ],
 )
-def test_signs_that_are_clipped_or_taken_for_gradients_are_warned_of_once(world, optimizer, clip, words):
+def test_signs_that_are_clipped_or_taken_for_gradients_are_warned_of_once(
+    world, optimizer, clip, words
+):
     model = wrapped(Weighted())
     attach(model, GradientExchange(world, TopK(0.1), average="sign"))
     optimizer = optimizer(model.parameters(), 0.1)
@@ -419,7 +548,11 @@ def test_signs_that_are_clipped_or_taken_for_gradients_are_warned_of_once(world,
         backward(model, world, step)
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        with pytest.warns(RuntimeWarning, match=words) if words and world.rank + step == 0 else nullcontext():
+        with (
+            pytest.warns(RuntimeWarning, match=words)
+            if words and world.rank + step == 0
+            else nullcontext()
+        ):
             optimizer.step()
 
 
@@ -428,7 +561,8 @@ def test_a_frozen_layer_for_which_ddp_waits_is_refused(world):
     backward(model, world, 0)
     model.module.bias.requires_grad_(False)
     with pytest.raises(
-        ValueError, match=r"'bias' is frozen, and DDP waits for its gradient.*find_unused_parameters=True"
+        ValueError,
+        match=r"'bias' is frozen, and DDP waits for its gradient.*find_unused_parameters=True",
     ):
         backward(model, world, 1)
 
@@ -438,7 +572,10 @@ def test_a_parameter_unfrozen_before_attach_is_refused(world):
     module.bias.requires_grad_(False)
     model = wrapped(module)
     module.bias.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"'bias' did not require a gradient when DistributedDataParallel was made"):
+    with pytest.raises(
+        ValueError,
+        match=r"'bias' did not require a gradient when DistributedDataParallel was made",
+    ):
         attach(model, GradientExchange(world, TopK(0.1)))
 
 
@@ -459,7 +596,12 @@ def test_an_exception_in_the_backward_pass_of_one_rank(world, steps, unused):
     hook = model.module.b.register_hook(fail) if world.rank == 0 else None
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     before = handle.state_dict()
-    names = {"model": model, "handle": handle, "optimizer": optimizer, "batch": inputs_of(2, world.rank)}
+    names = {
+        "model": model,
+        "handle": handle,
+        "optimizer": optimizer,
+        "batch": inputs_of(2, world.rank),
+    }
     names |= {"torch": torch, "CollectiveError": CollectiveError}
     exec(lines, names | {"loss_of": lambda model, batch: model(batch)})
     after = handle.state_dict()
@@ -475,7 +617,9 @@ def test_an_exception_in_the_backward_pass_of_one_rank(world, steps, unused):
         np.testing.assert_array_equal(mean, gradients(twin.module)[name])
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: saved(model, weights_only=False)])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: saved(model, weights_only=False)]
+)
 def test_a_copy_of_a_model_has_no_hook_and_may_be_attached(world, copied):
     model, handle = attached(world)
     backward(model, world, 0)
@@ -483,7 +627,9 @@ def test_a_copy_of_a_model_has_no_hook_and_may_be_attached(world, copied):
     ema.update_parameters(model)
     twin = copied(model)
     backward(twin, world, 1)
-    np.testing.assert_array_equal(gradients(twin.module)["a"] * world.size, total(world, 1)["a"])
+    np.testing.assert_array_equal(
+        gradients(twin.module)["a"] * world.size, total(world, 1)["a"]
+    )
     other = attach(twin, GradientExchange(world, TopK(0.1)))
     backward(twin, world, 2)
     assert (handle.exchange.steps, other.exchange.steps) == (1, 1)
@@ -501,9 +647,14 @@ class Unusual(nn.Module):
 
 @pytest.mark.parametrize(
     ("is_sparse", "words"),
-    [(True, r"table is Embedding\(sparse=True\).*sparse=False"), (False, "'phase' is torch.complex64.*view_as_real")],
+    [
+        (True, r"table is Embedding\(sparse=True\).*sparse=False"),
+        (False, "'phase' is torch.complex64.*view_as_real"),
+    ],
 )
-def test_parameters_that_cannot_be_exchanged_are_refused_by_name(world, is_sparse, words):
+def test_parameters_that_cannot_be_exchanged_are_refused_by_name(
+    world, is_sparse, words
+):
     with pytest.raises(TypeError, match=words):
         attach(wrapped(Unusual(is_sparse)), GradientExchange(world, TopK(0.1)))
 
@@ -511,7 +662,10 @@ def test_parameters_that_cannot_be_exchanged_are_refused_by_name(world, is_spars
 def test_the_python_reducer_is_refused(world):
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         model = wrapped(Weighted())
-    with pytest.raises(ValueError, match="optimize_ddp = 'python_reducer', which calls no communication hook"):
+    with pytest.raises(
+        ValueError,
+        match="optimize_ddp = 'python_reducer', which calls no communication hook",
+    ):
         attach(model, GradientExchange(world, TopK(0.1)))
 
 
@@ -541,11 +695,16 @@ def test_a_run_continues_bitwise_from_a_checkpoint(world):
 def test_a_state_is_loaded_with_other_settings_where_that_is_wanted(world):
     model, handle = attached(world)
     backward(model, world, 0)
-    state, (_, other) = saved(handle.state_dict()), attached(world, compressor=TopK(0.2))
+    state, (_, other) = (
+        saved(handle.state_dict()),
+        attached(world, compressor=TopK(0.2)),
+    )
     with pytest.raises(ValueError, match="load with same_settings=False"):
         other.load_state_dict(state)
     other.load_state_dict(state, same_settings=False)
-    np.testing.assert_array_equal(residuals(other, world)["a"], residuals(handle, world)["a"])
+    np.testing.assert_array_equal(
+        residuals(other, world)["a"], residuals(handle, world)["a"]
+    )
 
 
 def test_a_state_of_a_loop_over_the_wrapped_model_is_taken(world):
@@ -553,7 +712,9 @@ def test_a_state_of_a_loop_over_the_wrapped_model_is_taken(world):
     model = wrapped(Weighted())
     exchange = GradientExchange(world, TopK(0.1), small=4001)
     exchange.register(dict(reversed([*model.named_parameters()])))
-    exchange({f"module.{name}": values for name, values in inputs_of(0, world.rank).items()})
+    exchange(
+        {f"module.{name}": values for name, values in inputs_of(0, world.rank).items()}
+    )
     loaded = attach(wrapped(Weighted()), GradientExchange(world, TopK(0.1), small=4001))
     loaded.load_state_dict(saved(to_tensors(exchange.state_dict())))
     assert torch.count_nonzero(loaded.state_dict()["b/feedback.residual"])
@@ -571,7 +732,12 @@ def test_a_future_for_a_bucket_on_a_device_names_the_device(monkeypatch):
 
 
 def test_text_and_numbers_of_a_state_survive():
-    state = {"x/holds": np.array(["é", "b"]), "x/rank": np.array(3), "y": np.array("TopK(0.1)"), "z": np.zeros(0)}
+    state = {
+        "x/holds": np.array(["é", "b"]),
+        "x/rank": np.array(3),
+        "y": np.array("TopK(0.1)"),
+        "z": np.zeros(0),
+    }
     back = to_arrays(saved(to_tensors(state)))
     assert back.keys() == state.keys()
     for key, value in state.items():
@@ -589,7 +755,9 @@ def test_a_run_continues_on_another_number_of_ranks(world):
         attached(world)[1].load_state_dict(states[(world.rank + 1) % world.size])
     before = residuals(handle, world)
     half = world.Split(world.rank % 2, world.rank)
-    group, *_ = torch.distributed.new_subgroups_by_enumeration([[*range(0, world.size, 2)], [*range(1, world.size, 2)]])
+    group, *_ = torch.distributed.new_subgroups_by_enumeration(
+        [[*range(0, world.size, 2)], [*range(1, world.size, 2)]]
+    )
     model = wrapped(Weighted(), process_group=group)
     handle = attach(model, GradientExchange(half, TopK(0.1)))
     handle.load_state_dicts(world.size, lambda rank: saved(states[rank]))
@@ -610,16 +778,24 @@ def test_a_run_continues_on_another_number_of_ranks(world):
 def test_a_bad_argument_on_one_rank_raises_on_all(world, terms, words):
     model, exchange = wrapped(Weighted()), GradientExchange(world, TopK(0.1))
     last = world.rank == world.size - 1
-    with pytest.raises((ValueError, TypeError) if last else CollectiveError, match=words if last else "rank"):
+    with pytest.raises(
+        (ValueError, TypeError) if last else CollectiveError,
+        match=words if last else "rank",
+    ):
         attach(model, exchange, **(terms if last else {}))
     attach(model, exchange)
     backward(model, world, 0)
 
 
 def test_what_is_no_model_of_ddp_and_no_exchange(world):
-    with pytest.raises(TypeError, match=r"Weighted with 0 modules .* expected DistributedDataParallel\(model\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"Weighted with 0 modules .* expected DistributedDataParallel\(model\)",
+    ):
         attach(Weighted(), GradientExchange(world, TopK(0.1)))
-    with pytest.raises(TypeError, match="exchange is TopK: expected an object such as GradientExchange"):
+    with pytest.raises(
+        TypeError, match="exchange is TopK: expected an object such as GradientExchange"
+    ):
         attach(wrapped(Weighted()), TopK(0.1))
 
 
@@ -628,29 +804,45 @@ def test_a_process_group_of_other_ranks(world):
         pytest.skip("needs two groups of two")
     inside, _ = torch.distributed.new_subgroups(world.size // 2)
     between = world.Split(world.rank % (world.size // 2), world.rank)
-    with pytest.raises(ValueError, match=r"group has 2 ranks, \[., .\], and the exchange's communicator 2, \[., .\]:"):
-        attach(wrapped(Weighted(), process_group=inside), GradientExchange(between, TopK(0.1)))
+    with pytest.raises(
+        ValueError,
+        match=r"group has 2 ranks, \[., .\], and the exchange's communicator 2, \[., .\]:",
+    ):
+        attach(
+            wrapped(Weighted(), process_group=inside),
+            GradientExchange(between, TopK(0.1)),
+        )
 
 
 def test_a_process_group_of_another_size(world):
     with pytest.raises(
-        ValueError, match=rf"has {world.size} ranks, .*, and the exchange's communicator 1, .*: start with"
+        ValueError,
+        match=rf"has {world.size} ranks, .*, and the exchange's communicator 1, .*: start with",
     ):
         attach(wrapped(Weighted()), GradientExchange(MPI.COMM_SELF, TopK(0.1)))
 
 
 def test_torchrun_is_refused(world, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world.size + 1))
-    with pytest.raises(RuntimeError, match=r"torchrun says WORLD_SIZE=.* mpirun -n \d python -m collectives.torch"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"torchrun says WORLD_SIZE=.* mpirun -n \d python -m collectives.torch",
+    ):
         attach(wrapped(Weighted()), GradientExchange(world, TopK(0.1)))
 
 
-@pytest.mark.parametrize("call", [attach, outer_loop, lambda model, exchange: init_process_group(exchange.comm)])
+@pytest.mark.parametrize(
+    "call",
+    [attach, outer_loop, lambda model, exchange: init_process_group(exchange.comm)],
+)
 def test_ranks_of_mpi_that_torch_does_not_know_are_noticed(world, monkeypatch, call):
     """As under `mpirun -n 2 python train.py` with a script that takes itself for one process."""
     model = wrapped(Weighted())
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
-    with pytest.raises(RuntimeError, match=rf"has 1 process, and MPI {world.size}.* python -m collectives.torch"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"has 1 process, and MPI {world.size}.* python -m collectives.torch",
+    ):
         call(model, GradientExchange(world, TopK(0.1)))
 
 
@@ -664,14 +856,17 @@ def test_a_store_that_cannot_listen_raises_on_all_ranks(world, monkeypatch, addr
     """It listens at MASTER_ADDR, or on one node at an address that always resolves."""
 
     def refuse(host, *_, is_master, **__):
-        assert is_master, "a rank has waited for rank 0, and did not learn that it failed"
+        assert is_master, (
+            "a rank has waited for rank 0, and did not learn that it failed"
+        )
         raise OSError(f"no free port at {host}")
 
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
     with pytest.raises(
-        OSError if world.rank == 0 else CollectiveError, match=f"no free port at {address or '127.0.0.1'}"
+        OSError if world.rank == 0 else CollectiveError,
+        match=f"no free port at {address or '127.0.0.1'}",
     ):
         init_process_group(world)
 
@@ -683,9 +878,13 @@ def test_a_second_hook_and_a_used_exchange_are_refused(world):
         attach(model, GradientExchange(world, TopK(0.1)))
     hooked = wrapped(Weighted())
     hooked.register_comm_hook(None, lambda state, bucket: bucket)
-    with pytest.raises(ValueError, match="has a communication hook, and DDP takes one only"):
+    with pytest.raises(
+        ValueError, match="has a communication hook, and DDP takes one only"
+    ):
         attach(hooked, GradientExchange(world, TopK(0.1)))
-    with pytest.raises(RuntimeError, match="the exchange is in use, and attach needs a new one"):
+    with pytest.raises(
+        RuntimeError, match="the exchange is in use, and attach needs a new one"
+    ):
         attach(wrapped(Weighted()), handle.exchange)
 
 
@@ -702,15 +901,26 @@ def test_local_steps_of_a_module(world):
     assert float(network.weight.detach()[0, 0]) == 1 - (world.size - 1)
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda model: model, nn.Sequential, partial(torch.compile, backend="eager")],
+)
 def test_local_steps_of_a_model_that_averages_gradients_are_refused(world, wrap):
-    with pytest.raises(ValueError, match="again: pass the module without DistributedDataParallel"):
+    with pytest.raises(
+        ValueError, match="again: pass the module without DistributedDataParallel"
+    ):
         outer_loop(wrap(wrapped(Weighted())), GradientExchange(world, TopK(0.1)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_local_steps_of_a_model_in_channels_last_freeze_a_layer_and_refuse_others(world, dtype):
-    network = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, 2)).to(dtype).to(memory_format=torch.channels_last)
+def test_local_steps_of_a_model_in_channels_last_freeze_a_layer_and_refuse_others(
+    world, dtype
+):
+    network = (
+        nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, 2))
+        .to(dtype)
+        .to(memory_format=torch.channels_last)
+    )
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.fill_(1)
@@ -727,7 +937,10 @@ def test_local_steps_of_a_model_in_channels_last_freeze_a_layer_and_refuse_other
     assert network[0].weight[:, 0, 0, 0].tolist() == [1, 1 - 2 * halves, 1]
     assert set(network[1].weight.flatten().tolist()) == {1 - halves}
     network[1].bias.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"unfrozen or added are '1.bias': make a new exchange and a new loop"):
+    with pytest.raises(
+        ValueError,
+        match=r"unfrozen or added are '1.bias': make a new exchange and a new loop",
+    ):
         outer.step()
 
 

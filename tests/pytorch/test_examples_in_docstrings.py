@@ -25,11 +25,25 @@ def test_the_example_of_a_docstring_runs(name, world):
         pytest.skip("two replicas of two ranks")
     torch.manual_seed(0)
     network = torch.nn.Linear(64, 10)
-    names = {public: getattr(collectives.torch, public) for public in collectives.torch.__all__}
-    names |= {"comm": world, "GradientExchange": GradientExchange, "TopK": TopK, "network": network, "model": network}
+    names = {
+        public: getattr(collectives.torch, public)
+        for public in collectives.torch.__all__
+    }
+    names |= {
+        "comm": world,
+        "GradientExchange": GradientExchange,
+        "TopK": TopK,
+        "network": network,
+        "model": network,
+    }
     names |= {"init_device_mesh": init_device_mesh, "fully_shard": fully_shard}
-    names |= {"DistributedDataParallel": DistributedDataParallel, "exchange": GradientExchange(world, TopK(0.01))}
-    test = doctest.DocTestParser().get_doctest(names[name].__doc__, names, name, None, 0)
+    names |= {
+        "DistributedDataParallel": DistributedDataParallel,
+        "exchange": GradientExchange(world, TopK(0.01)),
+    }
+    test = doctest.DocTestParser().get_doctest(
+        names[name].__doc__, names, name, None, 0
+    )
     assert test.examples
     said = []
     assert doctest.DocTestRunner().run(test, out=said.append).failed == 0, "".join(said)

@@ -27,9 +27,19 @@ class Network(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(40, 100), nn.Linear(100, 100), nn.Linear(100, 5)
+        self.first, self.middle, self.last = (
+            nn.Linear(40, 100),
+            nn.Linear(100, 100),
+            nn.Linear(100, 5),
+        )
 
-    def forward(self, inputs, uses_middle=True, run=lambda rest, hidden: rest(hidden), form=lambda outputs: outputs):
+    def forward(
+        self,
+        inputs,
+        uses_middle=True,
+        run=lambda rest, hidden: rest(hidden),
+        form=lambda outputs: outputs,
+    ):
         """Return the outputs in a form. run: calls all but the first layer."""
 
         def rest(hidden):
@@ -40,12 +50,17 @@ class Network(nn.Module):
 
 @pytest.fixture(scope="module")
 def mesh(world):
-    return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replica", "shard"))
+    return init_device_mesh(
+        "cpu", (world.size // 2, 2), mesh_dim_names=("replica", "shard")
+    )
 
 
 def sharded(mesh, dtype=torch.float32):
     torch.manual_seed(0)
-    model, policy = Network().to(dtype), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    model, policy = (
+        Network().to(dtype),
+        MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    )
     for layer in (model.first, model.middle, model.last):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -58,13 +73,18 @@ def between_replicas(world, mesh):
 def shards(model):
     """Return copies of this rank's gradient shards, by name; zeros where there is none."""
     return {
-        name: (torch.zeros_like(each) if each.grad is None else each.grad).to_local().numpy().copy()
+        name: (torch.zeros_like(each) if each.grad is None else each.grad)
+        .to_local()
+        .numpy()
+        .copy()
         for name, each in model.named_parameters()
     }
 
 
 def batch(world, step):
-    return torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + world.rank))
+    return torch.randn(
+        8, 40, generator=torch.Generator().manual_seed(100 * step + world.rank)
+    )
 
 
 def test_a_dense_exchange_trains_as_hybrid_sharding_alone(world, mesh):
@@ -85,7 +105,16 @@ def test_a_dense_exchange_trains_as_hybrid_sharding_alone(world, mesh):
     assert exchange.steps == 4
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-    assert len(set(world.allgather(torch.cat([each.reshape(-1) for each in mine]).numpy().tobytes()))) == 1
+    assert (
+        len(
+            set(
+                world.allgather(
+                    torch.cat([each.reshape(-1) for each in mine]).numpy().tobytes()
+                )
+            )
+        )
+        == 1
+    )
 
 
 @dataclass
@@ -110,10 +139,19 @@ REENTRANT = {"run": partial(checkpoint, use_reentrant=True)}
 CALLS = {  # the arguments of the model, and what calls backward
     "alone": ({}, lambda model, loss: loss().backward()),
     "reentrant": (REENTRANT, lambda model, loss: loss().backward()),
-    "in a dataclass": (REENTRANT | {"form": Output.of}, lambda model, loss: loss().backward()),
-    "checkpointed": ({"run": partial(checkpoint, use_reentrant=False)}, lambda model, loss: loss().backward()),
+    "in a dataclass": (
+        REENTRANT | {"form": Output.of},
+        lambda model, loss: loss().backward(),
+    ),
+    "checkpointed": (
+        {"run": partial(checkpoint, use_reentrant=False)},
+        lambda model, loss: loss().backward(),
+    ),
     "several forward passes": ({}, lambda model, loss: (loss() + loss()).backward()),
-    "the same graph again": ({}, lambda model, loss: [each.backward(retain_graph=True) for each in [loss()] * 2]),
+    "the same graph again": (
+        {},
+        lambda model, loss: [each.backward(retain_graph=True) for each in [loss()] * 2],
+    ),
     "accumulated": (REENTRANT, accumulated),
 }
 
@@ -128,7 +166,12 @@ def test_nothing_is_lost_between_the_replicas(world, mesh, case):
     found, given = {}, {}
     for step in range(3):
         uses = not (step == 1 and mesh.get_local_rank("replica") == 0)
-        inputs = torch.randint(-4, 5, (8, 40), generator=torch.Generator().manual_seed(step * 8 + world.rank)).float()
+        inputs = torch.randint(
+            -4,
+            5,
+            (8, 40),
+            generator=torch.Generator().manual_seed(step * 8 + world.rank),
+        ).float()
         for each in (model, reference):
             with torch.no_grad():
                 for parameter in each.parameters():
@@ -137,7 +180,11 @@ def test_nothing_is_lost_between_the_replicas(world, mesh, case):
 
             def loss(each=each, inputs=inputs, uses=uses):
                 outputs = each(inputs, uses, **arguments)
-                outputs = outputs.parts[0]["outputs"] if isinstance(outputs, Output) else outputs
+                outputs = (
+                    outputs.parts[0]["outputs"]
+                    if isinstance(outputs, Output)
+                    else outputs
+                )
                 return outputs.sum() * 2  # even: FSDP's mean over two shards is exact
 
             call(each, loss)
@@ -147,16 +194,26 @@ def test_nothing_is_lost_between_the_replicas(world, mesh, case):
             given[name] = given.get(name, 0) + comm.allreduce(mine, MPI.SUM)
     state = handle.state_dict()
     for name, parameter in model.named_parameters():
-        mine = state[f"{name}/feedback.residual"].reshape(parameter.to_local().shape).numpy()
-        np.testing.assert_array_equal(found[name] + comm.allreduce(mine, MPI.SUM), given[name], name)
+        mine = (
+            state[f"{name}/feedback.residual"]
+            .reshape(parameter.to_local().shape)
+            .numpy()
+        )
+        np.testing.assert_array_equal(
+            found[name] + comm.allreduce(mine, MPI.SUM), given[name], name
+        )
     handle.load_state_dict(state)
     assert handle.exchange.steps == 3 * (2 if case == "the same graph again" else 1)
 
 
 def test_a_layer_that_only_another_replica_used_gets_its_mean(world, mesh):
     model = sharded(mesh["shard"])
-    attach_fsdp(model, GradientExchange(between_replicas(world, mesh), Dense(), NoFeedback()))
-    model(batch(world, 0), uses_middle=mesh.get_local_rank("replica") == 0).square().mean().backward()
+    attach_fsdp(
+        model, GradientExchange(between_replicas(world, mesh), Dense(), NoFeedback())
+    )
+    model(
+        batch(world, 0), uses_middle=mesh.get_local_rank("replica") == 0
+    ).square().mean().backward()
     assert shards(model)["middle.weight"].any()
 
 
@@ -170,9 +227,14 @@ def test_a_layer_in_bfloat16_that_no_replica_used_has_no_gradient(world, mesh):
 
 @pytest.mark.parametrize("clears", [False, True])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_an_optimizer_that_steps_in_the_backward_pass_raises_on_all_ranks(world, mesh, is_first, clears):
+def test_an_optimizer_that_steps_in_the_backward_pass_raises_on_all_ranks(
+    world, mesh, is_first, clears
+):
     """On one replica, whose parameters would differ from then on; before the hooks of the exchange, or after these."""
-    model, exchange = sharded(mesh["shard"]), GradientExchange(between_replicas(world, mesh), TopK(0.1))
+    model, exchange = (
+        sharded(mesh["shard"]),
+        GradientExchange(between_replicas(world, mesh), TopK(0.1)),
+    )
     steps_early = mesh.get_local_rank("replica") == 0
 
     def step(parameter):
@@ -184,10 +246,13 @@ def test_an_optimizer_that_steps_in_the_backward_pass_raises_on_all_ranks(world,
         for parameter in model.parameters() if steps_early else []:
             parameter.register_post_accumulate_grad_hook(step)
 
-    for call in (register, lambda: attach_fsdp(model, exchange))[:: 1 if is_first else -1]:
+    for call in (register, lambda: attach_fsdp(model, exchange))[
+        :: 1 if is_first else -1
+    ]:
         call()
     with pytest.raises(
-        RuntimeError if steps_early else CollectiveError, match=r"an optimiser's step\(\) after backward"
+        RuntimeError if steps_early else CollectiveError,
+        match=r"an optimiser's step\(\) after backward",
     ):
         model(batch(world, 0)).square().mean().backward()
     assert exchange.steps == 0
@@ -203,23 +268,41 @@ def test_parameters_that_fsdp_ignores_get_their_means(world, mesh):
     uses, given = replica == 0, []
     model.middle.bias.register_hook(given.append)
     model(batch(world, 0), uses).square().mean().backward()
-    mean = sum(each for each in exchange.comm.allgather(given[0].numpy() if uses else None) if each is not None)
-    np.testing.assert_allclose(model.middle.bias.grad, mean / exchange.comm.size, rtol=1e-6)
+    mean = sum(
+        each
+        for each in exchange.comm.allgather(given[0].numpy() if uses else None)
+        if each is not None
+    )
+    np.testing.assert_allclose(
+        model.middle.bias.grad, mean / exchange.comm.size, rtol=1e-6
+    )
     accumulated(model, lambda: model(batch(world, 1)).square().mean())
     assert exchange.steps == 2
 
 
 def test_a_frozen_layer_does_not_change_and_goes_on_where_it_stopped(world, mesh):
-    model, exchange = sharded(mesh["shard"]), GradientExchange(between_replicas(world, mesh), TopK(0.1))
-    handle, optimizer = attach_fsdp(model, exchange), torch.optim.SGD(model.parameters(), 0.1)
+    model, exchange = (
+        sharded(mesh["shard"]),
+        GradientExchange(between_replicas(world, mesh), TopK(0.1)),
+    )
+    handle, optimizer = (
+        attach_fsdp(model, exchange),
+        torch.optim.SGD(model.parameters(), 0.1),
+    )
 
     def train(step):
         optimizer.zero_grad()
         model(batch(world, step)).square().mean().backward()
         optimizer.step()
-        state = {name: each.numpy().tobytes() for name, each in handle.state_dict().items()}
+        state = {
+            name: each.numpy().tobytes() for name, each in handle.state_dict().items()
+        }
         weight = model.middle.weight.to_local().detach().numpy().tobytes()
-        return weight, state["middle.weight/feedback.residual"], state["first.weight/feedback.residual"]
+        return (
+            weight,
+            state["middle.weight/feedback.residual"],
+            state["first.weight/feedback.residual"],
+        )
 
     train(0)
     before = train(1)
@@ -238,13 +321,18 @@ def unfreeze(model):
 
 
 def assign(model):
-    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: each.clone() for name, each in model.state_dict().items()}, assign=True
+    )
 
 
 @pytest.mark.parametrize(
-    ("change", "match"), [(unfreeze, "'middle.weight', 'middle.bias': call"), (assign, r"\(assign=True\)")]
+    ("change", "match"),
+    [(unfreeze, "'middle.weight', 'middle.bias': call"), (assign, r"\(assign=True\)")],
 )
-def test_other_parameters_raise_on_all_ranks_and_the_remedy_works(world, mesh, change, match):
+def test_other_parameters_raise_on_all_ranks_and_the_remedy_works(
+    world, mesh, change, match
+):
     """At the end of a backward pass, where no rank of a replica waits for another one."""
     model, comm = sharded(mesh["shard"]), between_replicas(world, mesh)
     model.middle.requires_grad_(change is not unfreeze)
@@ -259,18 +347,33 @@ def test_other_parameters_raise_on_all_ranks_and_the_remedy_works(world, mesh, c
     model.zero_grad()
     model(batch(world, 2)).square().mean().backward()
     assert exchange.steps == 1
-    assert len({*comm.allgather(b"".join(each.tobytes() for each in shards(model).values()))}) == 1
+    assert (
+        len(
+            {
+                *comm.allgather(
+                    b"".join(each.tobytes() for each in shards(model).values())
+                )
+            }
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("collective", [sparse_allreduce, blocking])
-def test_a_step_that_is_refused_leaves_nan_and_the_model_goes_on(world, mesh, collective):
+def test_a_step_that_is_refused_leaves_nan_and_the_model_goes_on(
+    world, mesh, collective
+):
     """A collective that blocks raises from the hook of a shard, which is not the last one."""
     model = sharded(mesh["shard"])
-    exchange = GradientExchange(between_replicas(world, mesh), TopK(0.1), collective=collective, small=0)
+    exchange = GradientExchange(
+        between_replicas(world, mesh), TopK(0.1), collective=collective, small=0
+    )
     attach_fsdp(model, exchange)
     bad = mesh.get_local_rank("replica") == 0
     with pytest.raises(ValueError if bad else CollectiveError):
-        (model(batch(world, 0)).square().mean() * (float("inf") if bad else 1)).backward()
+        (
+            model(batch(world, 0)).square().mean() * (float("inf") if bad else 1)
+        ).backward()
     assert all(np.isnan(each).all() for each in shards(model).values())
     for step in (1, 2):
         model.zero_grad()
@@ -282,8 +385,13 @@ def test_a_step_that_is_refused_leaves_nan_and_the_model_goes_on(world, mesh, co
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_skipped_step_changes_no_parameter(world, mesh, scaled):
     """Without a scaler there are no gradients; with one they are NaN, which it looks for."""
-    model, scaler = sharded(mesh["shard"]), torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
-    exchange = GradientExchange(between_replicas(world, mesh), TopK(0.1), nonfinite="skip")
+    model, scaler = (
+        sharded(mesh["shard"]),
+        torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None,
+    )
+    exchange = GradientExchange(
+        between_replicas(world, mesh), TopK(0.1), nonfinite="skip"
+    )
     attach_fsdp(model, exchange, scaler=scaler)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     for step, bad in enumerate([False, True, False]):
@@ -299,7 +407,10 @@ def test_a_skipped_step_changes_no_parameter(world, mesh, scaled):
         else:
             optimizer.step()
         same = [
-            torch.equal(*pair) for pair in zip(before, (each.to_local() for each in model.parameters()), strict=True)
+            torch.equal(*pair)
+            for pair in zip(
+                before, (each.to_local() for each in model.parameters()), strict=True
+            )
         ]
         assert all(same) == bad == (not exchange.finite)
     assert scaler is None or scaler.get_scale() == 2.0
@@ -307,7 +418,11 @@ def test_a_skipped_step_changes_no_parameter(world, mesh, scaled):
 
 def test_local_steps_between_nodes_with_fsdp_inside(world, mesh):
     model = sharded(mesh["shard"])
-    outer = outer_loop(model, GradientExchange(between_replicas(world, mesh), Dense(), NoFeedback()), every=2)
+    outer = outer_loop(
+        model,
+        GradientExchange(between_replicas(world, mesh), Dense(), NoFeedback()),
+        every=2,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     replica = mesh.get_local_rank("replica")
     for step in range(2):
@@ -319,22 +434,36 @@ def test_local_steps_between_nodes_with_fsdp_inside(world, mesh):
         assert outer.step() == (step == 1)
     whole = [each.detach().full_tensor().numpy() for each in model.parameters()]
     assert len(set(world.allgather(b"".join(each.tobytes() for each in whole)))) == 1
-    assert world.size == 2 or len(set(world.allgather(b"".join(each.tobytes() for each in apart)))) == world.size // 2
+    assert (
+        world.size == 2
+        or len(set(world.allgather(b"".join(each.tobytes() for each in apart))))
+        == world.size // 2
+    )
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential])
-def test_local_steps_of_a_model_sharded_over_ranks_of_the_exchange_are_refused(world, mesh, wrap):
+def test_local_steps_of_a_model_sharded_over_ranks_of_the_exchange_are_refused(
+    world, mesh, wrap
+):
     with pytest.raises(ValueError, match=r"expected comm.Split\(mesh.get_local_rank"):
         outer_loop(wrap(sharded(mesh["shard"])), GradientExchange(world, TopK(0.1)))
 
 
 def test_bad_meshes_models_and_communicators(world, mesh):
     exchange = GradientExchange(between_replicas(world, mesh), TopK(0.1))
-    with pytest.raises(ValueError, match=r"a mesh of 2 dimensions.*use fully_shard\(model, mesh=mesh\[.shard.\]\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"a mesh of 2 dimensions.*use fully_shard\(model, mesh=mesh\[.shard.\]\)",
+    ):
         attach_fsdp(sharded(mesh), exchange)
-    with pytest.raises(TypeError, match=r"model is Network: expected one that fully_shard"):
+    with pytest.raises(
+        TypeError, match=r"model is Network: expected one that fully_shard"
+    ):
         attach_fsdp(Network(), exchange)
-    with pytest.raises(ValueError, match=rf"a replica 2, and the process group {world.size}: expected comm.Split"):
+    with pytest.raises(
+        ValueError,
+        match=rf"a replica 2, and the process group {world.size}: expected comm.Split",
+    ):
         attach_fsdp(sharded(mesh["shard"]), GradientExchange(world, TopK(0.1)))
     attach_fsdp(sharded(mesh["shard"]), exchange)
 
@@ -343,5 +472,7 @@ def test_ranks_that_have_different_shards_are_noticed(world, mesh):
     if world.size < 4:
         pytest.skip("needs two replicas")
     wrong = world.Split(mesh.get_local_rank("replica"), world.rank)
-    with pytest.raises(CollectiveError, match="'index of the shard' is 0 on rank 0, and 1 on rank 1"):
+    with pytest.raises(
+        CollectiveError, match="'index of the shard' is 0 on rank 0, and 1 on rank 1"
+    ):
         attach_fsdp(sharded(mesh["shard"]), GradientExchange(wrong, TopK(0.1)))

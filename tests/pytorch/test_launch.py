@@ -94,13 +94,18 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("needs", "script"),
-    [("torch", WORKERS), ("accelerate", ACCELERATE), ("pytorch_lightning", LIGHTNING), ("torch", MESH)],
+    [
+        ("torch", WORKERS),
+        ("accelerate", ACCELERATE),
+        ("pytorch_lightning", LIGHTNING),
+        ("torch", MESH),
+    ],
 )
 def test_a_script_for_torchrun_starts_unmodified(tmp_path, needs, script):
     pytest.importorskip(needs)
     (tmp_path / "train.py").write_text(script)
     done = run(LAUNCHED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
-        f"rank {rank} of 2: same True" for rank in (0, 1)
-    ]
+    assert sorted(
+        line for line in done.stdout.splitlines() if line.startswith("rank")
+    ) == [f"rank {rank} of 2: same True" for rank in (0, 1)]

@@ -24,15 +24,21 @@ def test_a_step_of_the_simulation_is_one_of_the_race():
     import rules
 
     task = gpt.TASKS["manual"]
-    trainer = gpt.Trainer(0, 0, 1, task._replace(sizes=task.sizes._replace(layers=1, context=8)))
+    trainer = gpt.Trainer(
+        0, 0, 1, task._replace(sizes=task.sizes._replace(layers=1, context=8))
+    )
     shapes = [tuple(each.shape) for each in trainer.network.parameters()]
     simulated, parameters = rules.Muon(), flat(trainer.network.parameters())
     simulated.start(shapes)
     trainer.optimise("muon", 0.01)
     for number in range(3):
         trainer.step(number)
-        simulated.update(parameters, flat(each.grad for each in trainer.network.parameters()), 0.01)
-        np.testing.assert_allclose(parameters, flat(trainer.network.parameters()), atol=2e-4)
+        simulated.update(
+            parameters, flat(each.grad for each in trainer.network.parameters()), 0.01
+        )
+        np.testing.assert_allclose(
+            parameters, flat(trainer.network.parameters()), atol=2e-4
+        )
 
 
 def flat(tensors):
@@ -43,7 +49,14 @@ def flat(tensors):
 def test_the_race_trains_with_both_optimisers(tmp_path):
     for optimizer in ("adamw", "muon"):
         file = tmp_path / f"{optimizer}.json"
-        sizes = "--layers=1", "--width=32", "--context=16", "--batch=2", "--steps=20", "--schedule=linear"
+        sizes = (
+            "--layers=1",
+            "--width=32",
+            "--context=16",
+            "--batch=2",
+            "--steps=20",
+            "--schedule=linear",
+        )
         methods = "--methods", "few-bits-4", "local-few-bits-5", "in-basis-two-bit-8"
         arguments = *sizes, f"--optimizer={optimizer}", *methods, f"--json={file}"
         done = mpirun(2, BENCHMARKS / "race" / "rank.py", *arguments, timeout=300)

@@ -39,7 +39,9 @@ def test_the_lines_of_a_method_train(name, optimizer, world):
         dist.destroy_process_group()
     exec(lines, names)
     model = names.get("model", network)
-    optimizers = [names[each] for each in ("optimizer", "muon", "adamw") if each in names]
+    optimizers = [
+        names[each] for each in ("optimizer", "muon", "adamw") if each in names
+    ]
     optimizers = optimizers or [torch.optim.AdamW(model.parameters())]
     before = network.weight.detach().clone()
     for _ in range(12):
@@ -63,28 +65,53 @@ def test_one_node_alone_trains_on_all_batches(world):
         advice.lines_of(advice.ALONE, training("adamw")),
         {**names, "loss_of": lambda network, batch: network(batch).sum()},
     )
-    torch.testing.assert_close(before - network.weight.detach(), torch.full((1, 2), 0.5))
+    torch.testing.assert_close(
+        before - network.weight.detach(), torch.full((1, 2), 0.5)
+    )
 
 
 def lines_with(text):
     """Return the block of docs/frameworks.md that contains a text."""
-    (lines,) = (found for found in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if text in found)
+    (lines,) = (
+        found
+        for found in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+        if text in found
+    )
     return lines
 
 
 def test_replicas_with_uneven_numbers_of_batches_stay_the_same(world):
-    mesh = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replica", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (world.size // 2, 2), mesh_dim_names=("replica", "shard")
+    )
     torch.manual_seed(0)
-    model, replica = fully_shard(nn.Linear(64, 8, bias=False), mesh=mesh["shard"]), mesh.get_local_rank("replica")
-    exchange = GradientExchange(world.Split(mesh.get_local_rank("shard"), world.rank), Dense(), NoFeedback())
+    model, replica = (
+        fully_shard(nn.Linear(64, 8, bias=False), mesh=mesh["shard"]),
+        mesh.get_local_rank("replica"),
+    )
+    exchange = GradientExchange(
+        world.Split(mesh.get_local_rank("shard"), world.rank), Dense(), NoFeedback()
+    )
     attach_fsdp(model, exchange)
-    names = {"comm": world, "MPI": MPI, "model": model, "optimizer": torch.optim.SGD(model.parameters(), 1.0)}
-    names |= {"batches": [torch.ones(1, 64)] * (1 + 2 * replica), "loss_of": lambda model, batch: model(batch).sum()}
+    names = {
+        "comm": world,
+        "MPI": MPI,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 1.0),
+    }
+    names |= {
+        "batches": [torch.ones(1, 64)] * (1 + 2 * replica),
+        "loss_of": lambda model, batch: model(batch).sum(),
+    }
     before = model.weight.full_tensor()
     exec(lines_with("0 * loss"), names)
-    most = 2 * exchange.comm.size - 1  # and 1, 3, 5, ... batches: their sum is the square of the number of replicas
+    # and 1, 3, 5, ... batches: their sum is the square of the number of replicas
+    most = 2 * exchange.comm.size - 1
     assert exchange.steps == most
-    torch.testing.assert_close(before - model.weight.full_tensor(), torch.full((8, 64), float(exchange.comm.size)))
+    torch.testing.assert_close(
+        before - model.weight.full_tensor(),
+        torch.full((8, 64), float(exchange.comm.size)),
+    )
 
 
 def test_a_checkpoint_of_all_ranks_has_the_state_of_each(world, tmp_path, monkeypatch):
@@ -109,7 +136,10 @@ def test_a_checkpoint_of_all_ranks_has_the_state_of_each(world, tmp_path, monkey
     first, second = made(), made()
     train(first)
     exec(lines_with("dcp.save"), first)
-    exec(lines_with("read_metadata"), second | {name: first[name] for name in ("dcp", "own")})
+    exec(
+        lines_with("read_metadata"),
+        second | {name: first[name] for name in ("dcp", "own")},
+    )
     one, other = train(first), train(second)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)

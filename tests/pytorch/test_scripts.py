@@ -12,12 +12,25 @@ pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
 MPIRUN = ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"]
 LAUNCHED = ["mpirun", "-n", "2", sys.executable, "-m", "collectives.torch", "train.py"]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc_per_node",
+    "2",
+    "train.py",
+]
 
 
 def run(command, folder):
     return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200, check=False
+        command,
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
 
 
@@ -35,13 +48,18 @@ def page():
         lines = hunk.splitlines(keepends=True)
         before = "".join(line[1:] for line in lines if line[0] in " -")
         assert changed.count(before) == 1, before
-        changed = changed.replace(before, "".join(line[1:] for line in lines if line[0] in " +"))
+        changed = changed.replace(
+            before, "".join(line[1:] for line in lines if line[0] in " +")
+        )
     return script, changed, changed.count("\n") - script.count("\n")
 
 
 def losses(done):
     assert done.returncode == 0, done.stdout + done.stderr
-    found = {rank: float(loss) for rank, loss in re.findall(r"rank (\d): loss ([\d.]+)", done.stdout)}
+    found = {
+        rank: float(loss)
+        for rank, loss in re.findall(r"rank (\d): loss ([\d.]+)", done.stdout)
+    }
     assert found.keys() == {"0", "1"}
     return found["0"]
 
@@ -49,7 +67,11 @@ def losses(done):
 def test_the_script_of_the_page_runs_compressed_and_resumes(tmp_path):
     (tmp_path / "train.py").write_text(page()[1])
     first = losses(run(LAUNCHED, tmp_path))
-    assert {path.name for path in tmp_path.glob("*.pt")} == {"checkpoint.pt", "exchange-0.pt", "exchange-1.pt"}
+    assert {path.name for path in tmp_path.glob("*.pt")} == {
+        "checkpoint.pt",
+        "exchange-0.pt",
+        "exchange-1.pt",
+    }
     assert losses(run(LAUNCHED, tmp_path)) < first
 
 
@@ -147,10 +169,17 @@ def train(model, after_step):
 
 def test_ddp_or_fsdp_inside_a_node_and_local_steps_between_nodes(tmp_path):
     """Nodes of two ranks: a communicator of neighbours in place of that of a node."""
-    fsdp, ddp = (found for found in blocks(PAGE) if "outer" in found and "jax" not in found)
+    fsdp, ddp = (
+        found for found in blocks(PAGE) if "outer" in found and "jax" not in found
+    )
     split = "comm.Split_type(MPI.COMM_TYPE_SHARED)"
     assert split in fsdp
-    script = HYBRID + fsdp.replace(split, "comm.Split(comm.rank // 2, comm.rank)") + "\n\n" + ddp
+    script = (
+        HYBRID
+        + fsdp.replace(split, "comm.Split(comm.rank // 2, comm.rank)")
+        + "\n\n"
+        + ddp
+    )
     (tmp_path / "train.py").write_text(script)
     done = run([*LAUNCHED[:2], "4", *LAUNCHED[3:]], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -197,14 +226,25 @@ network = new_network()
 def test_the_lines_to_take_over_slow_links_train(tmp_path):
     """Those of DDP are checked by one step each; the loop of local steps runs as it is, with either exchange."""
     local, entries, bits = blocks((ROOT / "docs" / "slow_links.md").read_text())
-    (basis,) = (found for found in blocks((ROOT / "docs" / "feedback.md").read_text()) if "attach(" in found)
-    bits = bits.replace("comm = MPI", COMMON + "comm = MPI").replace("attach(model, G", "handle = attach(model, G")
-    checked = bits + "check(handle.exchange, optimizer)\n", basis + "check(demo, optimizer)\n"
+    (basis,) = (
+        found
+        for found in blocks((ROOT / "docs" / "feedback.md").read_text())
+        if "attach(" in found
+    )
+    bits = bits.replace("comm = MPI", COMMON + "comm = MPI").replace(
+        "attach(model, G", "handle = attach(model, G"
+    )
+    checked = (
+        bits + "check(handle.exchange, optimizer)\n",
+        basis + "check(demo, optimizer)\n",
+    )
     told = 'print(f"rounds: {outer.rounds}")\n'
     exchange = "exchange = GradientExchange(MPI.COMM_WORLD, bits=4)\n"
     assert exchange in local
     loops = local + told, local.replace(exchange, entries) + told
-    (tmp_path / "train.py").write_text("network = new_network()\n".join([*checked, *loops]))
+    (tmp_path / "train.py").write_text(
+        "network = new_network()\n".join([*checked, *loops])
+    )
     done = run(LAUNCHED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("rounds: 2") == 4, done.stdout
@@ -228,7 +268,9 @@ first = loss(parameters, data[0])
 def test_the_lines_for_local_steps_in_jax_train(tmp_path):
     pytest.importorskip("optax", reason="needs JAX and optax: make test-torch")
     (lines,) = (found for found in blocks(PAGE) if "optax" in found)
-    (tmp_path / "train.py").write_text(JAX + lines + "print(outer.rounds, loss(parameters, data[0]) < first)\n")
+    (tmp_path / "train.py").write_text(
+        JAX + lines + "print(outer.rounds, loss(parameters, data[0]) < first)\n"
+    )
     done = run(MPIRUN, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 True") == 2, done.stdout
@@ -260,7 +302,9 @@ model(torch.ones(3, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit()"])
-def test_a_process_group_that_is_left_is_destroyed_before_the_interpreter_and_mpi_end(tmp_path, end):
+def test_a_process_group_that_is_left_is_destroyed_before_the_interpreter_and_mpi_end(
+    tmp_path, end
+):
     (tmp_path / "report.py").write_text(REPORT)
     (tmp_path / "train.py").write_text(LEFT + end)
     done = run(LAUNCHED, tmp_path)
@@ -281,7 +325,9 @@ def test_under_torchrun_it_says_how_to_start(tmp_path):
 def test_our_lines_for_those_who_come_from_another_library_run(tmp_path):
     lines = blocks((ROOT / "docs" / "coming_from.md").read_text())
     assert len(lines) == 6
-    (tmp_path / "train.py").write_text("\n".join(lines) + '\nprint(f"steps: {exchange.steps}", flush=True)\n')
+    (tmp_path / "train.py").write_text(
+        "\n".join(lines) + '\nprint(f"steps: {exchange.steps}", flush=True)\n'
+    )
     done = run(LAUNCHED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("steps: 1") == 2
@@ -324,7 +370,9 @@ print(f"steps: {{exchange.steps}}, same bits: {{len(set(comm.allgather(bits))) =
 def test_lightning_trains_with_the_callback_of_the_page(tmp_path):
     pytest.importorskip("pytorch_lightning")
     (block,) = (found for found in blocks(PAGE) if "Accelerator(" in found)
-    (tmp_path / "train.py").write_text(FIT.format(block=block[block.index("class Compressed") :]))
+    (tmp_path / "train.py").write_text(
+        FIT.format(block=block[block.index("class Compressed") :])
+    )
     done = run(LAUNCHED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("steps: 4, same bits: True") == 2, done.stdout

@@ -17,8 +17,12 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 NODES = 4
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "mpirun")
-# More ranks than slots, which other tests ask for, would put all ranks on the first node.
-OVERSUBSCRIBED = ("PRTE_MCA_rmaps_default_mapping_policy", "OMPI_MCA_rmaps_base_oversubscribe")
+# More ranks than slots, which other tests ask for, would put all ranks on the first
+# node.
+OVERSUBSCRIBED = (
+    "PRTE_MCA_rmaps_default_mapping_policy",
+    "OMPI_MCA_rmaps_base_oversubscribe",
+)
 
 
 class Cluster:
@@ -46,12 +50,20 @@ class Cluster:
 
     def submit(self, launch, *arguments):
         """Submit a shipped script: options of sbatch, its name, its arguments; return the number of the job."""
-        here = [str(ROOT / "slurm" / word) if word.endswith(".sbatch") else word for word in arguments]
+        here = [
+            str(ROOT / "slurm" / word) if word.endswith(".sbatch") else word
+            for word in arguments
+        ]
         return self.call("sbatch", "--parsable", *here, LAUNCH=launch).strip()
 
     def facts(self, job):
         """Return what Slurm knows of a job, by name; of an array, of its first part."""
-        return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "--oneliner", "show", "job", job).splitlines()[0]))
+        return dict(
+            re.findall(
+                r"(\w+)=(\S*)",
+                self.call("scontrol", "--oneliner", "show", "job", job).splitlines()[0],
+            )
+        )
 
     def until(self, job, condition, seconds):
         """Wait until a condition holds, and return its value; cancel the job and fail when it does not in time."""
@@ -59,19 +71,27 @@ class Cluster:
         while not (value := condition()):
             if time.monotonic() > ends:
                 self.call("scancel", job)
-                pytest.fail(f"job {job} after {seconds} s: {self.facts(job)}\n{self.printed(job)}")
+                pytest.fail(
+                    f"job {job} after {seconds} s: {self.facts(job)}\n{self.printed(job)}"
+                )
             time.sleep(0.5)
         return value
 
     def ended(self, job, seconds=300):
         """Wait for the end of a job, and return (its state, what it printed)."""
         over = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
-        state = self.until(job, lambda: (found := self.facts(job)["JobState"]) in over and found, seconds)
+        state = self.until(
+            job,
+            lambda: (found := self.facts(job)["JobState"]) in over and found,
+            seconds,
+        )
         return state, self.printed(job)
 
     def printed(self, job):
         """Return what a job has printed until now."""
-        return "".join(path.read_text() for path in sorted(self.work.glob(f"*-{job}*.out")))
+        return "".join(
+            path.read_text() for path in sorted(self.work.glob(f"*-{job}*.out"))
+        )
 
 
 def job_environment(folder):
@@ -79,7 +99,8 @@ def job_environment(folder):
     clean = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "PMIX_", "SBATCH_")) and name not in OVERSUBSCRIBED
+        if not name.startswith(("SLURM_", "PMIX_", "SBATCH_"))
+        and name not in OVERSUBSCRIBED
     }
     return {
         **clean,
@@ -108,12 +129,17 @@ def cluster():
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin"
     missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}; `make test-slurm` installs Slurm")
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short, for the socket in it
+        pytest.skip(
+            f"not installed: {', '.join(missing)}; `make test-slurm` installs Slurm"
+        )
+    # short, for the socket in it
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     script, cpus = str(HERE / "cluster.sh"), min(2, os.cpu_count())
     started = Cluster(folder)
     try:
-        started.call(script, "up", str(folder), str(NODES), str(cpus), str(free_ports(NODES + 1)))
+        started.call(
+            script, "up", str(folder), str(NODES), str(cpus), str(free_ports(NODES + 1))
+        )
         yield started
     finally:
         started.call(script, "down", str(folder), seconds=120)
@@ -128,5 +154,7 @@ def launch(request, cluster):
     try:
         cluster.call("srun", "--mpi=pmix", "true")
     except AssertionError as error:
-        pytest.skip(f"this Slurm has no PMIx (Debian wants libpmix-dev): {str(error).splitlines()[0]}")
+        pytest.skip(
+            f"this Slurm has no PMIx (Debian wants libpmix-dev): {str(error).splitlines()[0]}"
+        )
     return "srun --mpi=pmix --wait=30"

@@ -64,7 +64,9 @@ def test_an_example(cluster, launch, nodes, tasks):
 def test_local_steps_over_two_partitions(cluster):
     """A heterogeneous job: one world of MPI over both of its components."""
     launch = "srun --het-group=0,1 --mpi=pmix --wait=30"
-    job = cluster.submit(launch, "--partition=near", ":", "--partition=far", "local_steps.sbatch")
+    job = cluster.submit(
+        launch, "--partition=near", ":", "--partition=far", "local_steps.sbatch"
+    )
     state, printed = cluster.ended(job)
     assert state == "COMPLETED", printed
     assert re.search(r"ranks +4 on", printed)
@@ -72,10 +74,15 @@ def test_local_steps_over_two_partitions(cluster):
 
 
 @pytest.mark.parametrize("wrong", ["srun --mpi=none", "srun --mpi=pmi2"])
-def test_a_launcher_that_does_not_fit_the_mpi_stops_the_job_before_the_training(cluster, wrong):
+def test_a_launcher_that_does_not_fit_the_mpi_stops_the_job_before_the_training(
+    cluster, wrong
+):
     state, printed = cluster.ended(cluster.submit(wrong, "example.sbatch"))
     assert state == "FAILED"
-    assert "the launcher says SLURM_STEP_NUM_TASKS=4, and MPI sees 1" in printed or "PMI_SIZE=4" in printed, printed
+    assert (
+        "the launcher says SLURM_STEP_NUM_TASKS=4, and MPI sees 1" in printed
+        or "PMI_SIZE=4" in printed
+    ), printed
     assert "check:" not in printed
 
 
@@ -93,17 +100,27 @@ def test_every_rank_has_a_gpu_of_its_own(cluster, launch):
         """)
     )
     options = "--ntasks-per-node=2", "--gpus-per-node=2"
-    state, printed = cluster.ended(cluster.submit(launch, *options, "gpu.sbatch", program.name))
+    state, printed = cluster.ended(
+        cluster.submit(launch, *options, "gpu.sbatch", program.name)
+    )
     assert state == "COMPLETED", printed
     assert "have n1-0 n1-1 n2-0 n2-1\n" in printed
     state, printed = cluster.ended(
-        cluster.submit(launch, "--ntasks-per-node=2", "--gpus-per-node=1", "gpu.sbatch", program.name)
+        cluster.submit(
+            launch,
+            "--ntasks-per-node=2",
+            "--gpus-per-node=1",
+            "gpu.sbatch",
+            program.name,
+        )
     )
     assert state == "FAILED"
     assert "fewer GPUs than ranks" in printed
 
 
-def test_a_script_for_torchrun_has_a_rank_on_each_node_with_all_its_cores(cluster, launch):
+def test_a_script_for_torchrun_has_a_rank_on_each_node_with_all_its_cores(
+    cluster, launch
+):
     """The script of torchrun's kind needs no PyTorch: it reads what torchrun sets."""
     program = cluster.work / "torchrun.py"
     program.write_text(
@@ -118,14 +135,21 @@ def test_a_script_for_torchrun_has_a_rank_on_each_node_with_all_its_cores(cluste
         """)
     )
     cores = min(2, os.cpu_count())
-    default = "" if launch.startswith("mpirun") else launch  # the script's own line, with its options
-    state, printed = cluster.ended(cluster.submit(default, f"--cpus-per-task={cores}", "torch.sbatch", program.name))
+    # the script's own line, with its options
+    default = "" if launch.startswith("mpirun") else launch
+    state, printed = cluster.ended(
+        cluster.submit(
+            default, f"--cpus-per-task={cores}", "torch.sbatch", program.name
+        )
+    )
     assert state == "COMPLETED", printed
     assert f"have n1-0-0-2-{cores} n2-1-0-2-{cores} cores {os.cpu_count()}\n" in printed
 
 
 def test_a_training_that_is_told_to_stop_continues_bit_for_bit(cluster, launch, whole):
-    job = cluster.submit(launch, "checkpointed_training.sbatch", "--steps", "150", "--pause", "0.1")
+    job = cluster.submit(
+        launch, "checkpointed_training.sbatch", "--steps", "150", "--pause", "0.1"
+    )
     cluster.until(job, lambda: "a new run" in cluster.printed(job), 180)
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     cluster.until(job, lambda: cluster.facts(job)["Restarts"] == "1", 180)
@@ -137,7 +161,12 @@ def test_a_training_that_is_told_to_stop_continues_bit_for_bit(cluster, launch, 
 def test_a_training_that_meets_its_time_limit_continues_bit_for_bit(cluster, whole):
     """The first run takes more than its two minutes; then the job is given ten, so that one break is enough."""
     job = cluster.submit(
-        *("mpirun -n 4", "--time=2", "--signal=B:USR1@10", "checkpointed_training.sbatch"),
+        *(
+            "mpirun -n 4",
+            "--time=2",
+            "--signal=B:USR1@10",
+            "checkpointed_training.sbatch",
+        ),
         *("--steps", "300", "--pause", "0.4"),
     )
     cluster.until(job, lambda: cluster.facts(job)["Restarts"] == "1", 180)
@@ -147,14 +176,25 @@ def test_a_training_that_meets_its_time_limit_continues_bit_for_bit(cluster, who
 
 
 def test_the_benchmark_is_swept_over_densities(cluster, launch):
-    arguments = "--array=0,2", "bench_sweep.sbatch", "--length", "100000", "--repeats", "2"
+    arguments = (
+        "--array=0,2",
+        "bench_sweep.sbatch",
+        "--length",
+        "100000",
+        "--repeats",
+        "2",
+    )
     job = cluster.submit(launch, *arguments)
 
     def states():
         return [cluster.facts(f"{job}_{part}")["JobState"] for part in (0, 2)]
 
-    cluster.until(job, lambda: not {*states()} & {"PENDING", "RUNNING", "COMPLETING"}, 300)
+    cluster.until(
+        job, lambda: not {*states()} & {"PENDING", "RUNNING", "COMPLETING"}, 300
+    )
     assert states() == ["COMPLETED", "COMPLETED"], cluster.printed(job)
     for density in ("0.0001", "0.01"):
-        rows = json.loads((cluster.work / f"bench_sweep-{job}-{density}.json").read_text())
+        rows = json.loads(
+            (cluster.work / f"bench_sweep-{job}-{density}.json").read_text()
+        )
         assert {row["name"].split()[0] for row in rows["rows"]} == {density}

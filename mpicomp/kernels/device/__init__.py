@@ -1,8 +1,9 @@
 """The same hot loops on CuPy arrays: CUDA C++ beside this file, compiled at its first use.
 
-The public functions are those of :mod:`mpicomp.kernels.host`, with bitwise the same results; only the bits of a NaN
-that an addition returns depend on the processor. They take and return contiguous CuPy arrays, and run on the current
-device and stream. Importing this package imports CuPy.
+The public functions are those of :mod:`mpicomp.kernels.host`, with bitwise the same
+results; only the bits of a NaN that an addition returns depend on the processor. They
+take and return contiguous CuPy arrays, and run on the current device and stream.
+Importing this package imports CuPy.
 
 ``compiling``   the CUDA source as one module, and its launches
 ``selection``   the largest magnitudes, and those above a threshold; of a sum in the pass that computes it
@@ -49,7 +50,12 @@ from mpicomp.kernels.device.selection import (
     largest,
     raise_not_finite,
 )
-from mpicomp.kernels.device.statistics import magnitudes_in_segments, sides, two_magnitudes, with_magnitudes
+from mpicomp.kernels.device.statistics import (
+    magnitudes_in_segments,
+    sides,
+    two_magnitudes,
+    with_magnitudes,
+)
 from mpicomp.kernels.device.transforms import hadamard, signs
 from mpicomp.kernels.host.fitting import PLAN, begin_fits
 from mpicomp.kernels.host.statistics import Sides

@@ -11,7 +11,15 @@ _WORDS = 4 * THREADS  # that a block reads
 def to_bitmap(indices: Array, first: int, words: Array) -> None:
     """Set the bits of increasing `indices`, counted from `first`, in `words` (uint64, zeros; low bits first)."""
     if indices.size:
-        launch("to_bitmap", [indices.dtype], in_tiles(indices.size, THREADS), indices, indices.size, first, words)
+        launch(
+            "to_bitmap",
+            [indices.dtype],
+            in_tiles(indices.size, THREADS),
+            indices,
+            indices.size,
+            first,
+            words,
+        )
 
 
 def from_bitmap(words: Array, first: int, indices: Array) -> int:
@@ -19,16 +27,22 @@ def from_bitmap(words: Array, first: int, indices: Array) -> int:
     return _walk("from_bitmap", words, (words, words.size, first), indices)
 
 
-def to_elias_fano(indices: Array, first: int, low_bits: int, lows: Array, highs: Array) -> None:
+def to_elias_fano(
+    indices: Array, first: int, low_bits: int, lows: Array, highs: Array
+) -> None:
     """Write increasing `indices` into `lows` and `highs`, as `mpicomp.kernels.host.to_elias_fano` does."""
     if indices.size:
         args = indices, indices.size, first, low_bits, lows, highs
         launch("to_elias_fano", [indices.dtype], in_tiles(indices.size, THREADS), *args)
 
 
-def from_elias_fano(lows: Array, highs: Array, first: int, low_bits: int, indices: Array) -> int:
+def from_elias_fano(
+    lows: Array, highs: Array, first: int, low_bits: int, indices: Array
+) -> int:
     """Decode the output of `to_elias_fano` into `indices`, as `mpicomp.kernels.host.from_elias_fano` does."""
-    found = _walk("from_elias_fano", highs, (lows, highs, highs.size, first, low_bits), indices)
+    found = _walk(
+        "from_elias_fano", highs, (lows, highs, highs.size, first, low_bits), indices
+    )
     return min(found, int(indices.size) + 1)
 
 
@@ -43,7 +57,15 @@ def to_offsets(values: Array, least: int, width: int, planes: Array) -> None:
     """Write `values` into `planes`, zeros, as `mpicomp.kernels.host.to_offsets` does."""
     if values.size:
         form = FORMATS[values.dtype]
-        args = values.view(form.keys), values.size, form.mask, form.width, least, width, planes
+        args = (
+            values.view(form.keys),
+            values.size,
+            form.mask,
+            form.width,
+            least,
+            width,
+            planes,
+        )
         launch("to_offsets", [form.keys], in_tiles(values.size, THREADS), *args)
 
 
@@ -51,7 +73,15 @@ def from_offsets(planes: Array, least: int, width: int, values: Array) -> None:
     """Decode the output of `to_offsets` into `values`, as `mpicomp.kernels.host.from_offsets` does."""
     if values.size:
         form = FORMATS[values.dtype]
-        args = planes, form.mask, form.width, least, width, values.view(form.keys), values.size
+        args = (
+            planes,
+            form.mask,
+            form.width,
+            least,
+            width,
+            values.view(form.keys),
+            values.size,
+        )
         launch("from_offsets", [form.keys], in_tiles(values.size, THREADS), *args)
 
 
@@ -61,5 +91,16 @@ def _walk(name: str, words: Array, args: Sequence[Array | int], indices: Array) 
         return 0
     tiles = in_tiles(words.size, _WORDS)
     total, ticket, states = zeros(1, 1, tiles)
-    launch(name, [indices.dtype], tiles, *args, indices, indices.size, total, ticket, states, tiles)
+    launch(
+        name,
+        [indices.dtype],
+        tiles,
+        *args,
+        indices,
+        indices.size,
+        total,
+        ticket,
+        states,
+        tiles,
+    )
     return int(total.get()[0])

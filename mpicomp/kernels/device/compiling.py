@@ -23,16 +23,20 @@ FILES = (
     "few_bits.cu",
     "transforms.cu",
 )
-OPTIONS = ("--std=c++17", "--fmad=false")  # a product and a sum are rounded one after the other, as on the host
+# a product and a sum are rounded one after the other, as on the host
+OPTIONS = ("--std=c++17", "--fmad=false")
 THREADS = 256
-MOST_BLOCKS = 1024  # of a kernel whose blocks process several tiles each: a few for each multiprocessor
+# of a kernel whose blocks process several tiles each: a few for each multiprocessor
+MOST_BLOCKS = 1024
 
 
 def source(files: Sequence[str] = FILES) -> str:
     """Return the text of CUDA files as one: CuPy's cache of compiled code ignores changes of included files."""
     folder = Path(__file__).parent
     texts = ((name, (folder / name).read_text()) for name in files)
-    return "".join(f'#line 1 "{name}"\n{text}' for name, text in texts).replace('#include "common.cuh"\n', "\n")
+    return "".join(f'#line 1 "{name}"\n{text}' for name, text in texts).replace(
+        '#include "common.cuh"\n', "\n"
+    )
 
 
 @cache
@@ -46,15 +50,21 @@ def _function(device: int, name: str) -> Any:
 
 
 def launch(
-    name: str, dtypes: Sequence[DTypeLike], blocks: int, *args: Array | int | None, threads: int = THREADS
+    name: str,
+    dtypes: Sequence[DTypeLike],
+    blocks: int,
+    *args: Array | int | None,
+    threads: int = THREADS,
 ) -> None:
     """Start a kernel on the current stream.
 
-    name, dtypes: the kernel's name, and the dtypes at its end. args: arrays (contiguous, else ValueError), integers,
-    and None for no array.
+    name, dtypes: the kernel's name, and the dtypes at its end. args: arrays
+    (contiguous, else ValueError), integers, and None for no array.
     """
     full = "_".join([name, *(np.dtype(dtype).str[1:] for dtype in dtypes)])
-    _function(cupy.cuda.Device().id, full)((blocks,), (threads,), tuple(_argument(arg) for arg in args))
+    _function(cupy.cuda.Device().id, full)(
+        (blocks,), (threads,), tuple(_argument(arg) for arg in args)
+    )
 
 
 def _argument(arg: Array | int | None) -> Any:

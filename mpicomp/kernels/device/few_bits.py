@@ -32,19 +32,31 @@ def quantise(
         for term in others:
             _decode("add_quantised", *term, bits, block, total)
         how = rounding(values.dtype, bits, short=short)
-        numbers = np.array([*how[1:], offset_of(values.dtype, bits)], values.dtype).view(FORMATS[values.dtype].keys)
+        numbers = np.array(
+            [*how[1:], offset_of(values.dtype, bits)], values.dtype
+        ).view(FORMATS[values.dtype].keys)
         rejected[...] = values  # what stays where a block is not finite
         given = total, values.size, bits, block, how.cut, *numbers.tolist()
         warps = in_tiles(in_tiles(values.size, block), _WARPS)
         launch("quantise", [values.dtype], warps, *given, codes, scales, rejected)
 
 
-def dequantise(codes: Array, scales: Array, bits: int, block: int, out: Array, *, threads: int | None = None) -> None:
+def dequantise(
+    codes: Array,
+    scales: Array,
+    bits: int,
+    block: int,
+    out: Array,
+    *,
+    threads: int | None = None,
+) -> None:
     """Write the values that `quantise` encoded to `out`; threads: ignored."""
     _decode("dequantise", codes, scales, bits, block, out)
 
 
-def _decode(name: str, codes: Array, scales: Array, bits: int, block: int, out: Array) -> None:
+def _decode(
+    name: str, codes: Array, scales: Array, bits: int, block: int, out: Array
+) -> None:
     if out.size:
         args = codes, scales, out.size, bits, block, codes.size, out
         launch(name, [out.dtype], in_tiles(codes.size, THREADS), *args)

@@ -10,19 +10,31 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpicomp.kernels.device.compiling import MOST_BLOCKS, THREADS, Array, in_tiles, launch, zeros
+from mpicomp.kernels.device.compiling import (
+    MOST_BLOCKS,
+    THREADS,
+    Array,
+    in_tiles,
+    launch,
+    zeros,
+)
 from mpicomp.kernels.host.bits import FORMATS
 
 _MERGED = 4 * THREADS  # entries that a block merges
 _PACKED = 4 * THREADS
 
 
-def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) -> tuple[Array, Array]:
+def merge(
+    indices_a: Array, values_a: Array, indices_b: Array, values_b: Array
+) -> tuple[Array, Array]:
     """Return the sum of two sparse vectors as (indices, values), as `mpicomp.kernels.host.merge` does."""
     room = indices_a.size + indices_b.size
     if values_a.ndim > 1 or not room:
         return accumulate([indices_a, indices_b], [values_a, values_b], 0)
-    indices, values = cupy.empty(room, indices_a.dtype), cupy.empty(room, values_a.dtype)
+    indices, values = (
+        cupy.empty(room, indices_a.dtype),
+        cupy.empty(room, values_a.dtype),
+    )
     tiles = in_tiles(room, _MERGED)
     total, ticket, states = zeros(1, 1, tiles)
     pair = indices_a, values_a, indices_a.size, indices_b, values_b, indices_b.size
@@ -32,7 +44,9 @@ def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) 
     return indices[:count], values[:count]
 
 
-def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -> tuple[Array, Array]:
+def accumulate(
+    indices: Sequence[Array], values: Sequence[Array], length: int
+) -> tuple[Array, Array]:
     """Return the sum of one or more sparse vectors, as `mpicomp.kernels.host.accumulate` does: in rank order."""
     if not sum(each.size for each in indices):
         return indices[0], values[0]
@@ -43,17 +57,27 @@ def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -
     return _added(indices, together, cupy.concatenate(list(values)))
 
 
-def divide(indices: Array, values: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
+def divide(
+    indices: Array, values: Array, positions: Array
+) -> tuple[Array, Array, Array, Array]:
     """Return (indices, values) of the entries at `positions` (int64, increasing), and of the other entries."""
     if values.ndim > 1:
         kept, _, rest, places = divide(indices, cupy.arange(indices.size), positions)
         return kept, values[positions], rest, values[places]
     keys = values.view(_key_dtype(values.dtype))
     sizes = positions.size, indices.size - positions.size
-    one, other = ((cupy.empty(size, indices.dtype), cupy.empty(size, keys.dtype)) for size in sizes)
+    one, other = (
+        (cupy.empty(size, indices.dtype), cupy.empty(size, keys.dtype))
+        for size in sizes
+    )
     if indices.size:
         args = indices, keys, indices.size, positions, positions.size, *one, *other
-        launch("divide", [indices.dtype, keys.dtype], in_tiles(indices.size, THREADS), *args)
+        launch(
+            "divide",
+            [indices.dtype, keys.dtype],
+            in_tiles(indices.size, THREADS),
+            *args,
+        )
     return one[0], one[1].view(values.dtype), other[0], other[1].view(values.dtype)
 
 
@@ -63,7 +87,15 @@ def gather(dense: Array, indices: Array) -> Array:
     out = cupy.empty(indices.size, keys.dtype)
     if indices.size:
         blocks = in_tiles(indices.size, THREADS)
-        launch("gather", [indices.dtype, keys.dtype], blocks, keys, indices, indices.size, out)
+        launch(
+            "gather",
+            [indices.dtype, keys.dtype],
+            blocks,
+            keys,
+            indices,
+            indices.size,
+            out,
+        )
     return out.view(dense.dtype)
 
 
@@ -86,12 +118,16 @@ def add(a: Array, b: Array, out: Array) -> None:
         launch("add", [out.dtype], in_tiles(out.size, THREADS), a, b, out.size, out)
 
 
-def add_parts(a: Array, scale: float, parts: Sequence[Array], out: Array, *, sign: int = 1) -> None:
+def add_parts(
+    a: Array, scale: float, parts: Sequence[Array], out: Array, *, sign: int = 1
+) -> None:
     """Write ``scale * a + sign * b`` to `out`, as `mpicomp.kernels.host.add_parts` does; a launch or two a part."""
     factor, end = out.dtype.type(scale), 0
     for part in parts:
         place = slice(end, end := end + part.size)
-        there = a[place] if factor == 1 else cupy.multiply(a[place], factor, out=out[place])
+        there = (
+            a[place] if factor == 1 else cupy.multiply(a[place], factor, out=out[place])
+        )
         if sign == 1:
             add(there, part, out[place])
         else:
@@ -114,7 +150,15 @@ def scatter_add(dense: Array, indices: Array, values: Array, *, sign: int = 1) -
         dense[indices] = (dense[indices].astype(wide) + values).astype(dense.dtype)
     elif indices.size:
         dtypes = [dense.dtype, indices.dtype, values.dtype]
-        launch("scatter_add", dtypes, in_tiles(indices.size, THREADS), dense, indices, values, indices.size)
+        launch(
+            "scatter_add",
+            dtypes,
+            in_tiles(indices.size, THREADS),
+            dense,
+            indices,
+            values,
+            indices.size,
+        )
 
 
 def first_disorder(indices: Array, length: int) -> int:
@@ -139,24 +183,60 @@ def _key_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"u{dtype.itemsize}")
 
 
-def _added(indices: Sequence[Array], together: Array, values: Array) -> tuple[Array, Array]:
+def _added(
+    indices: Sequence[Array], together: Array, values: Array
+) -> tuple[Array, Array]:
     """Return the sum of vectors whose entries are concatenated in `together` and `values`."""
     size, dtypes = together.size, [together.dtype, values.dtype]
     starts = cupy.asarray(np.cumsum([0, *(each.size for each in indices)]))
-    order, sums = cupy.full(size, -1, together.dtype), cupy.empty(size, np.promote_types(values.dtype, np.float32))
+    order, sums = (
+        cupy.full(size, -1, together.dtype),
+        cupy.empty(size, np.promote_types(values.dtype, np.float32)),
+    )
     blocks = in_tiles(size, THREADS)
-    launch("accumulate", dtypes, blocks, together, values, starts, len(indices), size, order, sums)
-    union, total, tiles = cupy.empty(size, together.dtype), cupy.empty(size, values.dtype), in_tiles(size, _PACKED)
+    launch(
+        "accumulate",
+        dtypes,
+        blocks,
+        together,
+        values,
+        starts,
+        len(indices),
+        size,
+        order,
+        sums,
+    )
+    union, total, tiles = (
+        cupy.empty(size, together.dtype),
+        cupy.empty(size, values.dtype),
+        in_tiles(size, _PACKED),
+    )
     count, ticket, states = zeros(1, 1, tiles)
-    launch("pack", dtypes, tiles, order, sums, size, union, total, count, ticket, states, tiles)
+    launch(
+        "pack",
+        dtypes,
+        tiles,
+        order,
+        sums,
+        size,
+        union,
+        total,
+        count,
+        ticket,
+        states,
+        tiles,
+    )
     entries = int(count.get()[0])
     return union[:entries], total[:entries]
 
 
-def _added_rows(union: Array, indices: Sequence[Array], values: Sequence[Array]) -> Array:
+def _added_rows(
+    union: Array, indices: Sequence[Array], values: Sequence[Array]
+) -> Array:
     """Return the sums of rows at the indices of a union, in rank order: the indices of one vector are unique."""
     shape = union.size, *values[0].shape[1:]
-    sums = cupy.full(shape, -0.0, np.promote_types(values[0].dtype, np.float32))  # -0.0 + x is x, for -0.0 as well
+    # -0.0 + x is x, for -0.0 as well
+    sums = cupy.full(shape, -0.0, np.promote_types(values[0].dtype, np.float32))
     for where, what in zip(indices, values, strict=True):
         if what.size:
             places = cupy.searchsorted(union, where)

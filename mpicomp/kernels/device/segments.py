@@ -11,7 +11,8 @@ from mpicomp.kernels.device.merging import add_parts
 from mpicomp.kernels.device.selection import Found, largest
 from mpicomp.kernels.host.bits import FORMATS
 
-_LONG = 1 << 16  # values; a block of threads would take too long to select from more of them
+# values; a block of threads would take too long to select from more of them
+_LONG = 1 << 16
 
 
 def largest_in_segments(
@@ -34,18 +35,25 @@ def largest_in_segments(
     for row, (first, end) in enumerate(pairwise(bounds)):
         size = min(chunk[row], end - first)
         if size and size <= _LONG and size < end - first:
-            positions, kept = _largest_in_chunks(values[first:end], k[row], size, last[row])
+            positions, kept = _largest_in_chunks(
+                values[first:end], k[row], size, last[row]
+            )
             found.append((positions + first if first else positions, kept))
             continue
         for start in range(first, end, max(1, size)):
             part = values[start : min(start + size, end)]
-            positions, kept = largest(part, k[row] if part.size == chunk[row] else last[row])
+            positions, kept = largest(
+                part, k[row] if part.size == chunk[row] else last[row]
+            )
             found.append((positions + start if start else positions, kept))
     if len(found) == 1:
         return found[0]
     if not found:
         return cupy.empty(0, np.intp), values[:0].copy()
-    return (cupy.concatenate([each[0] for each in found]), cupy.concatenate([each[1] for each in found]))
+    return (
+        cupy.concatenate([each[0] for each in found]),
+        cupy.concatenate([each[1] for each in found]),
+    )
 
 
 def _largest_in_chunks(values: Array, k: int, chunk: int, last: int) -> Found:
@@ -57,7 +65,21 @@ def _largest_in_chunks(values: Array, k: int, chunk: int, last: int) -> Found:
         return positions[:0], kept[:0].view(values.dtype)
     chunks = in_tiles(values.size, chunk)
     total, ticket, states = zeros(1, 1, chunks)
-    limits, work = (form.mask, form.width, k, chunk, last), (total, ticket, states, chunks)
-    launch("largest_in_chunks", [bits.dtype], chunks, bits, bits.size, *limits, positions, kept, room, *work)
+    limits, work = (
+        (form.mask, form.width, k, chunk, last),
+        (total, ticket, states, chunks),
+    )
+    launch(
+        "largest_in_chunks",
+        [bits.dtype],
+        chunks,
+        bits,
+        bits.size,
+        *limits,
+        positions,
+        kept,
+        room,
+        *work,
+    )
     found = int(total.get()[0])
     return positions[:found], kept[:found].view(values.dtype)

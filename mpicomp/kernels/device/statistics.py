@@ -19,14 +19,25 @@ def sides(values: Array, threshold: float) -> Sides:
     """Return the sums over the magnitudes up to a threshold and above it, as `mpicomp.kernels.host.sides` does."""
     blocks = values.size // _BLOCK + 1
     rows = cupy.empty((blocks, 4))
-    launch("block_sides", [values.dtype], blocks, values, values.size, _bits(threshold), rows)
+    launch(
+        "block_sides",
+        [values.dtype],
+        blocks,
+        values,
+        values.size,
+        _bits(threshold),
+        rows,
+    )
     return added_sides(values.size, rows.get())
 
 
-def two_magnitudes(values: Array, mean: float, largest: float) -> tuple[float, float, float]:
+def two_magnitudes(
+    values: Array, mean: float, largest: float
+) -> tuple[float, float, float]:
     """Return Lloyd's two magnitudes and the threshold between them, as `mpicomp.kernels.host.two_magnitudes` does.
 
-    One launch for up to 2^18 values; beyond, one block of threads would take longer than a launch for each round.
+    One launch for up to 2^18 values; beyond, one block of threads would take longer
+    than a launch for each round.
     """
     if values.size > _FEW:
         return by_lloyd(lambda threshold: sides(values, threshold), mean, largest)
@@ -37,7 +48,9 @@ def two_magnitudes(values: Array, mean: float, largest: float) -> tuple[float, f
     return low, high, threshold
 
 
-def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -> np.ndarray[Any, Any]:
+def magnitudes_in_segments(
+    values: Array, bounds: Sequence[int], *, two: bool
+) -> np.ndarray[Any, Any]:
     """Return the magnitudes of each segment, as `mpicomp.kernels.host.magnitudes_in_segments` does, in host memory.
 
     Launches for each segment.
@@ -54,7 +67,9 @@ def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -
     return found
 
 
-def with_magnitudes(values: Array, bounds: Sequence[int], rows: np.ndarray[Any, Any]) -> Array:
+def with_magnitudes(
+    values: Array, bounds: Sequence[int], rows: np.ndarray[Any, Any]
+) -> Array:
     """Return the signs of `values` with one of two magnitudes, as `mpicomp.kernels.host.with_magnitudes` does.
 
     rows: in host memory.

@@ -8,7 +8,9 @@ from mpicomp.kernels.host.bits import FORMATS
 _TILE = 4096  # values of the chunks that a block transforms; no chunk is longer
 
 
-def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = None) -> None:
+def hadamard(
+    values: Array, out: Array, chunk: int, *, threads: int | None = None
+) -> None:
     """Write the transform of each chunk to `out`, as `mpicomp.kernels.host.hadamard` does.
 
     chunk: up to 4096. threads: ignored.
@@ -17,7 +19,16 @@ def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = Non
     tiles = in_tiles(size // chunk * chunk, _TILE)
     if size:
         blocks = tiles + (size % chunk > 0)
-        launch("hadamard", [keys], blocks, values.view(keys), out.view(keys), size, chunk, tiles)
+        launch(
+            "hadamard",
+            [keys],
+            blocks,
+            values.view(keys),
+            out.view(keys),
+            size,
+            chunk,
+            tiles,
+        )
 
 
 def signs(values: Array, *, threads: int | None = None) -> None:

@@ -1,11 +1,12 @@
 """Hot loops over arrays in host memory, compiled by Numba at their first use and cached on disk.
 
-The public functions take arrays and return arrays; the compiled kernels below them (a leading underscore) fill
-given buffers and return a count. No kernel uses fastmath, and every sum has a fixed order, so the results are the same
-in every run.
+The public functions take arrays and return arrays; the compiled kernels below them (a
+leading underscore) fill given buffers and return a count. No kernel uses fastmath, and
+every sum has a fixed order, so the results are the same in every run.
 
-Passes over two million values or more use several threads: MPICOMP_THREADS, else as many as this rank has cores
-(:mod:`mpicomp.threads`). The results do not depend on the number. Input arrays may be read-only.
+Passes over two million values or more use several threads: MPICOMP_THREADS, else as
+many as this rank has cores (:mod:`mpicomp.threads`). The results do not depend on the
+number. Input arrays may be read-only.
 
 ``selection``     the largest magnitudes, and those above a threshold
 ``segments``      the largest magnitudes of each segment of a vector, or of chunks of it
@@ -24,7 +25,12 @@ Passes over two million values or more use several threads: MPICOMP_THREADS, els
 
 from mpicomp.kernels.host.bins import entries_in_bins
 from mpicomp.kernels.host.bits import from_bitmap, magnitude_range, to_bitmap
-from mpicomp.kernels.host.coding import from_elias_fano, from_offsets, to_elias_fano, to_offsets
+from mpicomp.kernels.host.coding import (
+    from_elias_fano,
+    from_offsets,
+    to_elias_fano,
+    to_offsets,
+)
 from mpicomp.kernels.host.few_bits import dequantise, quantise
 from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, sample
 from mpicomp.kernels.host.fused import add_largest

@@ -1,8 +1,10 @@
 """The entries of bins of consecutive values that reach the bin's maximum after a part of each is added once more.
 
-One pass adds, finds the maximum of each bin, and stores the positions of its entries. It writes the sum a cache line at
-a time, so that memory and processor work simultaneously; and the entries of a tile after its sum, as ordinary stores
-wait for the others. The magnitude of the entries depends on all bins: a second pass, over the entries, writes it.
+One pass adds, finds the maximum of each bin, and stores the positions of its entries.
+It writes the sum a cache line at a time, so that memory and processor work
+simultaneously; and the entries of a tile after its sum, as ordinary stores wait for the
+others. The magnitude of the entries depends on all bins: a second pass, over the
+entries, writes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +26,16 @@ from mpicomp.kernels.host.instructions import (
     sums_reaching,
 )
 from mpicomp.kernels.host.selection import first_not_finite, raise_not_finite
-from mpicomp.kernels.host.streaming import add_line_by_line, add_parts, addresses, values_before_line
+from mpicomp.kernels.host.streaming import (
+    add_line_by_line,
+    add_parts,
+    addresses,
+    values_before_line,
+)
 from mpicomp.threads import in_pieces
 
-_ROOM = 1 << 22  # entries that are stored before there is a new buffer, and those of a bin more
+# entries that are stored before there is a new buffer, and those of a bin more
+_ROOM = 1 << 22
 _WORDS = 512  # of 64 values in a tile, except in longer bins
 _AT_ONCE = 8  # entries: stored without branches
 
@@ -46,16 +54,19 @@ def entries_in_bins(
 ) -> tuple[Array, Array, Array]:
     """Return the positions where |values + parts| reaches the maximum of |values| in a bin, with signed magnitudes.
 
-    values: 1-d contiguous float16, float32 or float64. parts: 1-d contiguous, of that dtype, one for each segment; they
-    are added in float64. bounds: the first position of each segment, and the length. bins: for each segment the number
-    of values in a bin; the last bin may be shorter. Zeros are not selected. magnitudes(largest, places): returns the
-    magnitude of each segment's entries, from the maximum of each bin, and the first bin of each segment, and at last
-    the number of bins. summand: (a, scale); `values` is first overwritten by ``scale * a + parts``, in the same pass;
+    values: 1-d contiguous float16, float32 or float64. parts: 1-d contiguous, of that
+    dtype, one for each segment; they are added in float64. bounds: the first position
+    of each segment, and the length. bins: for each segment the number of values in a
+    bin; the last bin may be shorter. Zeros are not selected. magnitudes(largest,
+    places): returns the magnitude of each segment's entries, from the maximum of each
+    bin, and the first bin of each segment, and at last the number of bins. summand: (a,
+    scale); `values` is first overwritten by ``scale * a + parts``, in the same pass;
     the product is rounded before it is added. threads: as for `largest`.
 
-    Returns positions (int32, or int64 of vectors beyond its range), their magnitudes with the signs of the values, and
-    the first entry of each segment, and at last the number of entries. Raises ValueError naming the first of `values`,
-    else of a part, that is NaN or infinite.
+    Returns positions (int32, or int64 of vectors beyond its range), their magnitudes
+    with the signs of the values, and the first entry of each segment, and at last the
+    number of entries. Raises ValueError naming the first of `values`, else of a part,
+    that is NaN or infinite.
     """
     dtype, edges = values.dtype, np.asarray(bounds, np.int64)
     if dtype == np.float16:
@@ -63,20 +74,48 @@ def entries_in_bins(
             add_parts(*summand, parts, values)
         wide = [each.astype(np.float32) for each in (values, *parts)]
         values, parts, summand = wide[0], wide[1:], None
-    form, factor = FORMATS[values.dtype], values.dtype.type(1 if summand is None else summand[1])
+    form, factor = (
+        FORMATS[values.dtype],
+        values.dtype.type(1 if summand is None else summand[1]),
+    )
     segments, places = _segments(edges, bins, parts)
-    a, values = as_writable(values if summand is None else summand[0]), as_writable(values)
+    a, values = (
+        as_writable(values if summand is None else summand[0]),
+        as_writable(values),
+    )
     largest, longest = np.empty(int(places[-1]), values.dtype), max(bins, default=1)
-    index, keep = np.int32 if values.size < 1 << 31 else np.int64, form.signed.type(0 if summand is None else -1)
+    index, keep = (
+        np.int32 if values.size < 1 << 31 else np.int64,
+        form.signed.type(0 if summand is None else -1),
+    )
 
     def marked(start: int, end: int) -> tuple[list[Array], Array, Array]:
-        pieces, entries, bad = list[Array](), np.zeros(edges.size, np.int64), np.zeros(1, np.uint64)
+        pieces, entries, bad = (
+            list[Array](),
+            np.zeros(edges.size, np.int64),
+            np.zeros(1, np.uint64),
+        )
         one, other = np.zeros((2, longest + 2 * WORD), values.dtype)
         words = tuple(np.empty((3, longest // WORD + 2 * _WORDS), np.uint64))
-        given = a, factor, keep, values, one, other, form.mask, form.infinity, largest.view(form.signed), words
+        given = (
+            a,
+            factor,
+            keep,
+            values,
+            one,
+            other,
+            form.mask,
+            form.infinity,
+            largest.view(form.signed),
+            words,
+        )
         while start < end or not pieces:
-            found = np.empty(min(_ROOM, end - start) + longest + 2 * WORD * _WORDS, index)
-            count, start = map(int, _mark(segments, start, end, *given, found, entries, bad))
+            found = np.empty(
+                min(_ROOM, end - start) + longest + 2 * WORD * _WORDS, index
+            )
+            count, start = map(
+                int, _mark(segments, start, end, *given, found, entries, bad)
+            )
             pieces.append(found[:count])
         return pieces, entries, bad
 
@@ -86,19 +125,29 @@ def entries_in_bins(
             raise_not_finite(each)
     scales = np.ascontiguousarray(magnitudes(largest, places), values.dtype)
     ends, count = np.cumsum(sum(entries for _, entries, _ in found)), 0
-    positions, signed = np.empty(int(ends[-1]), index), np.empty(int(ends[-1]), values.dtype)
+    positions, signed = (
+        np.empty(int(ends[-1]), index),
+        np.empty(int(ends[-1]), values.dtype),
+    )
     for piece in (each for pieces, *_ in found for each in pieces):
         _write(piece, ends, scales, positions, signed, count)
         count += piece.size
     return positions, signed.astype(dtype, copy=False), ends
 
 
-_SEGMENT = np.dtype([(name, np.int64) for name in ("first", "end", "bin", "place", "address")])
+_SEGMENT = np.dtype(
+    [(name, np.int64) for name in ("first", "end", "bin", "place", "address")]
+)
 
 
-def _segments(edges: Array, bins: Sequence[int], parts: Sequence[Array]) -> tuple[Array, Array]:
+def _segments(
+    edges: Array, bins: Sequence[int], parts: Sequence[Array]
+) -> tuple[Array, Array]:
     """Return a record for each segment, and the first bin of each, and at last the number of bins."""
-    segments, places = np.zeros(edges.size - 1, _SEGMENT), np.append(0, np.cumsum(-(-np.diff(edges) // bins)))
+    segments, places = (
+        np.zeros(edges.size - 1, _SEGMENT),
+        np.append(0, np.cumsum(-(-np.diff(edges) // bins))),
+    )
     segments["first"], segments["end"], segments["bin"] = edges[:-1], edges[1:], bins
     segments["place"], segments["address"] = places[:-1], addresses(parts)
     return segments, places
@@ -106,25 +155,58 @@ def _segments(edges: Array, bins: Sequence[int], parts: Sequence[Array]) -> tupl
 
 @jit
 def _mark(  # type: ignore[no-untyped-def]
-    segments, start, end, a, factor, keep, values, one, other, mask, infinity, largest, words, found, entries, bad
+    segments,
+    start,
+    end,
+    a,
+    factor,
+    keep,
+    values,
+    one,
+    other,
+    mask,
+    infinity,
+    largest,
+    words,
+    found,
+    entries,
+    bad,
 ):
     """Store the entries of the bins that begin in [start, end), and write the sum, and the maxima of these bins.
 
-    keep: -1, or 0 if nothing is summed. one, other: buffers of a bin and 128 values. words: buffers of `_mark_tile`.
-    found: for the positions of the entries, inverted for those below zero. entries: incremented from row 1 on by the
-    number of each segment. bad: becomes other than 0 if nothing is summed and a part is not finite. Returns the number
-    of entries, and up to where was read: less than `end` if there is no room for another tile.
+    keep: -1, or 0 if nothing is summed. one, other: buffers of a bin and 128 values.
+    words: buffers of `_mark_tile`. found: for the positions of the entries, inverted
+    for those below zero. entries: incremented from row 1 on by the number of each
+    segment. bad: becomes other than 0 if nothing is summed and a part is not finite.
+    Returns the number of entries, and up to where was read: less than `end` if there is
+    no room for another tile.
     """
-    a, values, one, other, found, count = bare(a), bare(values), bare(one), bare(other), bare(found), 0
+    a, values, one, other, found, count = (
+        bare(a),
+        bare(values),
+        bare(one),
+        bare(other),
+        bare(found),
+        0,
+    )
     for row in range(segments.size):
-        origin, close, size = segments[row]["first"], segments[row]["end"], segments[row]["bin"]
-        first = origin + max(0, -(-(start - origin) // size)) * size  # bins before it are of an earlier piece
+        origin, close, size = (
+            segments[row]["first"],
+            segments[row]["end"],
+            segments[row]["bin"],
+        )
+        # bins before it are of an earlier piece
+        first = origin + max(0, -(-(start - origin) // size)) * size
         stop = min(close, origin - (origin - end) // size * size)
         step = max(1, _WORDS * WORD // (size + -size % WORD)) * size
         while first < stop:
             if count + step + WORD + _AT_ONCE > found.size:
                 return count, first
-            x, y, out = a[first:close], array_at(values, segments[row]["address"], close - origin), values[first:stop]
+            x, y, out = (
+                a[first:close],
+                array_at(values, segments[row]["address"], close - origin),
+                values[first:stop],
+            )
             y, head, last = bare(y)[first - origin :], 0, 0
             length = min(step, (min(stop, close - -size % WORD) - first) // size * size)
             if length > 0 and keep:
@@ -136,11 +218,30 @@ def _mark(  # type: ignore[no-untyped-def]
                 x, y = one, other
             top = largest[segments[row]["place"] + (first - origin) // size :]
             number, line = _mark_tile(
-                length, size, x, factor, y, keep, mask, infinity, top, words, out, head, last, bad
+                length,
+                size,
+                x,
+                factor,
+                y,
+                keep,
+                mask,
+                infinity,
+                top,
+                words,
+                out,
+                head,
+                last,
+                bad,
             )
             if keep:
                 for low, high in ((0, head), (line, length)):
-                    add_line_by_line(x[low:high], factor, y[low:high], values.dtype.type(1), out[low:high])
+                    add_line_by_line(
+                        x[low:high],
+                        factor,
+                        y[low:high],
+                        values.dtype.type(1),
+                        out[low:high],
+                    )
             stored = _store(first, number, words, found[count:])
             count, first = count + stored, first + length
             entries[row + 1] += stored
@@ -148,16 +249,36 @@ def _mark(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _mark_tile(length, size, a, factor, b, keep, mask, infinity, largest, words, out, line, last, bad):  # type: ignore[no-untyped-def]
+def _mark_tile(  # type: ignore[no-untyped-def]
+    length,
+    size,
+    a,
+    factor,
+    b,
+    keep,
+    mask,
+    infinity,
+    largest,
+    words,
+    out,
+    line,
+    last,
+    bad,
+):
     """Mark the entries of bins, 64 values in a word; meanwhile write the lines of the sum from `line` to `last`.
 
-    Sums are rounded to the dtype: of those equal to the maximum, the ones that are below it in float64 are left out.
-    words: for words that are not 0, those of the signs, and where each begins. Returns their number, and up to where
-    was written.
+    Sums are rounded to the dtype: of those equal to the maximum, the ones that are
+    below it in float64 are left out. words: for words that are not 0, those of the
+    signs, and where each begins. Returns their number, and up to where was written.
     """
     a, b, largest, out = bare(a), bare(b), bare(largest), bare(out)
     chosen, negative, firsts = bare(words[0]), bare(words[1]), bare(words[2])
-    bits, step, every, integer = b.view(largest.dtype), LINE // out.itemsize, ~np.uint64(0), largest.dtype.type
+    bits, step, every, integer = (
+        b.view(largest.dtype),
+        LINE // out.itemsize,
+        ~np.uint64(0),
+        largest.dtype.type,
+    )
     bin, number, short = np.uint64(0), np.uint64(0), min(WORD, size)
     for low in range(0, length, size):
         while line + step <= min(low, last):
@@ -172,11 +293,20 @@ def _mark_tile(length, size, a, factor, b, keep, mask, infinity, largest, words,
             word, signs, is_tied = found
             word &= every >> np.uint64(max(0, WORD - (end - at)))
             if is_tied:
-                tied = word & ~sums_reaching(a, factor, b, keep, at, integer(top + integer(1)))[0]
+                tied = (
+                    word
+                    & ~sums_reaching(a, factor, b, keep, at, integer(top + integer(1)))[
+                        0
+                    ]
+                )
                 word ^= _below(a, factor, b, keep, at, tied)
             if not keep:
                 bad[0] |= reaching(bits, at, mask, infinity)
-            chosen[number], negative[number], firsts[number] = word, signs, np.uint64(at)
+            chosen[number], negative[number], firsts[number] = (
+                word,
+                signs,
+                np.uint64(at),
+            )
             number += np.uint64(word != np.uint64(0))
             at += WORD
             if at < end:
@@ -192,10 +322,24 @@ def _store(first, number, words, found):  # type: ignore[no-untyped-def]
 
     Eight are stored at once, though there may be fewer: there is room for as many more.
     """
-    chosen, negative, firsts, found = bare(words[0]), bare(words[1]), bare(words[2]), bare(found)
-    highest, index, count = np.uint64(1) << np.uint64(WORD - 1), found.dtype.type, np.uint64(0)
+    chosen, negative, firsts, found = (
+        bare(words[0]),
+        bare(words[1]),
+        bare(words[2]),
+        bare(found),
+    )
+    highest, index, count = (
+        np.uint64(1) << np.uint64(WORD - 1),
+        found.dtype.type,
+        np.uint64(0),
+    )
     for i in range(number):
-        word, signs, base, stored = chosen[i], negative[i], index(first) + index(firsts[i]), count
+        word, signs, base, stored = (
+            chosen[i],
+            negative[i],
+            index(first) + index(firsts[i]),
+            count,
+        )
         count += ones(word)
         while stored < count:
             for j in range(_AT_ONCE):

@@ -1,7 +1,8 @@
 """Magnitudes as integers, and sets of indices as bitmaps.
 
-With the sign bit cleared, the bits of an IEEE 754 number order as its magnitude does, and infinities and NaN come last.
-That makes selection exact, and one kernel serves float16, float32 and float64.
+With the sign bit cleared, the bits of an IEEE 754 number order as its magnitude does,
+and infinities and NaN come last. That makes selection exact, and one kernel serves
+float16, float32 and float64.
 """
 
 import warnings
@@ -14,9 +15,11 @@ from mpicomp.arrays import Array
 from mpicomp.kernels.host.instructions import lowest
 
 _FEW = 1 << 13  # values; the C library does not return smaller blocks to the system
-_LONGEST_KEPT = 1 << 25  # bytes; a larger block is returned to the system as soon as it is freed
+# bytes; a larger block is returned to the system as soon as it is freed
+_LONGEST_KEPT = 1 << 25
 
-# Kernels use uint64 counts as subscripts: for signed ones Numba tests whether they are negative.
+# Kernels use uint64 counts as subscripts: for signed ones Numba tests whether they are
+# negative.
 
 
 def jit(function: Any) -> Any:
@@ -42,18 +45,32 @@ class Format(NamedTuple):
     """Properties of a floating-point format that a selection needs."""
 
     keys: np.dtype[Any]  # the unsigned integer of the same width
-    signed: np.dtype[Any]  # the signed one: magnitudes fit it, and processors can compare it
+    # the signed one: magnitudes fit it, and processors can compare it
+    signed: np.dtype[Any]
     width: int  # bits of a magnitude: all but the sign
     mask: Any  # all bits of a magnitude, signed
     infinity: Any  # the bits of infinity, signed: all above are NaN
 
 
 def _format(dtype: np.dtype[Any]) -> Format:
-    keys, signed, width = np.dtype(f"u{dtype.itemsize}"), np.dtype(f"i{dtype.itemsize}"), 8 * dtype.itemsize - 1
-    return Format(keys, signed, width, signed.type((1 << width) - 1), np.array([np.inf], dtype).view(signed)[0])
+    keys, signed, width = (
+        np.dtype(f"u{dtype.itemsize}"),
+        np.dtype(f"i{dtype.itemsize}"),
+        8 * dtype.itemsize - 1,
+    )
+    return Format(
+        keys,
+        signed,
+        width,
+        signed.type((1 << width) - 1),
+        np.array([np.inf], dtype).view(signed)[0],
+    )
 
 
-FORMATS = {dtype: _format(dtype) for dtype in map(np.dtype, (np.float16, np.float32, np.float64))}
+FORMATS = {
+    dtype: _format(dtype)
+    for dtype in map(np.dtype, (np.float16, np.float32, np.float64))
+}
 
 
 class _Interface:
@@ -68,7 +85,8 @@ class _Interface:
 def as_writable(array: Array) -> Array:
     """Return a writable array itself, else a view that NumPy and Numba treat as writable.
 
-    For kernels that only read: Numba compiles a second version of a kernel for read-only arrays.
+    For kernels that only read: Numba compiles a second version of a kernel for
+    read-only arrays.
     """
     return array if array.flags.writeable else np.asarray(_Interface(array))
 
@@ -76,17 +94,21 @@ def as_writable(array: Array) -> Array:
 def empty_together(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
     """Return an array of `room` values of each dtype, the widest dtypes first, in one allocation.
 
-    The GNU C library returns memory to the system when twice the largest block that was freed, up to 32 MiB, is unused.
-    Its pages are then cleared and mapped again in the next call, which takes as long as a read of the vector. So the
-    allocation is twice as long as needed, up to 32 MiB, and longer than all others of a selection together; pages that
-    are not written take no memory.
+    The GNU C library returns memory to the system when twice the largest block that was
+    freed, up to 32 MiB, is unused. Its pages are then cleared and mapped again in the
+    next call, which takes as long as a read of the vector. So the allocation is twice
+    as long as needed, up to 32 MiB, and longer than all others of a selection together;
+    pages that are not written take no memory.
     """
     if room < _FEW:
         return [np.empty(room, dtype) for dtype in dtypes]
     ends = np.cumsum([room * dtype.itemsize for dtype in dtypes])
     size = int(ends[-1])
     whole = np.empty(2 * size if 2 * size <= _LONGEST_KEPT else size, np.uint8)[:size]
-    return [part.view(dtype) for part, dtype in zip(np.split(whole, ends[:-1]), dtypes, strict=True)]
+    return [
+        part.view(dtype)
+        for part, dtype in zip(np.split(whole, ends[:-1]), dtypes, strict=True)
+    ]
 
 
 def magnitude_range(values: Array) -> tuple[int, int]:

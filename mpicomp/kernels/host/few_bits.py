@@ -1,23 +1,28 @@
 """Every value of a vector in 8, 4, 2 or 1 bits, in blocks, with the rounding error in the same pass.
 
-Sources: levels up to the largest magnitude: D. Alistarh et al., "QSGD", NeurIPS 2017 (arXiv 1610.02132), here rounded
-to nearest. One magnitude: F. Seide et al., "1-bit stochastic gradient descent", Interspeech 2014. Two magnitudes: S. P.
-Lloyd, "Least squares quantization in PCM", IEEE Trans. Information Theory 28(2), 1982, two rounds of it.
+Sources: levels up to the largest magnitude: D. Alistarh et al., "QSGD", NeurIPS 2017
+(arXiv 1610.02132), here rounded to nearest. One magnitude: F. Seide et al., "1-bit
+stochastic gradient descent", Interspeech 2014. Two magnitudes: S. P. Lloyd, "Least
+squares quantization in PCM", IEEE Trans. Information Theory 28(2), 1982, two rounds of
+it.
 
-8 and 4 bits: a value is an integer of -m to m, m = 2^(bits - 1) - 1, times the scale of its block, which is the largest
-magnitude over m. 2 bits: a sign, and one of two magnitudes of the block. 1 bit: a sign, and the mean magnitude.
+8 and 4 bits: a value is an integer of -m to m, m = 2^(bits - 1) - 1, times the scale of
+its block, which is the largest magnitude over m. 2 bits: a sign, and one of two
+magnitudes of the block. 1 bit: a sign, and the mean magnitude.
 
-Scales have 8 significant bits (21 for float64): an integer times a scale is exact, and so is the difference of a value
-and its rounded value. For 8 and 4 bits a scale is rounded up. A block of zeros has the scale 0, and decodes to zeros. A
-block with a value that is not finite has an infinite scale, and decodes to values that are not finite.
+Scales have 8 significant bits (21 for float64): an integer times a scale is exact, and
+so is the difference of a value and its rounded value. For 8 and 4 bits a scale is
+rounded up. A block of zeros has the scale 0, and decodes to zeros. A block with a value
+that is not finite has an infinite scale, and decodes to values that are not finite.
 
-A kernel takes a group of values at a time, which stays in the first-level cache, through its passes. The decoded values
-are written past the cache, from a buffer.
+A kernel takes a group of values at a time, which stays in the first-level cache,
+through its passes. The decoded values are written past the cache, from a buffer.
 
-Layout: a block of B values has B bits / 8 bytes. Byte j contains value j in its lowest bits, then the values j + w, j +
-2 w, ... with w = B bits / 8, so that loops over a block have no strides. A field of 8 or 4 bits is the integer + m + 1;
-of 2 or 1 bits: bit 0 is set for negative values, bit 1 for the larger magnitude. The last block is padded with zeros.
-A scale is the upper half of the bits of a float32, or of a float64.
+Layout: a block of B values has B bits / 8 bytes. Byte j contains value j in its lowest
+bits, then the values j + w, j + 2 w, ... with w = B bits / 8, so that loops over a
+block have no strides. A field of 8 or 4 bits is the integer + m + 1; of 2 or 1 bits:
+bit 0 is set for negative values, bit 1 for the larger magnitude. The last block is
+padded with zeros. A scale is the upper half of the bits of a float32, or of a float64.
 """
 
 from collections.abc import Sequence
@@ -27,8 +32,20 @@ import numpy as np
 
 from mpicomp.arrays import Array, address
 from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
-from mpicomp.kernels.host.instructions import LINE, array_at, bare, bits_of, number_of, store_line
-from mpicomp.kernels.host.streaming import LONG, addresses, is_streamed, values_before_line
+from mpicomp.kernels.host.instructions import (
+    LINE,
+    array_at,
+    bare,
+    bits_of,
+    number_of,
+    store_line,
+)
+from mpicomp.kernels.host.streaming import (
+    LONG,
+    addresses,
+    is_streamed,
+    values_before_line,
+)
 from mpicomp.threads import in_pieces
 
 _ROOM = 1 << 10  # values of a group, or one block: they stay in the first-level cache
@@ -39,9 +56,10 @@ _HALF = np.finfo(np.float16)
 class Rounding(NamedTuple):
     """How scales are rounded, for the values of a dtype.
 
-    cut: low bits of a scale that are zero. step: scales are multiples of it, if they are below `coarse`. least: scales
-    of 8 and 4 bits below it become 0, as their inverse may be out of range. most: the largest number of the values'
-    dtype, which no decoded value exceeds if the block's largest magnitude does not.
+    cut: low bits of a scale that are zero. step: scales are multiples of it, if they
+    are below `coarse`. least: scales of 8 and 4 bits below it become 0, as their
+    inverse may be out of range. most: the largest number of the values' dtype, which no
+    decoded value exceeds if the block's largest magnitude does not.
     """
 
     cut: int
@@ -56,7 +74,8 @@ def rounding(dtype: np.dtype[Any], bits: int, *, short: bool) -> Rounding:
     stored, least = 4 * dtype.itemsize, float(np.finfo(dtype).tiny)
     if not short:
         return Rounding(stored, 0.0, 0.0, least, float(np.finfo(dtype).max))
-    digits = min(_HALF.nmant + 1 - (bits - 1 if bits > 2 else 0), 8)  # significant bits of a scale
+    # significant bits of a scale
+    digits = min(_HALF.nmant + 1 - (bits - 1 if bits > 2 else 0), 8)
     cut, step = np.finfo(dtype).nmant + 1 - digits, float(_HALF.smallest_subnormal)
     return Rounding(cut, step, step * 2 ** (digits - 1), least, float(_HALF.max))
 
@@ -80,41 +99,78 @@ def quantise(
 ) -> None:
     """Write the codes and scales of a sum, and to `rejected` what it differs by from the decoded ones.
 
-    The sum is that of the values and then the others, in order. values, rejected: 1-d contiguous float32 or float64,
-    of one dtype and length; may be the same. others: codes and scales of as many values, in as many bits. bits: 8, 4, 2
-    or 1. block: a power of two, at least 32. codes: uint8, block * bits / 8 for each block, the last one padded;
-    scales: uint16 (uint32 for float64), one for each block, two for 2 bits. short: round scales so that decoded values
-    are float16 numbers. threads: the most threads; None for `threads.count`.
+    The sum is that of the values and then the others, in order. values, rejected: 1-d
+    contiguous float32 or float64, of one dtype and length; may be the same. others:
+    codes and scales of as many values, in as many bits. bits: 8, 4, 2 or 1. block: a
+    power of two, at least 32. codes: uint8, block * bits / 8 for each block, the last
+    one padded; scales: uint16 (uint32 for float64), one for each block, two for 2 bits.
+    short: round scales so that decoded values are float16 numbers. threads: the most
+    threads; None for `threads.count`.
 
-    ``rejected + decoded`` is the sum, bitwise for 8 and 4 bits: their difference needs no rounding. If a block of the
-    sum is not finite, `rejected` gets the values there.
+    ``rejected + decoded`` is the sum, bitwise for 8 and 4 bits: their difference needs
+    no rounding. If a block of the sum is not finite, `rejected` gets the values there.
     """
     form, how = FORMATS[values.dtype], rounding(values.dtype, bits, short=short)
     width, each, values = block * bits // 8, scales_per_block(bits), as_writable(values)
-    terms = np.stack([addresses(parts) for parts in zip(*others, strict=True)]) if others else np.empty((2, 0), int)
-    numbers = (*(values.dtype.type(number) for number in how[1:]), offset_of(values.dtype, bits))
+    terms = (
+        np.stack([addresses(parts) for parts in zip(*others, strict=True)])
+        if others
+        else np.empty((2, 0), int)
+    )
+    numbers = (
+        *(values.dtype.type(number) for number in how[1:]),
+        offset_of(values.dtype, bits),
+    )
     sizes = bits, block, how.cut, form.mask, 4 * values.itemsize
 
     def piece(start: int, end: int) -> None:
         first, last = start // block, -(-end // block)
         coded = codes[first * width : last * width], scales[first * each : last * each]
         there = terms + np.array([[first * width], [first * each * scales.itemsize]])
-        _quantise(values[start:end], there, coded, rejected[start:end], _workspace(block, values.dtype), sizes, numbers)
+        _quantise(
+            values[start:end],
+            there,
+            coded,
+            rejected[start:end],
+            _workspace(block, values.dtype),
+            sizes,
+            numbers,
+        )
 
     in_pieces(piece, values.size, threads, step=block)
 
 
 def dequantise(
-    codes: Array, scales: Array, bits: int, block: int, out: Array, *, threads: int | None = None, long: int = LONG
+    codes: Array,
+    scales: Array,
+    bits: int,
+    block: int,
+    out: Array,
+    *,
+    threads: int | None = None,
+    long: int = LONG,
 ) -> None:
     """Write the values that `quantise` encoded to `out`; its dtype is that of the quantised values."""
-    width, each, codes, scales = block * bits // 8, scales_per_block(bits), as_writable(codes), as_writable(scales)
+    width, each, codes, scales = (
+        block * bits // 8,
+        scales_per_block(bits),
+        as_writable(codes),
+        as_writable(scales),
+    )
     past = is_streamed(out, long)
 
     def piece(start: int, end: int) -> None:
         first, last = start // block, -(-end // block)
         coded = codes[first * width : last * width], scales[first * each : last * each]
-        _dequantise(*coded, out[start:end], _workspace(block, out.dtype), bits, block, 4 * out.itemsize, past)
+        _dequantise(
+            *coded,
+            out[start:end],
+            _workspace(block, out.dtype),
+            bits,
+            block,
+            4 * out.itemsize,
+            past,
+        )
 
     in_pieces(piece, out.size, threads, step=block)
 
@@ -122,7 +178,8 @@ def dequantise(
 def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
     """Return a number that rounds another one to an integer when they are added, with the field in the low bits.
 
-    That is 1.5 times the power of two at which neighbours differ by 1, and the field of zero.
+    That is 1.5 times the power of two at which neighbours differ by 1, and the field of
+    zero.
     """
     return dtype.type(1.5 * 2.0 ** np.finfo(dtype).nmant + (1 << bits - 1))
 
@@ -130,8 +187,17 @@ def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
 def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
     """Return buffers: two of a group of blocks, one of a group and a line before it, of fields, and of scales."""
     group = max(block, _ROOM)
-    room, spare, written = (_from_a_line(size, dtype) for size in (group, group, group + LINE // dtype.itemsize))
-    return room, spare, written, np.empty(block, np.uint8), np.empty(group // block, dtype)
+    room, spare, written = (
+        _from_a_line(size, dtype)
+        for size in (group, group, group + LINE // dtype.itemsize)
+    )
+    return (
+        room,
+        spare,
+        written,
+        np.empty(block, np.uint8),
+        np.empty(group // block, dtype),
+    )
 
 
 def _from_a_line(size: int, dtype: np.dtype[Any]) -> Array:
@@ -143,25 +209,66 @@ def _from_a_line(size: int, dtype: np.dtype[Any]) -> Array:
 
 @jit
 def _quantise(values, terms, coded, rejected, work, sizes, numbers):  # type: ignore[no-untyped-def]
-    values, rejected, codes, scales = bare(values), bare(rejected), bare(coded[0]), bare(coded[1])
-    room, spare, errors, fields, steps = bare(work[0]), bare(work[1]), bare(work[2]), bare(work[3]), bare(work[4])
+    values, rejected, codes, scales = (
+        bare(values),
+        bare(rejected),
+        bare(coded[0]),
+        bare(coded[1]),
+    )
+    room, spare, errors, fields, steps = (
+        bare(work[0]),
+        bare(work[1]),
+        bare(work[2]),
+        bare(work[3]),
+        bare(work[4]),
+    )
     bits, block, _, _, stored = sizes
     each = 2 if bits == 2 else 1
     for first in range(0, values.size, room.size):
-        c, at, size, number = values, np.uint64(first), min(room.size, values.size - first), first // block
+        c, at, size, number = (
+            values,
+            np.uint64(first),
+            min(room.size, values.size - first),
+            first // block,
+        )
         if size < room.size:
             c, at = _padded(values[first:], spare), np.uint64(0)
         if terms.size:
-            c, at = _sum(c, at, size, terms, codes, scales, number, sizes, fields, room, spare), np.uint64(0)
+            c, at = (
+                _sum(
+                    c,
+                    at,
+                    size,
+                    terms,
+                    codes,
+                    scales,
+                    number,
+                    sizes,
+                    fields,
+                    room,
+                    spare,
+                ),
+                np.uint64(0),
+            )
         if bits > 2:
-            _to_levels(c, at, size, codes, scales, number, errors, steps, sizes, numbers)
+            _to_levels(
+                c, at, size, codes, scales, number, errors, steps, sizes, numbers
+            )
         else:
-            _to_magnitudes(c, at, size, codes, scales, number, errors, fields, sizes, numbers)
+            _to_magnitudes(
+                c, at, size, codes, scales, number, errors, fields, sizes, numbers
+            )
         for start in range(0, size, block):
-            if not number_of(np.int64(scales[each * (number + start // block)]) << stored, values) < np.inf:
+            if (
+                not number_of(
+                    np.int64(scales[each * (number + start // block)]) << stored, values
+                )
+                < np.inf
+            ):
                 for j in range(start, min(start + block, size)):
                     errors[j] = values[first + j]
-        for j in range(np.uint64(size)):  # in order of memory, which may be that of the values
+        # in order of memory, which may be that of the values
+        for j in range(np.uint64(size)):
             rejected[np.uint64(first) + j] = errors[j]
 
 
@@ -173,7 +280,19 @@ def _dequantise(codes, scales, out, work, bits, block, stored, past):  # type: i
     for first in range(0, out.size, nothing.size):
         for start in range(first, min(first + nothing.size, out.size), block):
             i, place = start // block, np.uint64(kept)
-            _decode(codes, scales, i, bits, block, stored, fields, nothing, np.uint64(0), values, place)
+            _decode(
+                codes,
+                scales,
+                i,
+                bits,
+                block,
+                stored,
+                fields,
+                nothing,
+                np.uint64(0),
+                values,
+                place,
+            )
             kept += min(block, out.size - start)
         count = _put(values[:kept], out[done:], past)
         done, kept = done + count, kept - count
@@ -200,7 +319,19 @@ def _sum(c, at, size, terms, codes, scales, number, sizes, fields, room, spare):
         own = array_at(scales, terms[1, term], scales.size)
         for i in range((size + block - 1) // block):
             place = np.uint64(i * block)
-            _decode(some, own, number + i, bits, block, stored, fields, c, at + place, room, place)
+            _decode(
+                some,
+                own,
+                number + i,
+                bits,
+                block,
+                stored,
+                fields,
+                c,
+                at + place,
+                room,
+                place,
+            )
         c, at, room, spare = room, np.uint64(0), spare, room
     c[size:] = 0
     return c
@@ -228,10 +359,16 @@ def _put(values, out, past):  # type: ignore[no-untyped-def]
 def _to_levels(c, at, size, codes, scales, first, errors, steps, sizes, numbers):  # type: ignore[no-untyped-def]
     """Write the blocks from `first` on, `size` values from `at` on, in 8 or 4 bits, their scales, and the errors.
 
-    First the scales of all blocks: each is a chain of instructions, which a processor overlaps with others.
+    First the scales of all blocks: each is a chain of instructions, which a processor
+    overlaps with others.
     """
     bits, block, cut, mask, stored = sizes
-    number, offset, blocks, width = c.dtype.type, numbers[4], (size + block - 1) // block, np.uint64(block * bits // 8)
+    number, offset, blocks, width = (
+        c.dtype.type,
+        numbers[4],
+        (size + block - 1) // block,
+        np.uint64(block * bits // 8),
+    )
     top = number((1 << bits - 1) - 1)
     for i in range(blocks):
         largest = _largest(c, at + np.uint64(i * block), block, mask)
@@ -240,12 +377,41 @@ def _to_levels(c, at, size, codes, scales, first, errors, steps, sizes, numbers)
     for i in range(blocks):
         scale = steps[i]
         inverse = number(1) / scale if number(0) < scale < np.inf else number(0)
-        most = top if scale < np.inf else number(0)  # for scales that were rounded down, and NaN
-        start, byte, limits = np.uint64(i * block), np.uint64(first + i) * width, (offset - most, offset + most)
+        # for scales that were rounded down, and NaN
+        most = top if scale < np.inf else number(0)
+        start, byte, limits = (
+            np.uint64(i * block),
+            np.uint64(first + i) * width,
+            (offset - most, offset + most),
+        )
         if bits == 8:
-            _to_bytes(c, at + start, errors, start, codes, byte, width, inverse, scale, offset, limits)
+            _to_bytes(
+                c,
+                at + start,
+                errors,
+                start,
+                codes,
+                byte,
+                width,
+                inverse,
+                scale,
+                offset,
+                limits,
+            )
         else:
-            _to_halves(c, at + start, errors, start, codes, byte, width, inverse, scale, offset, limits)
+            _to_halves(
+                c,
+                at + start,
+                errors,
+                start,
+                codes,
+                byte,
+                width,
+                inverse,
+                scale,
+                offset,
+                limits,
+            )
 
 
 @jit
@@ -257,10 +423,15 @@ def _to_bytes(c, at, errors, place, codes, byte, width, inverse, scale, offset, 
 
 
 @jit
-def _to_halves(c, at, errors, place, codes, byte, width, inverse, scale, offset, limits):  # type: ignore[no-untyped-def]
+def _to_halves(  # type: ignore[no-untyped-def]
+    c, at, errors, place, codes, byte, width, inverse, scale, offset, limits
+):
     ahead, behind = at + width, place + width
     for j in range(width):
-        y, z = _level(c[at + j], inverse, offset, limits), _level(c[ahead + j], inverse, offset, limits)
+        y, z = (
+            _level(c[at + j], inverse, offset, limits),
+            _level(c[ahead + j], inverse, offset, limits),
+        )
         errors[place + j] = c[at + j] - (y - offset) * scale
         errors[behind + j] = c[ahead + j] - (z - offset) * scale
         codes[byte + j] = bits_of(y) & 15 | (bits_of(z) & 15) << 4
@@ -281,14 +452,27 @@ def _to_magnitudes(c, at, size, codes, scales, first, errors, fields, sizes, num
     number, width = c.dtype.type, block * bits // 8
     for i in range((size + block - 1) // block):
         start, some = np.uint64(i * block), (first + i) * width
-        own, y = c[at + start : at + start + np.uint64(block)], errors[start : start + np.uint64(block)]
+        own, y = (
+            c[at + start : at + start + np.uint64(block)],
+            errors[start : start + np.uint64(block)],
+        )
         low = high = largest = _largest(own, np.uint64(0), block, mask)
         if largest < np.inf:
             low, high = _magnitudes(own, min(block, size - i * block), bits, y)
-        low, high = _rounded(c, min(low, largest), cut, numbers), _rounded(c, min(high, largest), cut, numbers)
+        low, high = (
+            _rounded(c, min(low, largest), cut, numbers),
+            _rounded(c, min(high, largest), cut, numbers),
+        )
         each = bits * (first + i)  # as many magnitudes as bits
-        scales[each], scales[each + bits - 1] = bits_of(low) >> stored, bits_of(high) >> stored
-        _to_signs(own, number(0.5) * low + number(0.5) * high if bits == 2 else number(np.inf), fields)
+        scales[each], scales[each + bits - 1] = (
+            bits_of(low) >> stored,
+            bits_of(high) >> stored,
+        )
+        _to_signs(
+            own,
+            number(0.5) * low + number(0.5) * high if bits == 2 else number(np.inf),
+            fields,
+        )
         _from_signs(fields, -low, -high, own, np.uint64(0), y, np.uint64(0))
         _pack(fields, bits, codes[some : some + width])
 
@@ -299,7 +483,17 @@ def _decode(codes, scales, i, bits, block, stored, fields, base, at, out, place)
     width, each = block * bits // 8, 2 if bits == 2 else 1
     low = number_of(np.int64(scales[each * i]) << stored, out)
     if bits > 2:
-        _from_levels(codes, np.uint64(i * width), bits, np.uint64(width), low, base, at, out, place)
+        _from_levels(
+            codes,
+            np.uint64(i * width),
+            bits,
+            np.uint64(width),
+            low,
+            base,
+            at,
+            out,
+            place,
+        )
     else:
         high = number_of(np.int64(scales[each * i + each - 1]) << stored, out)
         _unpack(codes[i * width : (i + 1) * width], bits, fields)
@@ -342,7 +536,11 @@ def _rounded(c, magnitude, cut, numbers):  # type: ignore[no-untyped-def]
         magnitude = np.rint(magnitude / step) * step
     bits = (np.int64(bits_of(magnitude)) + (1 << cut - 1)) >> cut << cut
     rounded = number_of(bits, c)
-    return number_of(bits - (1 << cut), c) if rounded > most and magnitude <= most else rounded
+    return (
+        number_of(bits - (1 << cut), c)
+        if rounded > most and magnitude <= most
+        else rounded
+    )
 
 
 @jit
@@ -351,7 +549,9 @@ def _pack(fields, bits, codes):  # type: ignore[no-untyped-def]
     width = codes.size
     if bits == 2:
         for j in range(width):
-            codes[j] = (fields[j] | fields[width + j] << 2) | (fields[2 * width + j] << 4 | fields[3 * width + j] << 6)
+            codes[j] = (fields[j] | fields[width + j] << 2) | (
+                fields[2 * width + j] << 4 | fields[3 * width + j] << 6
+            )
     else:
         codes[:] = 0
         for field in range(8):
@@ -375,12 +575,20 @@ def _from_levels(codes, byte, bits, width, scale, base, at, out, place):  # type
     number, ahead, behind = out.dtype.type, at + width, place + width
     if bits == 8:
         for j in range(width):
-            out[place + j] = base[at + j] + (number(codes[byte + j]) - number(128)) * scale
+            out[place + j] = (
+                base[at + j] + (number(codes[byte + j]) - number(128)) * scale
+            )
     else:
         for j in range(width):
-            out[place + j] = base[at + j] + (number(np.uint8(codes[byte + j] & 15)) - number(8)) * scale
+            out[place + j] = (
+                base[at + j]
+                + (number(np.uint8(codes[byte + j] & 15)) - number(8)) * scale
+            )
         for j in range(width):
-            out[behind + j] = base[ahead + j] + (number(np.uint8(codes[byte + j] >> 4)) - number(8)) * scale
+            out[behind + j] = (
+                base[ahead + j]
+                + (number(np.uint8(codes[byte + j] >> 4)) - number(8)) * scale
+            )
 
 
 @jit
@@ -410,7 +618,8 @@ def _magnitudes(c, size, bits, y):  # type: ignore[no-untyped-def]
         if above == 0 or above == size:
             break
         below = _sum_up_to(c, threshold, share, y)
-        low = min(below / (number(size - above) * share), threshold)  # whatever rounding does to a mean
+        # whatever rounding does to a mean
+        low = min(below / (number(size - above) * share), threshold)
         high = max((total - below) / (number(above) * share), threshold)
     return low, high
 
@@ -419,7 +628,8 @@ def _magnitudes(c, size, bits, y):  # type: ignore[no-untyped-def]
 def _sum_up_to(c, threshold, share, y):  # type: ignore[no-untyped-def]
     """Return the sum of shares of the magnitudes up to a threshold, in an order that serves vectors and warps.
 
-    Lane j of 128 adds the values j, j + 128, ... in order; the lanes are folded by halves.
+    Lane j of 128 adds the values j, j + 128, ... in order; the lanes are folded by
+    halves.
     """
     half = min(_LANES, c.size // 2)
     for j in range(half):

@@ -1,10 +1,12 @@
 """Thresholds of fitted distributions, stage by stage: on a sample, then on what exceeds a threshold, in one read.
 
-A stage fits the magnitudes above the threshold before it, shifted by it, from three sums: how many there are, of the
-excess, and of its square. Sums are of float64, and have a fixed order: in blocks of 16384 values lane j of 256 adds the
-values j, j + 256, ..., eight at a time; the lanes are folded by halves, 128, 64, ..., 1; the blocks are added in order.
-The last block is padded with zeros. Logarithms and exponentials of the last stage are of additions, multiplications and
-divisions, so that a device has the same bits.
+A stage fits the magnitudes above the threshold before it, shifted by it, from three
+sums: how many there are, of the excess, and of its square. Sums are of float64, and
+have a fixed order: in blocks of 16384 values lane j of 256 adds the values j, j + 256,
+..., eight at a time; the lanes are folded by halves, 128, 64, ..., 1; the blocks are
+added in order. The last block is padded with zeros. Logarithms and exponentials of the
+last stage are of additions, multiplications and divisions, so that a device has the
+same bits.
 """
 
 import math
@@ -26,7 +28,8 @@ _ROWS, _BLOCK = _LANES * _AT_ONCE, 64 * _LANES
 RUN = 16  # consecutive values of a sample
 
 _FIRST = 0.25  # share that exceeds the threshold of the first of several stages
-_NO_SPREAD = 1e-5  # relative variance below which rounding errors of the sums would show in it
+# relative variance below which rounding errors of the sums would show in it
+_NO_SPREAD = 1e-5
 _LN2 = math.log(2)
 
 PLAN = np.dtype(
@@ -35,10 +38,13 @@ PLAN = np.dtype(
         ("stages", np.int64),  # in: at most; out: in use
         ("wanted", np.float64),  # entries that are to exceed the last threshold
         ("first", np.float64),  # threshold of the first stage; NaN to fit it
-        ("start", np.float64),  # out: the threshold before the last; NaN if the sample gives none
-        ("share", np.float64),  # of the magnitudes above it that exceed the last one; 0 for wanted / above
+        # out: the threshold before the last; NaN if the sample gives none
+        ("start", np.float64),
+        # of the magnitudes above it that exceed the last one; 0 for wanted / above
+        ("share", np.float64),
         ("nonzeros", np.float64),  # values that are not zero, by the sample
-        ("room", np.int64),  # at most so many exceed `start`, unless the sample misleads
+        # at most so many exceed `start`, unless the sample misleads
+        ("room", np.int64),
         ("above", np.float64),  # magnitudes above `start`, and the sum of their excess
         ("total", np.float64),
         ("threshold", np.float64),  # the last one
@@ -48,26 +54,33 @@ PLAN = np.dtype(
 """What is known of a segment: the first four fields before the sample is fitted, `above` to `kept` at the end."""
 
 
-def sample(values: Array, bounds: Any, counts: Array, *, summands: Summands | None = None) -> Array:
+def sample(
+    values: Array, bounds: Any, counts: Array, *, summands: Summands | None = None
+) -> Array:
     """Return `counts` values of each segment, as float32 or float64 in host memory: all, or scattered runs of 16.
 
-    values, bounds, summands: as for `largest_in_segments`, without summands of float16; nothing is written. counts: a
-    segment's length, or a multiple of 16 below it. The places depend on lengths and counts only.
+    values, bounds, summands: as for `largest_in_segments`, without summands of float16;
+    nothing is written. counts: a segment's length, or a multiple of 16 below it. The
+    places depend on lengths and counts only.
     """
     ends, edges = np.append(0, np.cumsum(counts)), np.asarray(bounds, np.int64)
     a, scale, parts = (values, 1, []) if summands is None else summands
     given = as_writable(a.view(FORMATS[a.dtype].signed) if a.dtype == np.float16 else a)
     taken = np.empty(int(ends[-1]), given.dtype)
     _take(given, given.dtype.type(scale), addresses(parts), edges, ends, taken)
-    return taken.view(values.dtype).astype(np.promote_types(values.dtype, np.float32), copy=False)
+    return taken.view(values.dtype).astype(
+        np.promote_types(values.dtype, np.float32), copy=False
+    )
 
 
-def begin_fits(some: Array, counts: Array, plans: Array, *, pareto: bool, by_count: bool) -> None:
+def begin_fits(
+    some: Array, counts: Array, plans: Array, *, pareto: bool, by_count: bool
+) -> None:
     """Set `stages` to `room` of the plans by all stages but the last, on a sample.
 
-    some, counts: of `sample`. plans: a `PLAN` for each segment. pareto: fit generalised Pareto distributions, else
-    exponential ones. by_count: a stage selects what is still missing, by the count of the magnitudes above the
-    threshold before it.
+    some, counts: of `sample`. plans: a `PLAN` for each segment. pareto: fit generalised
+    Pareto distributions, else exponential ones. by_count: a stage selects what is still
+    missing, by the count of the magnitudes above the threshold before it.
     """
     _begin(some, np.append(0, np.cumsum(counts)), plans, pareto, by_count)
 
@@ -85,31 +98,48 @@ def end_fits(
 
     Of a segment without one, and that is not zero, the largest is returned.
 
-    values, bounds, summands, threads: as for `largest_in_segments`, without summands of float16. plans: of
-    `begin_fits`; the last fields are set. One read compacts what exceeds `start`, or what is not finite in a segment
-    without one; the last stage fits that.
+    values, bounds, summands, threads: as for `largest_in_segments`, without summands of
+    float16. plans: of `begin_fits`; the last fields are set. One read compacts what
+    exceeds `start`, or what is not finite in a segment without one; the last stage fits
+    that.
     """
     form = FORMATS[values.dtype]
     vector, edges = as_vector(values, form, summands), np.asarray(bounds, np.int64)
-    floors, parts = keys_above(plans["start"], values.dtype), addresses([] if summands is None else summands[2])
+    floors, parts = (
+        keys_above(plans["start"], values.dtype),
+        addresses([] if summands is None else summands[2]),
+    )
 
     def compacted(start: int, end: int) -> Found:
         room, pieces = int(plans["room"].sum()), list[Found]()
         while start < end or not pieces:
-            positions, found = empty_together(min(room, end - start) + WORD, np.dtype(np.intp), form.signed)
+            positions, found = empty_together(
+                min(room, end - start) + WORD, np.dtype(np.intp), form.signed
+            )
             kept = found.view(values.dtype) if vector.values.size else vector.values
-            count, done = _exceeding(vector, edges, parts, floors, start, end, positions, found, kept)
+            count, done = _exceeding(
+                vector, edges, parts, floors, start, end, positions, found, kept
+            )
             pieces.append((positions[: int(count)], found[: int(count)]))
             start, room = int(done), 4 * room
         return joined(pieces)
 
     positions, found = joined(in_pieces(compacted, values.size, threads))
     ends = np.searchsorted(positions, edges)
-    wide = found.view(values.dtype).astype(np.promote_types(values.dtype, np.float32), copy=False)
+    wide = found.view(values.dtype).astype(
+        np.promote_types(values.dtype, np.float32), copy=False
+    )
     _end(wide, ends, plans, pareto)
-    room, floors = positions.size + plans.size + WORD, keys_above(plans["threshold"], values.dtype)
+    room, floors = (
+        positions.size + plans.size + WORD,
+        keys_above(plans["threshold"], values.dtype),
+    )
     kept_positions, kept = np.empty(room, np.intp), np.empty(room, form.signed)
-    count = int(_keep(vector, edges, positions, found, ends, floors, plans, kept_positions, kept))
+    count = int(
+        _keep(
+            vector, edges, positions, found, ends, floors, plans, kept_positions, kept
+        )
+    )
     return kept_positions[:count], kept[:count].view(values.dtype)
 
 
@@ -118,7 +148,9 @@ def keys_above(thresholds: Array, dtype: np.dtype[Any]) -> Array:
     form, known = FORMATS[dtype], np.where(np.isnan(thresholds), np.inf, thresholds)
     with np.errstate(over="ignore"):
         nearest = known.astype(dtype)
-    keys = nearest.view(form.signed) + (nearest.astype(np.float64) <= known).astype(form.signed)
+    keys = nearest.view(form.signed) + (nearest.astype(np.float64) <= known).astype(
+        form.signed
+    )
     return np.minimum(keys, form.infinity)  # type: ignore[no-any-return]
 
 
@@ -136,7 +168,9 @@ def _take(a, factor, parts, edges, ends, taken):  # type: ignore[no-untyped-def]
         for first in range(0, count, RUN):
             place = _place_of_run(first // RUN, count // RUN, size)
             run = slice(place, place + RUN)
-            _add(one[run], factor, other[run], parts.size > 0, into[first : first + RUN])
+            _add(
+                one[run], factor, other[run], parts.size > 0, into[first : first + RUN]
+            )
 
 
 @jit
@@ -154,13 +188,21 @@ def _place_of_run(number, runs, size):  # type: ignore[no-untyped-def]
     """Return the first place of a run: in one of equal strides, scattered by a hash of its number."""
     start, end = number * size // runs, (number + 1) * size // runs - RUN
     scattered = np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
-    scattered = (scattered ^ (scattered >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    return start + np.int64((scattered >> np.uint64(40)) * np.uint64(end - start) >> np.uint64(24))
+    scattered = (scattered ^ (scattered >> np.uint64(32))) * np.uint64(
+        0xD6E8FEB86659FD93
+    )
+    return start + np.int64(
+        (scattered >> np.uint64(40)) * np.uint64(end - start) >> np.uint64(24)
+    )
 
 
 @jit
 def _begin(values, edges, plans, pareto, by_count):  # type: ignore[no-untyped-def]
-    values, lanes, rest = bare(values), np.empty(3 * _LANES), np.empty(_ROWS, values.dtype)
+    values, lanes, rest = (
+        bare(values),
+        np.empty(3 * _LANES),
+        np.empty(_ROWS, values.dtype),
+    )
     for i in range(len(plans)):
         some, plan = values[edges[i] : edges[i + 1]], plans[i]
         entries, total, squares = _sums(some, 0.0, lanes, rest)
@@ -174,7 +216,9 @@ def _begin(values, edges, plans, pareto, by_count):  # type: ignore[no-untyped-d
         stages = 1 if share >= _FIRST else stages
         start = plan["first"]
         if not start >= 0:
-            start = _excess(entries, total, squares, _FIRST if stages > 1 else share, pareto)
+            start = _excess(
+                entries, total, squares, _FIRST if stages > 1 else share, pareto
+            )
         plan["nonzeros"], plan["stages"], plan["share"] = weight * entries, stages, 1.0
         if stages > 1:
             plan["share"] = 0.0 if by_count else (share / _FIRST) ** (1 / (stages - 1))
@@ -182,7 +226,11 @@ def _begin(values, edges, plans, pareto, by_count):  # type: ignore[no-untyped-d
             entries, total, squares = _sums(some, start, lanes, rest)
             if entries == 0:
                 break
-            share = min(1.0, wanted / entries) ** (1 / (stages - stage)) if by_count else plan["share"]
+            share = (
+                min(1.0, wanted / entries) ** (1 / (stages - stage))
+                if by_count
+                else plan["share"]
+            )
             start += _excess(entries, total, squares, share, pareto)
         entries, total, squares = _sums(some, start, lanes, rest)
         plan["start"] = start
@@ -236,7 +284,8 @@ def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
 def _excess(entries, total, squares, share, pareto):  # type: ignore[no-untyped-def]
     """Return the excess that a share of the entries is expected to exceed, by a fit of their sums.
 
-    Without spread, or if squares are out of range, an exponential distribution is fitted in any case.
+    Without spread, or if squares are out of range, an exponential distribution is
+    fitted in any case.
     """
     if share >= 1:
         return 0.0
@@ -277,11 +326,16 @@ def _expm1(x):  # type: ignore[no-untyped-def]
 def _exceeding(vector, edges, parts, floors, start, end, positions, found, kept):  # type: ignore[no-untyped-def]
     """Write the sum, if there are parts, and compact what reaches the floor of its segment; for [start, end).
 
-    kept: as `found`, of the dtype of the values. Returns the number of entries, and up to where was read: less than
-    `end` if there is no more room.
+    kept: as `found`, of the dtype of the values. Returns the number of entries, and up
+    to where was read: less than `end` if there is no more room.
     """
     bits, values, a = bare(vector.bits), bare(vector.values), bare(vector.a)
-    positions, found, kept, count = bare(positions), bare(found), bare(kept), np.int64(0)
+    positions, found, kept, count = (
+        bare(positions),
+        bare(found),
+        bare(kept),
+        np.int64(0),
+    )
     for i in range(floors.size):
         low, high = max(start, edges[i]), min(end, edges[i + 1])
         if low >= high:
@@ -290,11 +344,17 @@ def _exceeding(vector, edges, parts, floors, start, end, positions, found, kept)
             return count, low
         piece, room = bits[low:high], positions[count:]
         if parts.size == 0:
-            more, done = compact(piece, vector.mask, floors[i], low, room, found[count:])
+            more, done = compact(
+                piece, vector.mask, floors[i], low, room, found[count:]
+            )
         else:
-            b = array_at(values, parts[i], edges[i + 1] - edges[i])[low - edges[i] : high - edges[i]]
+            b = array_at(values, parts[i], edges[i + 1] - edges[i])[
+                low - edges[i] : high - edges[i]
+            ]
             summed = a[low:high], vector.factor, b, values[low:high], piece
-            more, done = _add_and_compact(*summed, vector.mask, floors[i], low, room, kept[count:])
+            more, done = _add_and_compact(
+                *summed, vector.mask, floors[i], low, room, kept[count:]
+            )
         count += np.int64(more)
         if np.int64(done) < high - low:
             return count, low + np.int64(done)
@@ -303,11 +363,21 @@ def _exceeding(vector, edges, parts, floors, start, end, positions, found, kept)
 
 @jit
 def _end(values, ends, plans, pareto):  # type: ignore[no-untyped-def]
-    values, lanes, rest = bare(values), np.empty(3 * _LANES), np.empty(_ROWS, values.dtype)
+    values, lanes, rest = (
+        bare(values),
+        np.empty(3 * _LANES),
+        np.empty(_ROWS, values.dtype),
+    )
     for i in range(len(plans)):
         plan = plans[i]
-        entries, total, squares = _sums(values[ends[i] : ends[i + 1]], plan["start"], lanes, rest)
-        plan["above"], plan["total"], plan["threshold"] = ends[i + 1] - ends[i], total, plan["start"]
+        entries, total, squares = _sums(
+            values[ends[i] : ends[i + 1]], plan["start"], lanes, rest
+        )
+        plan["above"], plan["total"], plan["threshold"] = (
+            ends[i + 1] - ends[i],
+            total,
+            plan["start"],
+        )
         if entries > 0:
             share = plan["share"] if plan["share"] > 0 else plan["wanted"] / entries
             plan["threshold"] += _excess(entries, total, squares, share, pareto)
@@ -319,7 +389,16 @@ def _keep(vector, edges, positions, bits, ends, floors, plans, kept_positions, k
     values, count = bare(vector.bits), np.uint64(0)
     for i in range(floors.size):
         before, some = count, bits[ends[i] : ends[i + 1]]
-        count += np.uint64(compact(some, vector.mask, floors[i], ends[i], kept_positions[count:], kept[count:])[0])
+        count += np.uint64(
+            compact(
+                some,
+                vector.mask,
+                floors[i],
+                ends[i],
+                kept_positions[count:],
+                kept[count:],
+            )[0]
+        )
         for j in range(before, count):
             kept_positions[j] = positions[kept_positions[j]]
         if count == before:

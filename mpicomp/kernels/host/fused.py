@@ -1,8 +1,9 @@
 """The sum of two dense vectors, and in the same pass the entries of the sum that a selection needs.
 
-An addition reads two vectors and writes one, bypassing the cache; a selection then reads the sum back. In one pass the
-sum is compared while it is in registers, which saves that read: a quarter of the memory traffic. The few candidates are
-added again from both vectors, which are in the cache, while the sum is not.
+An addition reads two vectors and writes one, bypassing the cache; a selection then
+reads the sum back. In one pass the sum is compared while it is in registers, which
+saves that read: a quarter of the memory traffic. The few candidates are added again
+from both vectors, which are in the cache, while the sum is not.
 """
 
 from typing import Any
@@ -21,7 +22,12 @@ from mpicomp.kernels.host.selection import (
     largest_of,
     take_sample,
 )
-from mpicomp.kernels.host.streaming import LONG, add_parts, is_streamed, values_before_line
+from mpicomp.kernels.host.streaming import (
+    LONG,
+    add_parts,
+    is_streamed,
+    values_before_line,
+)
 from mpicomp.threads import in_pieces
 
 
@@ -37,16 +43,19 @@ def add_largest(
 ) -> Found:
     """Write ``scale * a + b`` to `out`, as `add_parts` does, and return ``largest(out, k)``, in one pass.
 
-    a, b, out: 1-d, of one dtype and length; `out` shares no memory with the others. k: at least 1. scale: rounded to
-    the dtype; so is the product. threads: the most threads; None for `threads.count`. long: the least bytes of `out`
-    for a single pass over contiguous float32 or float64; others are added first.
+    a, b, out: 1-d, of one dtype and length; `out` shares no memory with the others. k:
+    at least 1. scale: rounded to the dtype; so is the product. threads: the most
+    threads; None for `threads.count`. long: the least bytes of `out` for a single pass
+    over contiguous float32 or float64; others are added first.
 
-    A sample of the sum, at the positions of the sample of `largest`, gives the threshold; if it misleads, `largest`
-    reads the finished sum.
+    A sample of the sum, at the positions of the sample of `largest`, gives the
+    threshold; if it misleads, `largest` reads the finished sum.
     """
     form, parts = FORMATS[out.dtype], None
     if is_sampled(out.size) and is_streamed(out, long, a, b):
-        parts = _by_sample(as_writable(a), out.dtype.type(scale), as_writable(b), out, k, threads)
+        parts = _by_sample(
+            as_writable(a), out.dtype.type(scale), as_writable(b), out, k, threads
+        )
     else:
         add_parts(a, scale, [b], out, threads=threads, long=long)
     if parts is None:
@@ -55,7 +64,9 @@ def add_largest(
     return positions, found.view(out.dtype)
 
 
-def _by_sample(a: Array, factor: Any, b: Array, out: Array, k: int, threads: int | None) -> list[Found] | None:
+def _by_sample(
+    a: Array, factor: Any, b: Array, out: Array, k: int, threads: int | None
+) -> list[Found] | None:
     """Write the sum; return positions and bits of those at or above a threshold from a sample, None if it misled."""
     form = FORMATS[out.dtype]
     floor, room = foresee(_sampled(a, factor, b, form), form, k, out.size)
@@ -77,14 +88,23 @@ def _by_sample(a: Array, factor: Any, b: Array, out: Array, k: int, threads: int
 def _sampled(a: Array, factor: Any, b: Array, form: Format) -> Array:
     """Return the magnitudes of a sample of the sum, as signed integers."""
     every = form.signed.type(-1)
-    one, other = (take_sample(each.view(form.signed), every).view(each.dtype) for each in (a, b))
+    one, other = (
+        take_sample(each.view(form.signed), every).view(each.dtype) for each in (a, b)
+    )
     with np.errstate(all="ignore"):
         sums = factor * one + other
     return sums.view(form.signed) & form.mask  # type: ignore[no-any-return]
 
 
 def _add_compacted(
-    a: Array, factor: Any, b: Array, out: Array, form: Format, floor: int, first: int, room: int
+    a: Array,
+    factor: Any,
+    b: Array,
+    out: Array,
+    form: Format,
+    floor: int,
+    first: int,
+    room: int,
 ) -> tuple[Array, Array, int]:
     """Write sums; return positions (from `first` on) and values of those at or above `floor`, and how many are left.
 
@@ -106,21 +126,41 @@ def _add_and_compact(a, factor, b, out, bits, mask, floor, first, positions, kep
     """
     head = values_before_line(out)
     count, whole, word = np.uint64(0), (out.size - head) // WORD, np.uint64(WORD)
-    count = _add_each(a, factor, b, out, bits, 0, head, mask, floor, first, positions, kept, count)
+    count = _add_each(
+        a, factor, b, out, bits, 0, head, mask, floor, first, positions, kept, count
+    )
     for start in range(head, head + whole * WORD, WORD):
         if count + word > np.uint64(positions.size):
             return count, start
         found = store_sum_reaching(a, factor, b, out, start, mask, floor)
         if found != np.uint64(0):
-            count = _store_sums(a, factor, b, out, first, start, found, positions, kept, count)
+            count = _store_sums(
+                a, factor, b, out, first, start, found, positions, kept, count
+            )
     rest = head + whole * WORD
     if count + np.uint64(out.size - rest) > np.uint64(positions.size):
         return count, rest
-    return _add_each(a, factor, b, out, bits, rest, out.size, mask, floor, first, positions, kept, count), out.size
+    return _add_each(
+        a,
+        factor,
+        b,
+        out,
+        bits,
+        rest,
+        out.size,
+        mask,
+        floor,
+        first,
+        positions,
+        kept,
+        count,
+    ), out.size
 
 
 @jit
-def _add_each(a, factor, b, out, bits, start, end, mask, floor, first, positions, kept, count):  # type: ignore[no-untyped-def]
+def _add_each(  # type: ignore[no-untyped-def]
+    a, factor, b, out, bits, start, end, mask, floor, first, positions, kept, count
+):
     """Add one by one, and append the sums at or above `floor`; return the new count."""
     for place in range(start, end):
         out[place] = factor * a[place] + b[place]
@@ -134,7 +174,8 @@ def _add_each(a, factor, b, out, bits, start, end, mask, floor, first, positions
 def _store_sums(a, factor, b, out, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
     """Append the sums at the bits set in `found`, counted from `start`; return the new count.
 
-    If both values are NaN, the result depends on the processor, so the sum is read from `out`.
+    If both values are NaN, the result depends on the processor, so the sum is read from
+    `out`.
     """
     while found != np.uint64(0):
         place = np.uint64(start) + lowest(found)

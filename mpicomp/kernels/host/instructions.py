@@ -1,7 +1,7 @@
 """Functions for kernels that processors execute in a few instructions, and that Numba does not expose.
 
-Each is a Python function that compiled kernels replace by LLVM's intrinsics; LLVM selects the instructions of the
-processor.
+Each is a Python function that compiled kernels replace by LLVM's intrinsics; LLVM
+selects the instructions of the processor.
 """
 
 import ctypes
@@ -22,7 +22,8 @@ STRIDES = 1, 2, 4, 8, 16, 32  # of the butterflies of 64 values
 def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
     """Return, as the bits of a uint64, which of the 64 integers from `first` on are at least `floor` under `mask`.
 
-    bits: a contiguous array of signed integers with at least 64 from `first` on. mask, floor: of its type.
+    bits: a contiguous array of signed integers with at least 64 from `first` on. mask,
+    floor: of its type.
     """
     return _as_word(bits[first : first + WORD] & mask >= floor)
 
@@ -35,8 +36,9 @@ def nonzero(words, first):  # type: ignore[no-untyped-def]
 def store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
     """Write a cache line of ``factor * a + sign * b`` to `out` from `first` on, where one begins, bypassing the cache.
 
-    a, b, out: contiguous arrays of one dtype, float32 or float64, with a line of values from `first` on. factor, sign:
-    of that dtype; sign is 1 or -1. The product is rounded before it is added.
+    a, b, out: contiguous arrays of one dtype, float32 or float64, with a line of values
+    from `first` on. factor, sign: of that dtype; sign is 1 or -1. The product is
+    rounded before it is added.
     """
     end = first + LINE // out.itemsize
     out[first:end] = factor * a[first:end] + sign * b[first:end]
@@ -51,7 +53,8 @@ def store_line(values, place, out, first):  # type: ignore[no-untyped-def]
 def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
     """Write 64 values of ``factor * a + b`` as `store_sum` does, and return which are at least `floor` under `mask`.
 
-    mask, floor: signed integers of the width of the values. The result is that of `reaching` on the bits of the sums.
+    mask, floor: signed integers of the width of the values. The result is that of
+    `reaching` on the bits of the sums.
     """
     end = first + WORD
     out[first:end] = factor * a[first:end] + b[first:end]
@@ -61,8 +64,9 @@ def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[n
 def largest_sum(a, factor, b, keep, first, count):  # type: ignore[no-untyped-def]
     """Return the bits of the largest magnitude of ``factor * a + (b & keep)``, of up to 64 values from `first` on.
 
-    a, b: contiguous arrays of float32 or float64, with at least 64 values from `first` on. keep: -1, or 0 for a alone;
-    the bits and keep are signed integers of their width. The product is rounded before it is added.
+    a, b: contiguous arrays of float32 or float64, with at least 64 values from `first`
+    on. keep: -1, or 0 for a alone; the bits and keep are signed integers of their
+    width. The product is rounded before it is added.
     """
     return np.abs(_sums(a, factor, b, keep, first)[:count]).max().view(keep.dtype)
 
@@ -70,12 +74,19 @@ def largest_sum(a, factor, b, keep, first, count):  # type: ignore[no-untyped-de
 def sums_reaching(a, factor, b, keep, first, floor):  # type: ignore[no-untyped-def]
     """Return which magnitudes of 64 sums are at least `floor` with b added again, which sums are negative, and a flag.
 
-    The first two as bits of uint64; sums that are zero reach no floor. The flag, also a uint64, is not 0 if one of the
-    magnitudes may be equal to the floor. floor: the bits of a magnitude; the others as for `largest_sum`.
+    The first two as bits of uint64; sums that are zero reach no floor. The flag, also a
+    uint64, is not 0 if one of the magnitudes may be equal to the floor. floor: the bits
+    of a magnitude; the others as for `largest_sum`.
     """
     sums = _sums(a, factor, b, keep, first)
-    again = np.where(sums == 0, 0, np.abs(sums + b[first : first + WORD])).view(keep.dtype) - (sums == 0)
-    return _as_word(again >= floor), _as_word(sums < 0), np.uint64((again == floor).any())
+    again = np.where(sums == 0, 0, np.abs(sums + b[first : first + WORD])).view(
+        keep.dtype
+    ) - (sums == 0)
+    return (
+        _as_word(again >= floor),
+        _as_word(sums < 0),
+        np.uint64((again == floor).any()),
+    )
 
 
 def _sums(a: Any, factor: Any, b: Any, keep: Any, first: int) -> Any:
@@ -86,13 +97,15 @@ def _sums(a: Any, factor: Any, b: Any, keep: Any, first: int) -> Any:
 def butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
     """Write `scale` times the Walsh-Hadamard matrix of the 64 values from `first` on to the same place of `out`.
 
-    values, out: contiguous arrays of one dtype, float32 or float64; they may be the same. scale: of that dtype. The
-    strides of the butterflies are 1, 2, ... 32.
+    values, out: contiguous arrays of one dtype, float32 or float64; they may be the
+    same. scale: of that dtype. The strides of the butterflies are 1, 2, ... 32.
     """
     word = values[first : first + WORD].copy()
     for stride in STRIDES:
         pairs = word.reshape(-1, 2, stride)
-        pairs[:] = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        pairs[:] = np.stack(
+            [pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1
+        )
     out[first : first + WORD] = word * scale
 
 
@@ -133,7 +146,9 @@ def _as_word(flags: Any) -> Any:
 
 @overload(reaching)
 def _reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
-    return lambda bits, first, mask, floor: _reaching_in_vectors(bits, first, mask, floor)
+    return lambda bits, first, mask, floor: _reaching_in_vectors(
+        bits, first, mask, floor
+    )
 
 
 @overload(nonzero)
@@ -143,12 +158,16 @@ def _nonzero(words, first):  # type: ignore[no-untyped-def]
 
 @overload(store_sum)
 def _store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
-    return lambda a, factor, b, sign, out, first: _store_sum_of_vectors(a, factor, b, sign, out, first)
+    return lambda a, factor, b, sign, out, first: _store_sum_of_vectors(
+        a, factor, b, sign, out, first
+    )
 
 
 @overload(store_line)
 def _store_line(values, place, out, first):  # type: ignore[no-untyped-def]
-    return lambda values, place, out, first: _store_line_of_vectors(values, place, out, first)
+    return lambda values, place, out, first: _store_line_of_vectors(
+        values, place, out, first
+    )
 
 
 @overload(store_sum_reaching)
@@ -160,12 +179,16 @@ def _store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[
 
 @overload(largest_sum)
 def _largest_sum(a, factor, b, keep, first, count):  # type: ignore[no-untyped-def]
-    return lambda a, factor, b, keep, first, count: _largest_sum_of_vectors(a, factor, b, keep, first, count)
+    return lambda a, factor, b, keep, first, count: _largest_sum_of_vectors(
+        a, factor, b, keep, first, count
+    )
 
 
 @overload(sums_reaching)
 def _sums_reaching(a, factor, b, keep, first, floor):  # type: ignore[no-untyped-def]
-    return lambda a, factor, b, keep, first, floor: _sums_reaching_in_vectors(a, factor, b, keep, first, floor)
+    return lambda a, factor, b, keep, first, floor: _sums_reaching_in_vectors(
+        a, factor, b, keep, first, floor
+    )
 
 
 @overload(array_at)
@@ -180,7 +203,9 @@ def _bare(array):  # type: ignore[no-untyped-def]
 
 @overload(butterflies)
 def _butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
-    return lambda values, out, first, scale: _butterflies_of_vectors(values, out, first, scale)
+    return lambda values, out, first, scale: _butterflies_of_vectors(
+        values, out, first, scale
+    )
 
 
 @overload(bits_of)
@@ -204,12 +229,20 @@ def _ones(word):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _reaching_in_vectors(typing: Any, bits: Any, first: Any, mask: Any, floor: Any) -> Any:
+def _reaching_in_vectors(
+    typing: Any, bits: Any, first: Any, mask: Any, floor: Any
+) -> Any:
     def flags(builder: Any, values: Any, arguments: Any) -> Any:
-        mask, floor = (_in_all_places(builder, each, values.type) for each in arguments[2:])
+        mask, floor = (
+            _in_all_places(builder, each, values.type) for each in arguments[2:]
+        )
         return builder.icmp_signed(">=", builder.and_(values, mask), floor)
 
-    return (types.uint64(bits, types.intp, bits.dtype, bits.dtype), _compared(flags)) if bits.is_contig else None
+    return (
+        (types.uint64(bits, types.intp, bits.dtype, bits.dtype), _compared(flags))
+        if bits.is_contig
+        else None
+    )
 
 
 @intrinsic
@@ -217,23 +250,37 @@ def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
     def flags(builder: Any, values: Any, arguments: Any) -> Any:
         return builder.icmp_unsigned("!=", values, ir.Constant(values.type, None))
 
-    return (types.uint64(words, types.intp), _compared(flags)) if words.is_contig else None
+    return (
+        (types.uint64(words, types.intp), _compared(flags)) if words.is_contig else None
+    )
 
 
 @intrinsic
-def _store_sum_of_vectors(typing: Any, a: Any, factor: Any, b: Any, sign: Any, out: Any, first: Any) -> Any:
+def _store_sum_of_vectors(
+    typing: Any, a: Any, factor: Any, b: Any, sign: Any, out: Any, first: Any
+) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        load, stream = _accesses(context, builder, signature, arguments, LINE * 8 // out.dtype.bitwidth)
-        one, other = (_scaled(builder, arguments[place + 1], load(place)) for place in (0, 2))
+        load, stream = _accesses(
+            context, builder, signature, arguments, LINE * 8 // out.dtype.bitwidth
+        )
+        one, other = (
+            _scaled(builder, arguments[place + 1], load(place)) for place in (0, 2)
+        )
         stream(builder.fadd(one, other), 4)
         return context.get_dummy_value()
 
     contiguous = a.is_contig and b.is_contig and out.is_contig
-    return (types.void(a, out.dtype, b, out.dtype, out, types.intp), code) if contiguous else None
+    return (
+        (types.void(a, out.dtype, b, out.dtype, out, types.intp), code)
+        if contiguous
+        else None
+    )
 
 
 @intrinsic
-def _store_line_of_vectors(typing: Any, values: Any, place: Any, out: Any, first: Any) -> Any:
+def _store_line_of_vectors(
+    typing: Any, values: Any, place: Any, out: Any, first: Any
+) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         count = LINE * 8 // out.dtype.bitwidth
         load, _ = _accesses(context, builder, signature, arguments, count, first=1)
@@ -241,36 +288,70 @@ def _store_line_of_vectors(typing: Any, values: Any, place: Any, out: Any, first
         stream(load(0), 2)
         return context.get_dummy_value()
 
-    return (types.void(values, types.intp, out, types.intp), code) if values.is_contig and out.is_contig else None
+    return (
+        (types.void(values, types.intp, out, types.intp), code)
+        if values.is_contig and out.is_contig
+        else None
+    )
 
 
 @intrinsic
 def _store_sum_reaching_in_vectors(
-    typing: Any, a: Any, factor: Any, b: Any, out: Any, first: Any, mask: Any, floor: Any
+    typing: Any,
+    a: Any,
+    factor: Any,
+    b: Any,
+    out: Any,
+    first: Any,
+    mask: Any,
+    floor: Any,
 ) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         load, stream = _accesses(context, builder, signature, arguments, WORD, first=4)
         total = builder.fadd(_scaled(builder, arguments[1], load(0)), load(2))
         stream(total, 3)
-        bits = builder.bitcast(total, ir.VectorType(context.get_value_type(signature.args[5]), WORD))
-        mask, floor = (_in_all_places(builder, each, bits.type) for each in arguments[5:])
-        return builder.bitcast(builder.icmp_signed(">=", builder.and_(bits, mask), floor), ir.IntType(WORD))
+        bits = builder.bitcast(
+            total, ir.VectorType(context.get_value_type(signature.args[5]), WORD)
+        )
+        mask, floor = (
+            _in_all_places(builder, each, bits.type) for each in arguments[5:]
+        )
+        return builder.bitcast(
+            builder.icmp_signed(">=", builder.and_(bits, mask), floor), ir.IntType(WORD)
+        )
 
     key = types.Integer.from_bitwidth(out.dtype.bitwidth)
     contiguous = a.is_contig and b.is_contig and out.is_contig
-    return (types.uint64(a, out.dtype, b, out, types.intp, key, key), code) if contiguous else None
+    return (
+        (types.uint64(a, out.dtype, b, out, types.intp, key, key), code)
+        if contiguous
+        else None
+    )
 
 
 @intrinsic
-def _largest_sum_of_vectors(typing: Any, a: Any, factor: Any, b: Any, keep: Any, first: Any, count: Any) -> Any:
+def _largest_sum_of_vectors(
+    typing: Any, a: Any, factor: Any, b: Any, keep: Any, first: Any, count: Any
+) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, _, keys, mask = _sums_of(context, builder, signature, arguments)
         places = ir.Constant(ir.VectorType(ir.IntType(8), WORD), list(range(WORD)))
-        most = _in_all_places(builder, builder.trunc(arguments[5], ir.IntType(8)), places.type)
+        most = _in_all_places(
+            builder, builder.trunc(arguments[5], ir.IntType(8)), places.type
+        )
         magnitudes = builder.and_(builder.bitcast(sums, keys), mask)
-        counted = builder.select(builder.icmp_unsigned("<", places, most), magnitudes, ir.Constant(keys, None))
-        kind, name = ir.FunctionType(keys.element, [keys]), f"v{WORD}i{keys.element.width}"
-        reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.{name}")
+        counted = builder.select(
+            builder.icmp_unsigned("<", places, most),
+            magnitudes,
+            ir.Constant(keys, None),
+        )
+        kind, name = (
+            ir.FunctionType(keys.element, [keys]),
+            f"v{WORD}i{keys.element.width}",
+        )
+        reduce = cgutils.get_or_insert_function(
+            builder.module, kind, f"llvm.vector.reduce.smax.{name}"
+        )
         return builder.call(reduce, [counted])
 
     key = types.Integer.from_bitwidth(a.dtype.bitwidth)
@@ -279,33 +360,59 @@ def _largest_sum_of_vectors(typing: Any, a: Any, factor: Any, b: Any, keep: Any,
 
 
 @intrinsic
-def _sums_reaching_in_vectors(typing: Any, a: Any, factor: Any, b: Any, keep: Any, first: Any, floor: Any) -> Any:
+def _sums_reaching_in_vectors(
+    typing: Any, a: Any, factor: Any, b: Any, keep: Any, first: Any, floor: Any
+) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, b, keys, mask = _sums_of(context, builder, signature, arguments)
-        again, sums = (builder.bitcast(each, keys) for each in (builder.fadd(sums, b), sums))
-        # The sign becomes that of |sum| - 1, which is negative for zero: fewer instructions than another comparison.
+        again, sums = (
+            builder.bitcast(each, keys) for each in (builder.fadd(sums, b), sums)
+        )
+        # The sign becomes that of |sum| - 1, which is negative for zero: fewer
+        # instructions than another comparison.
         less = builder.add(builder.and_(sums, mask), ir.Constant(keys, [-1] * WORD))
-        again = builder.or_(builder.and_(again, mask), builder.and_(less, builder.not_(mask)))
+        again = builder.or_(
+            builder.and_(again, mask), builder.and_(less, builder.not_(mask))
+        )
         floor, half = _in_all_places(builder, arguments[5], keys), WORD
-        words = [builder.icmp_signed(">=", again, floor), builder.icmp_signed("<", sums, ir.Constant(keys, None))]
+        words = [
+            builder.icmp_signed(">=", again, floor),
+            builder.icmp_signed("<", sums, ir.Constant(keys, None)),
+        ]
         differ = builder.xor(again, floor)
-        while half * keys.element.width > LINE * 8:  # of one line's width, 0 where one of its values is 0
+        # of one line's width, 0 where one of its values is 0
+        while half * keys.element.width > LINE * 8:
             half //= 2
-            low, high = (_shuffled(builder, differ, differ, [*range(at, at + half)]) for at in (0, half))
+            low, high = (
+                _shuffled(builder, differ, differ, [*range(at, at + half)])
+                for at in (0, half)
+            )
             differ = builder.select(builder.icmp_unsigned("<", low, high), low, high)
-        ties = builder.bitcast(builder.icmp_signed("==", differ, ir.Constant(differ.type, None)), ir.IntType(half))
-        found = [*(builder.bitcast(each, ir.IntType(WORD)) for each in words), builder.zext(ties, ir.IntType(WORD))]
+        ties = builder.bitcast(
+            builder.icmp_signed("==", differ, ir.Constant(differ.type, None)),
+            ir.IntType(half),
+        )
+        found = [
+            *(builder.bitcast(each, ir.IntType(WORD)) for each in words),
+            builder.zext(ties, ir.IntType(WORD)),
+        ]
         return context.make_tuple(builder, signature.return_type, found)
 
     key = types.Integer.from_bitwidth(a.dtype.bitwidth)
     given = a, a.dtype, b, key, types.intp, key
-    return (types.UniTuple(types.uint64, 3)(*given), code) if a.is_contig and b.is_contig else None
+    return (
+        (types.UniTuple(types.uint64, 3)(*given), code)
+        if a.is_contig and b.is_contig
+        else None
+    )
 
 
 @intrinsic
 def _pointer(typing: Any, other: Any, address: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[1], context.get_value_type(signature.return_type))
+        return builder.inttoptr(
+            arguments[1], context.get_value_type(signature.return_type)
+        )
 
     return types.CPointer(other.dtype)(other, types.intp), code
 
@@ -314,14 +421,18 @@ def _pointer(typing: Any, other: Any, address: Any) -> Any:
 def _without_owner(typing: Any, array: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         made = context.make_array(array)(context, builder, arguments[0])
-        made.meminfo, made.parent = (ir.Constant(each.type, None) for each in (made.meminfo, made.parent))
+        made.meminfo, made.parent = (
+            ir.Constant(each.type, None) for each in (made.meminfo, made.parent)
+        )
         return made._getvalue()
 
     return array(array), code
 
 
 @intrinsic
-def _butterflies_of_vectors(typing: Any, values: Any, out: Any, first: Any, scale: Any) -> Any:
+def _butterflies_of_vectors(
+    typing: Any, values: Any, out: Any, first: Any, scale: Any
+) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         given, written = (
             _vector_at(context, builder, array, each, arguments[2], WORD)
@@ -330,19 +441,39 @@ def _butterflies_of_vectors(typing: Any, values: Any, out: Any, first: Any, scal
         align = signature.args[0].dtype.bitwidth // 8
         word = builder.load(given, align=align)
         for stride in STRIDES:
-            partners = _shuffled(builder, word, word, [place ^ stride for place in range(WORD)])
-            sums, differences = builder.fadd(word, partners), builder.fsub(partners, word)
-            word = _shuffled(builder, sums, differences, [place + WORD * bool(place & stride) for place in range(WORD)])
-        builder.store(builder.fmul(word, _in_all_places(builder, arguments[3], word.type)), written, align=align)
+            partners = _shuffled(
+                builder, word, word, [place ^ stride for place in range(WORD)]
+            )
+            sums, differences = (
+                builder.fadd(word, partners),
+                builder.fsub(partners, word),
+            )
+            word = _shuffled(
+                builder,
+                sums,
+                differences,
+                [place + WORD * bool(place & stride) for place in range(WORD)],
+            )
+        builder.store(
+            builder.fmul(word, _in_all_places(builder, arguments[3], word.type)),
+            written,
+            align=align,
+        )
         return context.get_dummy_value()
 
-    return (types.void(values, out, types.intp, out.dtype), code) if values.is_contig and out.is_contig else None
+    return (
+        (types.void(values, out, types.intp, out.dtype), code)
+        if values.is_contig and out.is_contig
+        else None
+    )
 
 
 @intrinsic
 def _as_integer(typing: Any, number: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+        return builder.bitcast(
+            arguments[0], context.get_value_type(signature.return_type)
+        )
 
     return types.Integer.from_bitwidth(number.bitwidth)(number), code
 
@@ -359,14 +490,17 @@ def _as_number(typing: Any, bits: Any, other: Any) -> Any:
 @intrinsic
 def _trailing_zeros(typing: Any, word: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))  # 1: undefined for 0, which no word is
+        # 1: undefined for 0, which no word is
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), code
 
 
 @intrinsic
 def _population(typing: Any, word: Any) -> Any:
-    return types.uint64(types.uint64), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
+    return types.uint64(
+        types.uint64
+    ), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
 
 
 def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
@@ -382,22 +516,39 @@ def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
 
 
 def _accesses(
-    context: Any, builder: Any, signature: Any, arguments: Any, size: int, first: int = -1
+    context: Any,
+    builder: Any,
+    signature: Any,
+    arguments: Any,
+    size: int,
+    first: int = -1,
 ) -> tuple[Callable[[int], Any], Callable[[Any, int], None]]:
     """Return functions for that many values of the array that is an argument, as one vector: load, and stream.
 
-    first: the place among the arguments of the first value's position. `stream` stores bypassing the cache.
+    first: the place among the arguments of the first value's position. `stream` stores
+    bypassing the cache.
     """
 
     def place_of(argument: int) -> Any:
-        return _vector_at(context, builder, signature.args[argument], arguments[argument], arguments[first], size)
+        return _vector_at(
+            context,
+            builder,
+            signature.args[argument],
+            arguments[argument],
+            arguments[first],
+            size,
+        )
 
     def load(argument: int) -> Any:
-        return builder.load(place_of(argument), align=signature.args[argument].dtype.bitwidth // 8)
+        return builder.load(
+            place_of(argument), align=signature.args[argument].dtype.bitwidth // 8
+        )
 
     def stream(values: Any, argument: int) -> None:
         store = builder.store(values, place_of(argument), align=LINE)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        store.set_metadata(
+            "nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        )
 
     return load, stream
 
@@ -407,22 +558,40 @@ def _scaled(builder: Any, factor: Any, values: Any) -> Any:
     return builder.fmul(_in_all_places(builder, factor, values.type), values)
 
 
-def _sums_of(context: Any, builder: Any, signature: Any, arguments: Any) -> tuple[Any, Any, Any, Any]:
+def _sums_of(
+    context: Any, builder: Any, signature: Any, arguments: Any
+) -> tuple[Any, Any, Any, Any]:
     """Return vectors of the sums of `largest_sum`, and of b; the type of their bits, and the mask of magnitudes."""
     a, b = (
         builder.load(
-            _vector_at(context, builder, signature.args[place], arguments[place], arguments[4], WORD),
+            _vector_at(
+                context,
+                builder,
+                signature.args[place],
+                arguments[place],
+                arguments[4],
+                WORD,
+            ),
             align=signature.args[place].dtype.bitwidth // 8,
         )
         for place in (0, 2)
     )
     keys = ir.VectorType(context.get_value_type(signature.args[3]), WORD)
-    kept = builder.and_(builder.bitcast(b, keys), _in_all_places(builder, arguments[3], keys))
+    kept = builder.and_(
+        builder.bitcast(b, keys), _in_all_places(builder, arguments[3], keys)
+    )
     mask = ir.Constant(keys, [(1 << (keys.element.width - 1)) - 1] * WORD)
-    return builder.fadd(_scaled(builder, arguments[1], a), builder.bitcast(kept, b.type)), b, keys, mask
+    return (
+        builder.fadd(_scaled(builder, arguments[1], a), builder.bitcast(kept, b.type)),
+        b,
+        keys,
+        mask,
+    )
 
 
-def _vector_at(context: Any, builder: Any, array: Any, given: Any, first: Any, size: int) -> Any:
+def _vector_at(
+    context: Any, builder: Any, array: Any, given: Any, first: Any, size: int
+) -> Any:
     """Return the address of that many values of an array from `first` on, as one vector."""
     vector = ir.VectorType(context.get_value_type(array.dtype), size)
     data = context.make_array(array)(context, builder, given).data
@@ -432,12 +601,17 @@ def _vector_at(context: Any, builder: Any, array: Any, given: Any, first: Any, s
 def _shuffled(builder: Any, one: Any, other: Any, places: list[int]) -> Any:
     """Return a vector of the values at these places of two vectors, one behind the other."""
     index = ir.IntType(32)
-    wanted = ir.Constant(ir.VectorType(index, len(places)), [ir.Constant(index, place) for place in places])
+    wanted = ir.Constant(
+        ir.VectorType(index, len(places)),
+        [ir.Constant(index, place) for place in places],
+    )
     return builder.shuffle_vector(one, other, wanted)
 
 
 def _in_all_places(builder: Any, value: Any, vector: Any) -> Any:
     """Return a vector of copies of a value."""
-    alone = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    alone = builder.insert_element(
+        ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
+    )
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
     return builder.shuffle_vector(alone, ir.Constant(vector, ir.Undefined), zeros)

@@ -1,7 +1,8 @@
 """Sums of sparse vectors, and copies between sparse and dense ones.
 
-Every sum is in rank order: if lists 0, 2 and 5 have an entry, it is (a0 + a2) + a5, whatever the entries elsewhere.
-float16 is added in float32, and the sum is rounded once.
+Every sum is in rank order: if lists 0, 2 and 5 have an entry, it is (a0 + a2) + a5,
+whatever the entries elsewhere. float16 is added in float32, and the sum is rounded
+once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,44 +20,63 @@ from mpicomp.threads import in_pieces
 _TILE = 1 << 16  # positions of a tile: 256 KiB of float32 fit the second-level cache
 _BATCH = 1 << 18  # entries of a batch, for the same reason
 _LONG = 1 << 20  # entries that threads share
-_SPARSEST = 1 << 13  # positions per entry from which on sorting is faster than tiles: about eight entries a tile
+# positions per entry from which on sorting is faster than tiles: about eight entries a
+# tile
+_SPARSEST = 1 << 13
 
 
-def merge(indices_a: Array, values_a: Array, indices_b: Array, values_b: Array) -> tuple[Array, Array]:
+def merge(
+    indices_a: Array, values_a: Array, indices_b: Array, values_b: Array
+) -> tuple[Array, Array]:
     """Return the sum of two sparse vectors as (indices, values) over the union of their supports.
 
-    Indices strictly increase in each input and in the output; both pairs have the same dtypes. If both vectors have an
-    entry the output has ``a + b``, which has the same bits as ``b + a``: the merge is bitwise commutative.
-    float16 is added in float32 and rounded once, which gives the correctly rounded float16 sum.
-    values: shape (entries,), or (entries, width) for rows.
+    Indices strictly increase in each input and in the output; both pairs have the same
+    dtypes. If both vectors have an entry the output has ``a + b``, which has the same
+    bits as ``b + a``: the merge is bitwise commutative. float16 is added in float32 and
+    rounded once, which gives the correctly rounded float16 sum. values: shape
+    (entries,), or (entries, width) for rows.
     """
     if values_a.ndim > 1:
         return _by_sorting([indices_a, indices_b], [values_a, values_b])
     if values_a.dtype == np.float16:
-        indices, values = merge(indices_a, values_a.astype(np.float32), indices_b, values_b.astype(np.float32))
+        indices, values = merge(
+            indices_a,
+            values_a.astype(np.float32),
+            indices_b,
+            values_b.astype(np.float32),
+        )
         return indices, _narrow(values, values_a.dtype)
     room = indices_a.size + indices_b.size
     indices, values = np.empty(room, indices_a.dtype), np.empty(room, values_a.dtype)
-    a, b = (as_writable(indices_a), as_writable(values_a)), (as_writable(indices_b), as_writable(values_b))
+    a, b = (
+        (as_writable(indices_a), as_writable(values_a)),
+        (as_writable(indices_b), as_writable(values_b)),
+    )
     count = _merge(*a, *b, indices, values)
     return indices[:count], values[:count]
 
 
-def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -> tuple[Array, Array]:
+def accumulate(
+    indices: Sequence[Array], values: Sequence[Array], length: int
+) -> tuple[Array, Array]:
     """Return the sum of one or more sparse vectors as (indices, values) over the union of their supports.
 
-    indices, values: of each vector, as for `merge`; indices below `length`. An entry is kept if its sum is zero. The
-    additions are in the order of the vectors, ((a0 + a1) + a2) + ..., at each index over those that have an entry; so
-    for two vectors the result is that of `merge`. float16 is added in float32 and rounded once, at the end.
+    indices, values: of each vector, as for `merge`; indices below `length`. An entry is
+    kept if its sum is zero. The additions are in the order of the vectors, ((a0 + a1) +
+    a2) + ..., at each index over those that have an entry; so for two vectors the
+    result is that of `merge`. float16 is added in float32 and rounded once, at the end.
 
-    Indices are sorted, so the vectors are added tile by tile in a dense buffer that fits the cache, with a bitmap of
-    its entries. A tile begins at the lowest remaining index: time and memory do not depend on the length. Rows, and
-    entries too few for tiles, are sorted by index and added in the same order.
+    Indices are sorted, so the vectors are added tile by tile in a dense buffer that
+    fits the cache, with a bitmap of its entries. A tile begins at the lowest remaining
+    index: time and memory do not depend on the length. Rows, and entries too few for
+    tiles, are sorted by index and added in the same order.
     """
     total = sum(each.size for each in indices)
     if not total:
         return indices[0], values[0]
-    span = max(int(each[-1]) for each in indices if each.size) - min(int(each[0]) for each in indices if each.size)
+    span = max(int(each[-1]) for each in indices if each.size) - min(
+        int(each[0]) for each in indices if each.size
+    )
     if values[0].ndim > 1 or span > _SPARSEST * total:
         return _by_sorting(indices, values)
     wide = _wide_dtype(values[0])
@@ -68,15 +88,24 @@ def accumulate(indices: Sequence[Array], values: Sequence[Array], length: int) -
     return union[:count], _narrow(sums[:count], values[0].dtype)
 
 
-def divide(indices: Array, values: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
+def divide(
+    indices: Array, values: Array, positions: Array
+) -> tuple[Array, Array, Array, Array]:
     """Return (indices, values) of the entries at `positions` (intp, increasing), and of the other entries, in one pass.
 
     values: shape (entries,), or (entries, width) for rows.
     """
     chosen, rest = positions.size, indices.size - positions.size
-    # One more element in each: every entry is written to both, and the position of one of them is incremented.
-    one = np.empty(chosen + 1, indices.dtype), np.empty((chosen + 1, *values.shape[1:]), values.dtype)
-    other = np.empty(rest + 1, indices.dtype), np.empty((rest + 1, *values.shape[1:]), values.dtype)
+    # One more element in each: every entry is written to both, and the position of one
+    # of them is incremented.
+    one = (
+        np.empty(chosen + 1, indices.dtype),
+        np.empty((chosen + 1, *values.shape[1:]), values.dtype),
+    )
+    other = (
+        np.empty(rest + 1, indices.dtype),
+        np.empty((rest + 1, *values.shape[1:]), values.dtype),
+    )
     given = as_writable(indices), _keys(as_writable(values)), as_writable(positions)
     _divide(*given, one[0], _keys(one[1]), other[0], _keys(other[1]))
     return one[0][:chosen], one[1][:chosen], other[0][:rest], other[1][:rest]
@@ -89,7 +118,11 @@ def gather(dense: Array, indices: Array, *, threads: int | None = None) -> Array
     """
     out = np.empty(indices.size, dense.dtype)
     keys, places, found = _keys(as_writable(dense)), as_writable(indices), _keys(out)
-    in_pieces(lambda start, end: _gather(keys, places[start:end], found[start:end]), out.size, threads)
+    in_pieces(
+        lambda start, end: _gather(keys, places[start:end], found[start:end]),
+        out.size,
+        threads,
+    )
     return out
 
 
@@ -100,22 +133,40 @@ def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
     return out
 
 
-def scatter(dense: Array, indices: Array, values: Array, *, threads: int | None = None) -> None:
+def scatter(
+    dense: Array, indices: Array, values: Array, *, threads: int | None = None
+) -> None:
     """Write `values`, 1-d and of the dtype of `dense`, to ``dense[indices]``.
 
     indices: in range and unique. threads: the most threads; None for `threads.count`.
     """
     keys, places, given = _keys(dense), as_writable(indices), _keys(as_writable(values))
-    in_pieces(lambda start, end: _scatter(keys, places[start:end], given[start:end]), places.size, threads)
+    in_pieces(
+        lambda start, end: _scatter(keys, places[start:end], given[start:end]),
+        places.size,
+        threads,
+    )
 
 
-def scatter_add(dense: Array, indices: Array, values: Array, *, sign: int = 1, threads: int | None = None) -> None:
+def scatter_add(
+    dense: Array,
+    indices: Array,
+    values: Array,
+    *,
+    sign: int = 1,
+    threads: int | None = None,
+) -> None:
     """Add `sign`, 1 or -1, times `values` to ``dense[indices]`` in place; the indices must be in range and unique.
 
-    The sum is rounded once to the dtype of `dense`, whatever the dtype of the values. threads: as for `scatter`.
+    The sum is rounded once to the dtype of `dense`, whatever the dtype of the values.
+    threads: as for `scatter`.
     """
     if dense.dtype == values.dtype != np.float16:
-        places, given, factor = as_writable(indices), as_writable(values), dense.dtype.type(sign)
+        places, given, factor = (
+            as_writable(indices),
+            as_writable(values),
+            dense.dtype.type(sign),
+        )
 
         def add_piece(start: int, end: int) -> None:
             _scatter_add(dense, places[start:end], given[start:end], factor)
@@ -139,11 +190,12 @@ def first_disorder(indices: Array, length: int) -> int:
 def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, int]:
     """Return the positions of the first bad index and the first value that is not finite, and the end indices.
 
-    values: of any shape. An index is bad if it is out of order or range. The positions are -1 without one; first and
-    last index are (0, -1) without entries.
+    values: of any shape. An index is bad if it is out of order or range. The positions
+    are -1 without one; first and last index are (0, -1) without entries.
     """
     ends = (indices.item(0), indices.item(-1)) if indices.size else (0, -1)
-    if ends[0] >= 0 and ends[1] < length and indices.size < _LONG:  # else threads share the values
+    # else threads share the values
+    if ends[0] >= 0 and ends[1] < length and indices.size < _LONG:
         form = FORMATS[values.dtype]
         bits = as_writable(values).view(form.signed).reshape(-1)
         if _is_sound(as_writable(indices), bits, form.mask, form.infinity):
@@ -168,7 +220,9 @@ def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
         return values.astype(dtype)
 
 
-def _by_sorting(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
+def _by_sorting(
+    indices: Sequence[Array], values: Sequence[Array]
+) -> tuple[Array, Array]:
     """Return the result of `accumulate`, for values of any shape and indices at any distance."""
     together = np.concatenate(indices)
     order = np.argsort(together, kind="stable")  # merges sorted runs
@@ -177,7 +231,8 @@ def _by_sorting(indices: Sequence[Array], values: Sequence[Array]) -> tuple[Arra
     places = np.empty(together.size, np.intp)
     places[order] = np.cumsum(new) - 1
     union, ends = together[new], np.cumsum([each.size for each in indices])
-    sums = np.full((union.size, *values[0].shape[1:]), -0.0, _wide_dtype(values[0]))  # -0.0 + x is x, for -0.0 as well
+    # -0.0 + x is x, for -0.0 as well
+    sums = np.full((union.size, *values[0].shape[1:]), -0.0, _wide_dtype(values[0]))
     with np.errstate(over="ignore"):
         for value, end in zip(values, ends.tolist(), strict=True):
             sums[places[end - len(value) : end]] += value
@@ -189,16 +244,24 @@ def _batches(
 ) -> Iterator[tuple[Array, Array, Array, Array]]:
     """Yield the entries of consecutive ranges of indices as (indices, values, starts, ends), list after list.
 
-    Few entries are one batch. Others are in the same buffers, which fit the cache. The ranges are between quantiles of
-    the entries, so they have about equal numbers of entries however these are distributed.
+    Few entries are one batch. Others are in the same buffers, which fit the cache. The
+    ranges are between quantiles of the entries, so they have about equal numbers of
+    entries however these are distributed.
     """
     whole = np.array([each.size for each in indices])
     if whole.sum() <= _BATCH:
         ends = whole.cumsum()
-        yield np.concatenate(indices), np.concatenate(values, dtype=dtype), ends - whole, ends
+        yield (
+            np.concatenate(indices),
+            np.concatenate(values, dtype=dtype),
+            ends - whole,
+            ends,
+        )
         return
     step = max(1, _BATCH // len(indices))
-    edges = np.sort(np.concatenate([each[step::step] for each in indices]))[:: len(indices)]
+    edges = np.sort(np.concatenate([each[step::step] for each in indices]))[
+        :: len(indices)
+    ]
     cuts = np.array([[0, *each.searchsorted(edges), each.size] for each in indices])
     sizes = np.diff(cuts, axis=1)
     room = int(sizes.sum(axis=0).max())
@@ -207,8 +270,14 @@ def _batches(
         ends = np.cumsum(sizes[:, j])
         here = slice(int(ends[-1]))
         parts = [slice(start, stop) for start, stop in cuts[:, j : j + 2].tolist()]
-        np.concatenate([each[part] for each, part in zip(indices, parts, strict=True)], out=some_indices[here])
-        np.concatenate([each[part] for each, part in zip(values, parts, strict=True)], out=some_values[here])
+        np.concatenate(
+            [each[part] for each, part in zip(indices, parts, strict=True)],
+            out=some_indices[here],
+        )
+        np.concatenate(
+            [each[part] for each, part in zip(values, parts, strict=True)],
+            out=some_values[here],
+        )
         yield some_indices[here], some_values[here], ends - sizes[:, j], ends
 
 
@@ -216,10 +285,15 @@ def _batches(
 def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: ignore[no-untyped-def]
     """Merge below and above the middle in one loop: a step depends on the one before it, not on the other half's.
 
-    The upper half is written after the maximum size of the lower half, and moved down at the end.
+    The upper half is written after the maximum size of the lower half, and moved down
+    at the end.
     """
     pair, out = (indices_a, values_a, indices_b, values_b), (indices, values)
-    end_a, end_b, one = np.uint64(indices_a.size), np.uint64(indices_b.size), np.uint64(1)
+    end_a, end_b, one = (
+        np.uint64(indices_a.size),
+        np.uint64(indices_b.size),
+        np.uint64(1),
+    )
     half = end_a // np.uint64(2)
     start = np.uint64(np.searchsorted(indices_b, indices_a[half])) if end_a else end_b
     middle = half + start
@@ -232,8 +306,12 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
     total = _merge_rest(pair, out, upper_a, end_a, upper_b, end_b, middle + done)
     if count < middle:
         for step in range(total - middle):
-            i = np.uint64(step)  # before NumPy 2 an integer of Python and np.uint64 make a float
-            indices[count + i], values[count + i] = indices[middle + i], values[middle + i]
+            # before NumPy 2 an integer of Python and np.uint64 make a float
+            i = np.uint64(step)
+            indices[count + i], values[count + i] = (
+                indices[middle + i],
+                values[middle + i],
+            )
     return count + total - middle
 
 
@@ -241,7 +319,12 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
 def _merge_one(pair, out, a, b, place):  # type: ignore[no-untyped-def]
     """Write the next entry and return the next positions; without branches, which would be unpredictable."""
     (indices_a, values_a, indices_b, values_b), (indices, values) = pair, out
-    index_a, index_b, value_a, value_b = indices_a[a], indices_b[b], values_a[a], values_b[b]
+    index_a, index_b, value_a, value_b = (
+        indices_a[a],
+        indices_b[b],
+        values_a[a],
+        values_b[b],
+    )
     indices[place] = index_a if index_a < index_b else index_b
     either = value_a if index_a < index_b else value_b
     values[place] = value_a + value_b if index_a == index_b else either
@@ -291,7 +374,8 @@ def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
 def _add_tile(indices, values, starts, ends, base, tile, words):  # type: ignore[no-untyped-def]
     """Add the entries in the tile that begins at `base`, list after list; move `starts` past them.
 
-    As an unsigned difference, an index below the tile, which is out of order, is out of range like one above it.
+    As an unsigned difference, an index below the tile, which is out of order, is out of
+    range like one above it.
     """
     one, size = np.uint64(1), np.uint64(tile.size)
     for p in range(starts.size):

@@ -1,10 +1,12 @@
 """The largest magnitudes of each segment of a vector, or of each chunk of each segment: exact, in one read from memory.
 
-A short chunk stays in the cache while it is selected from. The magnitudes at or above a floor are compacted, 64 values
-compared at a time, and the selection is among those. The floor is a little below the threshold of the chunk before, or
-in the first chunk of a segment, whose values may have another scale, that of a sample. How much below depends on the
-number of candidates in the chunk before. If fewer values reach the floor than are wanted, the compaction is repeated
-with a lower one, and at last with all values that are not zero. The result does not depend on the floor.
+A short chunk stays in the cache while it is selected from. The magnitudes at or above a
+floor are compacted, 64 values compared at a time, and the selection is among those. The
+floor is a little below the threshold of the chunk before, or in the first chunk of a
+segment, whose values may have another scale, that of a sample. How much below depends
+on the number of candidates in the chunk before. If fewer values reach the floor than
+are wanted, the compaction is repeated with a lower one, and at last with all values
+that are not zero. The result does not depend on the floor.
 """
 
 from collections.abc import Sequence
@@ -22,11 +24,15 @@ from mpicomp.threads import in_pieces
 
 _SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
 _SAMPLE = 1 << 10  # values at most: a quarter of the chunk
-_SHARP, _SAFE = 1.5, 5.0  # standard deviations of a sample by which a floor lets more values through than are wanted
+# standard deviations of a sample by which a floor lets more values through than are
+# wanted
+_SHARP, _SAFE = 1.5, 5.0
 _RUN = 16  # of them are consecutive: they are loaded together
-_SCARCE, _PLENTY = 6, 18  # square roots of k: candidates beyond k below and above which the next floor is moved
+# square roots of k: candidates beyond k below and above which the next floor is moved
+_SCARCE, _PLENTY = 6, 18
 
-Summands = tuple[Array, float, Sequence[Array]]  # a vector, its factor, and a part of another vector for each segment
+# a vector, its factor, and a part of another vector for each segment
+Summands = tuple[Array, float, Sequence[Array]]
 
 
 def largest_in_segments(
@@ -41,12 +47,14 @@ def largest_in_segments(
 ) -> Found:
     """Return the positions of the largest magnitudes of each chunk, in increasing order, and the values there.
 
-    values, ties, zeros, NaN and infinities: as for `largest`. bounds: the first position of each segment, and the
-    length. k, chunk, last: for each segment the number selected from a chunk of that many consecutive values, k <=
-    chunk, and the number selected from a shorter chunk at its end, at least 1. A segment of one chunk is selected from
-    as a whole. summands: (a, scale, parts), 1-d contiguous arrays of the dtype of `values`, which is first overwritten
-    by ``scale * a + b``, in the same pass, where the parts are b segment by segment; the product is rounded before it
-    is added. threads: as for `largest`; a segment of several chunks is divided among them.
+    values, ties, zeros, NaN and infinities: as for `largest`. bounds: the first
+    position of each segment, and the length. k, chunk, last: for each segment the
+    number selected from a chunk of that many consecutive values, k <= chunk, and the
+    number selected from a shorter chunk at its end, at least 1. A segment of one chunk
+    is selected from as a whole. summands: (a, scale, parts), 1-d contiguous arrays of
+    the dtype of `values`, which is first overwritten by ``scale * a + b``, in the same
+    pass, where the parts are b segment by segment; the product is rounded before it is
+    added. threads: as for `largest`; a segment of several chunks is divided among them.
     """
     form = FORMATS[values.dtype]
     if summands is not None and values.dtype == np.float16:
@@ -54,17 +62,24 @@ def largest_in_segments(
         summands = None
     edges = np.asarray(bounds, np.int64)
     lengths = edges[1:] - edges[:-1]
-    counts = np.append(0, np.cumsum(lengths // chunk * k + last))  # at most so many, segment by segment
-    segments, longest = _segments(edges, k, chunk, last, summands), int(np.minimum(chunk, lengths).max(initial=1))
+    # at most so many, segment by segment
+    counts = np.append(0, np.cumsum(lengths // chunk * k + last))
+    segments, longest = (
+        _segments(edges, k, chunk, last, summands),
+        int(np.minimum(chunk, lengths).max(initial=1)),
+    )
     vector = as_vector(values, form, summands)
     slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)  # a quarter of a power of two
 
     def selected(start: int, end: int) -> Found:
         first, beyond = np.searchsorted(edges[:-1], (start, end), side="right") - (1, 0)
-        room = int(counts[beyond] - counts[max(first, 0)]) + 1  # one more element, for `keep_at`
+        # one more element, for `keep_at`
+        room = int(counts[beyond] - counts[max(first, 0)]) + 1
         positions, kept = np.empty(room, np.intp), np.empty(room, form.signed)
         buffers = _buffers(longest + WORD, vector)
-        count = int(_largest(vector, segments, start, end, slack, buffers, positions, kept))
+        count = int(
+            _largest(vector, segments, start, end, slack, buffers, positions, kept)
+        )
         return positions[:count], kept[:count]
 
     step = longest if len(segments) == 1 else 1
@@ -94,10 +109,14 @@ class _Buffers(NamedTuple):
     keys: Array
 
 
-_SEGMENT = np.dtype([(name, np.int64) for name in ("first", "end", "k", "chunk", "last", "address")])
+_SEGMENT = np.dtype(
+    [(name, np.int64) for name in ("first", "end", "k", "chunk", "last", "address")]
+)
 
 
-def _segments(bounds: Array, k: Any, chunk: Any, last: Any, summands: Summands | None) -> Array:
+def _segments(
+    bounds: Array, k: Any, chunk: Any, last: Any, summands: Summands | None
+) -> Array:
     """Return a record for each segment, with the address of its part of the second summand, or 0."""
     segments = np.zeros(bounds.size - 1, _SEGMENT)
     segments["first"], segments["end"] = bounds[:-1], bounds[1:]
@@ -112,8 +131,17 @@ def as_vector(values: Array, form: Format, summands: Summands | None) -> _Vector
     bits = as_writable(values).view(form.signed)
     if summands is not None:
         a, scale, _ = summands
-        return _Vector(values, bits, form.mask, form.width, as_writable(a), values.dtype.type(scale))
-    floats = as_writable(values) if values.dtype != np.float16 else np.empty(0, np.float32)
+        return _Vector(
+            values,
+            bits,
+            form.mask,
+            form.width,
+            as_writable(a),
+            values.dtype.type(scale),
+        )
+    floats = (
+        as_writable(values) if values.dtype != np.float16 else np.empty(0, np.float32)
+    )
     return _Vector(floats, bits, form.mask, form.width, floats, floats.dtype.type(1))
 
 
@@ -124,20 +152,35 @@ def _buffers(longest: int, vector: _Vector) -> _Buffers:
         sample, bits = sums.view(signed), candidates.view(signed)
     else:  # of float16 kernels read the bits alone
         sample, bits = np.empty(_SAMPLE, signed), np.empty(longest, signed)
-    return _Buffers(sums, sample, np.empty(longest, np.intp), candidates, bits, np.empty(longest, signed))
+    return _Buffers(
+        sums,
+        sample,
+        np.empty(longest, np.intp),
+        candidates,
+        bits,
+        np.empty(longest, signed),
+    )
 
 
 @jit
 def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # type: ignore[no-untyped-def]
     """Select from the chunks that begin in [start, end), and return the number of entries.
 
-    slack: the most by which a floor is below the threshold of the chunk before; at `safe`, it is. `margin` follows the
-    number of candidates.
+    slack: the most by which a floor is below the threshold of the chunk before; at
+    `safe`, it is. `margin` follows the number of candidates.
     """
     bits, values, a = bare(vector.bits), bare(vector.values), bare(vector.a)
     positions, kept = bare(positions), bare(kept)
-    places, candidates, keys = bare(buffers.places), bare(buffers.bits), bare(buffers.keys)
-    candidate_values, sample, sums = bare(buffers.values), bare(buffers.sample), bare(buffers.sums)
+    places, candidates, keys = (
+        bare(buffers.places),
+        bare(buffers.bits),
+        bare(buffers.keys),
+    )
+    candidate_values, sample, sums = (
+        bare(buffers.values),
+        bare(buffers.sample),
+        bare(buffers.sums),
+    )
     mask, width, integer = vector.mask, vector.width, bits.dtype.type
     margin, count, sampled = slack, np.uint64(0), 0
     for segment in segments:
@@ -154,7 +197,9 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
             if floor == integer(1) and size >= _SAMPLED:
                 sampled = min(_SAMPLE, size // 4)
                 if address != 0:
-                    b = array_at(values, address, close - origin)[first - origin : beyond - origin]
+                    b = array_at(values, address, close - origin)[
+                        first - origin : beyond - origin
+                    ]
                     _sample_sums(a[first:beyond], vector.factor, b, sums[:sampled])
                 else:
                     _sample(bits[first:beyond], sample[:sampled])
@@ -162,22 +207,46 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
                 safe = integer(0)  # not known yet
             piece = bits[first:beyond]
             if address == 0:
-                found = np.int64(compact(piece, mask, floor, first, places, candidates)[0])
+                found = np.int64(
+                    compact(piece, mask, floor, first, places, candidates)[0]
+                )
             else:
-                b = array_at(values, address, close - origin)[first - origin : beyond - origin]
+                b = array_at(values, address, close - origin)[
+                    first - origin : beyond - origin
+                ]
                 summed = a[first:beyond], vector.factor, b, values[first:beyond], piece
-                found = np.int64(_add_and_compact(*summed, mask, floor, first, places, candidate_values)[0])
+                found = np.int64(
+                    _add_and_compact(
+                        *summed, mask, floor, first, places, candidate_values
+                    )[0]
+                )
             margin = _next_margin(margin, slack, found, k)
             while found < k and floor > integer(1):
                 if safe == integer(0):
-                    safe = _foreseen(sample[:sampled], mask, width, k, size, _SAFE, keys)
+                    safe = _foreseen(
+                        sample[:sampled], mask, width, k, size, _SAFE, keys
+                    )
                 floor, safe = safe, integer(1)
-                found = np.int64(compact(piece, mask, floor, first, places, candidates)[0])
+                found = np.int64(
+                    compact(piece, mask, floor, first, places, candidates)[0]
+                )
             threshold, ties = integer(0), 0
             if found > k:
                 threshold, ties = _kth_largest(candidates[:found], mask, width, k, keys)
-            count, _ = keep_at(places[:found], candidates[:found], mask, threshold, ties, positions, kept, count)
-            floor, safe = integer(max(1, np.int64(threshold) - margin)), integer(max(1, np.int64(threshold) - slack))
+            count, _ = keep_at(
+                places[:found],
+                candidates[:found],
+                mask,
+                threshold,
+                ties,
+                positions,
+                kept,
+                count,
+            )
+            floor, safe = (
+                integer(max(1, np.int64(threshold) - margin)),
+                integer(max(1, np.int64(threshold) - slack)),
+            )
     return count
 
 
@@ -225,8 +294,9 @@ def _foreseen(sample, mask, width, k, size, sigmas, keys):  # type: ignore[no-un
 def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
     """Return a threshold, and how many ties with it are among the `k` largest magnitudes besides all above it.
 
-    One bit is found in each pass, the highest first: for few values in the cache, no branch is faster than few passes.
-    Bits that all magnitudes have in common need none, and the search ends where `k` are at or above a bound.
+    One bit is found in each pass, the highest first: for few values in the cache, no
+    branch is faster than few passes. Bits that all magnitudes have in common need none,
+    and the search ends where `k` are at or above a bound.
     """
     every, some = keys.dtype.type(mask), keys.dtype.type(0)
     for i in range(bits.size):

@@ -1,7 +1,7 @@
 """The largest magnitudes of a vector, and those above a threshold: exact, in about one read of the data.
 
-A pass over the data compares 64 values at once, and in most cases none of these is above the threshold, so the pass
-runs at the speed of memory.
+A pass over the data compares 64 values at once, and in most cases none of these is
+above the threshold, so the pass runs at the speed of memory.
 """
 
 import math
@@ -11,39 +11,53 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_together, extremes, jit
+from mpicomp.kernels.host.bits import (
+    FORMATS,
+    Format,
+    as_writable,
+    empty_together,
+    extremes,
+    jit,
+)
 from mpicomp.kernels.host.instructions import WORD, lowest, ones, reaching
 from mpicomp.threads import in_pieces
 
 Found = tuple[Array, Array]
 
-_DIGIT = 11  # bits per pass of the radix selection: 2048 counters fit the first-level cache
+# bits per pass of the radix selection: 2048 counters fit the first-level cache
+_DIGIT = 11
 _SAMPLE, _LARGEST_SAMPLE = (
     1 << 12,
     1 << 14,
 )  # values of the sample for the lower threshold: a 256th, within these bounds
 _RUN = 16  # of them are consecutive: they are loaded together
 _SIGMAS = 4
-_FEW = 1 << _DIGIT  # values; a histogram has more counts than shorter vectors have values
+# values; a histogram has more counts than shorter vectors have values
+_FEW = 1 << _DIGIT
 
 
 def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
     """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
 
-    values: 1-d contiguous float16, float32 or float64. k: at least 1. Ties at the threshold go to the lowest positions,
-    and zeros are never selected, so fewer than `k` are returned if fewer values are non-zero. Returns an intp array,
-    and one of the dtype of the values. Infinities, and above them NaN, count as the largest: if there are any, one is
-    selected.
-    threads: the most threads that read the data; None for `threads.count`. The result does not depend on it.
+    values: 1-d contiguous float16, float32 or float64. k: at least 1. Ties at the
+    threshold go to the lowest positions, and zeros are never selected, so fewer than
+    `k` are returned if fewer values are non-zero. Returns an intp array, and one of the
+    dtype of the values. Infinities, and above them NaN, count as the largest: if there
+    are any, one is selected. threads: the most threads that read the data; None for
+    `threads.count`. The result does not depend on it.
 
-    A sample gives a threshold that slightly more than `k` magnitudes are expected to reach; one read of the data
-    compacts those, and the selection among them is exact. If the sample misleads, and on short vectors, there are two
-    reads: a histogram of the leading 11 bits, then the compaction from the bin of the k-th largest magnitude on.
+    A sample gives a threshold that slightly more than `k` magnitudes are expected to
+    reach; one read of the data compacts those, and the selection among them is exact.
+    If the sample misleads, and on short vectors, there are two reads: a histogram of
+    the leading 11 bits, then the compaction from the bin of the k-th largest magnitude
+    on.
     """
     form = FORMATS[values.dtype]
     bits = as_writable(values).view(form.signed)
     parts = _by_sample(bits, form, k, threads) if is_sampled(bits.size) else None
-    positions, found = largest_of(parts or _by_histogram(bits, form, k, threads), form, k)
+    positions, found = largest_of(
+        parts or _by_histogram(bits, form, k, threads), form, k
+    )
     return positions, found.view(values.dtype)
 
 
@@ -54,16 +68,25 @@ def largest_of(parts: Sequence[Found], form: Format, k: int) -> Found:
     """
     if entries(parts) <= k:
         return joined(parts)
-    bits = parts[0][1] if len(parts) == 1 else np.concatenate([found for _, found in parts])
+    bits = (
+        parts[0][1]
+        if len(parts) == 1
+        else np.concatenate([found for _, found in parts])
+    )
     threshold, ties = _threshold(bits, form, k)
-    positions, found = np.empty(k + 1, np.intp), np.empty(k + 1, bits.dtype)  # one more element, as below
+    # one more element, as below
+    positions, found = np.empty(k + 1, np.intp), np.empty(k + 1, bits.dtype)
     count: Any = np.uint64(0)
     for part in parts:
-        count, ties = keep_at(*part, form.mask, threshold, ties, positions, found, np.uint64(count))
+        count, ties = keep_at(
+            *part, form.mask, threshold, ties, positions, found, np.uint64(count)
+        )
     return positions[:k], found[:k]
 
 
-def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array, Array, Array]:
+def divide_largest(
+    indices: Array, values: Array, k: int
+) -> tuple[Array, Array, Array, Array]:
     """Return (indices, values) of the `k` largest magnitudes, as `largest` selects them, and of the others.
 
     indices: one for each value; their order is kept. 0 < k < entries.
@@ -77,7 +100,10 @@ def divide_largest(indices: Array, values: Array, k: int) -> tuple[Array, Array,
     one = np.empty(chosen + 1, indices.dtype), np.empty(chosen + 1, bits.dtype)
     other = np.empty(rest + 1, indices.dtype), np.empty(rest + 1, bits.dtype)
     _divide_at(indices, bits, form.mask, threshold, ties, *one, *other)
-    kept, dropped = one[1][:chosen].view(values.dtype), other[1][:rest].view(values.dtype)
+    kept, dropped = (
+        one[1][:chosen].view(values.dtype),
+        other[1][:rest].view(values.dtype),
+    )
     return one[0][:chosen], kept, other[0][:rest], dropped
 
 
@@ -108,14 +134,18 @@ def first_not_finite(values: Array, threads: int | None = None) -> int:
         place = int(_first_reaching(bits[start:end], form.mask, form.infinity))
         return start + place if place >= 0 else -1
 
-    return next((place for place in in_pieces(first, bits.size, threads) if place >= 0), -1)
+    return next(
+        (place for place in in_pieces(first, bits.size, threads) if place >= 0), -1
+    )
 
 
 def joined(parts: Sequence[Found]) -> Found:
     """Return the results of several pieces as one."""
     if len(parts) == 1:
         return parts[0]
-    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    return np.concatenate([part[0] for part in parts]), np.concatenate(
+        [part[1] for part in parts]
+    )
 
 
 def entries(parts: Sequence[Found]) -> int:
@@ -147,7 +177,9 @@ def foresee(sample: Array, form: Format, k: int, size: int) -> tuple[int, int]:
     return floor, math.ceil((rank + _SIGMAS * math.sqrt(rank)) * size / sample.size)
 
 
-def _by_sample(bits: Array, form: Format, k: int, threads: int | None) -> list[Found] | None:
+def _by_sample(
+    bits: Array, form: Format, k: int, threads: int | None
+) -> list[Found] | None:
     """Return the magnitudes at or above a threshold from a sample; None if the sample misled."""
     floor, room = foresee(take_sample(bits, form.mask), form, k, bits.size)
     parts = _at_or_above(bits, form, floor, room, threads)
@@ -156,7 +188,9 @@ def _by_sample(bits: Array, form: Format, k: int, threads: int | None) -> list[F
     return parts if floor == 1 or entries(parts) >= k else None
 
 
-def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: int | None) -> list[Found] | None:
+def _with_ties(
+    bits: Array, form: Format, tie: int, k: int, room: int, threads: int | None
+) -> list[Found] | None:
     """Return the magnitudes above a threshold that more than `room` reach, and the first ties; None if too many.
 
     For data with few different values: zeros and ones, or quantised values.
@@ -171,11 +205,15 @@ def _with_ties(bits: Array, form: Format, tie: int, k: int, room: int, threads: 
     return [(positions[order], found[order])]
 
 
-def _by_histogram(bits: Array, form: Format, k: int, threads: int | None) -> list[Found]:
+def _by_histogram(
+    bits: Array, form: Format, k: int, threads: int | None
+) -> list[Found]:
     """Return the magnitudes from the histogram bin of the k-th largest on."""
     counts = _histogram(bits, form, threads)
     floor = max(1, bin_of_kth(counts, k)[0] << (form.width - _DIGIT))
-    parts = _at_or_above(bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads)
+    parts = _at_or_above(
+        bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads
+    )
     assert parts, "the histogram counted fewer magnitudes than there are"
     return parts
 
@@ -183,7 +221,8 @@ def _by_histogram(bits: Array, form: Format, k: int, threads: int | None) -> lis
 def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
     """Return the bits of the k-th largest magnitude, and how many ties with it are among the `k` largest.
 
-    The bins have equal width between the least and the largest, as selected magnitudes are close together.
+    The bins have equal width between the least and the largest, as selected magnitudes
+    are close together.
     """
     while bits.size > _FEW:
         least, largest = extremes(bits, form.mask)
@@ -201,27 +240,40 @@ def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
     return threshold, k - int(np.count_nonzero(keys > threshold))
 
 
-def _at_or_above(bits: Array, form: Format, floor: int, room: int, threads: int | None) -> list[Found] | None:
+def _at_or_above(
+    bits: Array, form: Format, floor: int, room: int, threads: int | None
+) -> list[Found] | None:
     """Return positions and bits of magnitudes at or above `floor`; None if a thread finds more than `room`."""
-    parts = in_pieces(lambda start, end: _compacted(bits[start:end], form, floor, start, room), bits.size, threads)
+    parts = in_pieces(
+        lambda start, end: _compacted(bits[start:end], form, floor, start, room),
+        bits.size,
+        threads,
+    )
     return None if any(rest for *_, rest in parts) else [part[:2] for part in parts]
 
 
-def _compacted(bits: Array, form: Format, floor: int, first: int, room: int) -> tuple[Array, Array, int]:
+def _compacted(
+    bits: Array, form: Format, floor: int, first: int, room: int
+) -> tuple[Array, Array, int]:
     """Return positions (counted from `first`) and bits of magnitudes at or above `floor`, and how many values are left.
 
-    Some are left if more than `room` were found. Unwritten pages of the buffers take no memory.
+    Some are left if more than `room` were found. Unwritten pages of the buffers take no
+    memory.
     """
     room = min(room, bits.size) + WORD
     positions, found = empty_together(room, np.dtype(np.intp), bits.dtype)
-    count, seen = compact(bits, form.mask, form.signed.type(floor), first, positions, found)
+    count, seen = compact(
+        bits, form.mask, form.signed.type(floor), first, positions, found
+    )
     return positions[: int(count)], found[: int(count)], bits.size - int(seen)
 
 
 def _histogram(bits: Array, form: Format, threads: int | None) -> Array:
     def counted(start: int, end: int) -> Array:
         counts = np.zeros(1 << _DIGIT, np.int64)
-        _head_counts(bits[start:end], form.mask, form.signed.type(0), form.width - _DIGIT, counts)
+        _head_counts(
+            bits[start:end], form.mask, form.signed.type(0), form.width - _DIGIT, counts
+        )
         return counts
 
     return np.sum(in_pieces(counted, bits.size, threads), axis=0)  # type: ignore[no-any-return]
@@ -247,7 +299,11 @@ def _sample(bits, mask, keys):  # type: ignore[no-untyped-def]
     stride = (bits.size - _RUN + 1) / runs
     for i in range(runs):
         state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        place = np.int64((i + np.float64(state >> np.uint64(33)) * 2.0**-31) * stride) // _RUN * _RUN
+        place = (
+            np.int64((i + np.float64(state >> np.uint64(33)) * 2.0**-31) * stride)
+            // _RUN
+            * _RUN
+        )
         for j in range(_RUN):
             keys[_RUN * i + j] = bits[place + j] & mask
 
@@ -313,10 +369,13 @@ def _head_counts(bits, mask, least, shift, counts):  # type: ignore[no-untyped-d
 def _with_head(bits, mask, least, shift, head, keys):  # type: ignore[no-untyped-def]
     """Write the magnitudes that have a given head; `keys` has room for one more."""
     count = np.uint64(0)
-    for i in range(bits.size):  # without branches, here and below: they would be unpredictable
+    # without branches, here and below: they would be unpredictable
+    for i in range(bits.size):
         key = bits[i] & mask
         keys[count] = key
-        count += np.uint64(np.uint64(key - least) >> np.uint64(shift) == np.uint64(head))
+        count += np.uint64(
+            np.uint64(key - least) >> np.uint64(shift) == np.uint64(head)
+        )
 
 
 @jit
@@ -332,7 +391,8 @@ def _bin_of_kth(counts, k):  # type: ignore[no-untyped-def]
 def keep_at(positions, bits, mask, threshold, ties, kept_positions, kept, count):  # type: ignore[no-untyped-def]
     """Append the entries above `threshold` and the first `ties` that are equal to it; return the count, and ties left.
 
-    Every entry is written, and the count incremented for those that are kept: so there is one more element.
+    Every entry is written, and the count incremented for those that are kept: so there
+    is one more element.
     """
     for i in range(positions.size):
         key = bits[i] & mask
@@ -345,7 +405,9 @@ def keep_at(positions, bits, mask, threshold, ties, kept_positions, kept, count)
 
 
 @jit
-def _divide_at(indices, bits, mask, threshold, ties, one_indices, one, other_indices, other):  # type: ignore[no-untyped-def]
+def _divide_at(  # type: ignore[no-untyped-def]
+    indices, bits, mask, threshold, ties, one_indices, one, other_indices, other
+):
     """Divide entries into those above `threshold` and the first `ties` that are equal to it, and the others."""
     a, b = np.uint64(0), np.uint64(0)
     for i in range(indices.size):

@@ -30,35 +30,47 @@ class Sides(NamedTuple):
 def sides(values: Array, threshold: float, *, threads: int | None = None) -> Sides:
     """Return the sums over the magnitudes of `values` up to a threshold and above it, in one read.
 
-    values: 1-d contiguous float16, float32 or float64; NaN is in the sum up to the threshold. threshold: at least 0,
-    compared in float64. threads: the most threads; None for `threads.count`. The result does not depend on it.
+    values: 1-d contiguous float16, float32 or float64; NaN is in the sum up to the
+    threshold. threshold: at least 0, compared in float64. threads: the most threads;
+    None for `threads.count`. The result does not depend on it.
 
-    The order of the additions is fixed: in blocks of 16384 values lane j of 256 adds the values j, j + 256, ...; the
-    lanes are folded by halves, 128, 64, ..., 1; the blocks are added in order.
+    The order of the additions is fixed: in blocks of 16384 values lane j of 256 adds
+    the values j, j + 256, ...; the lanes are folded by halves, 128, 64, ..., 1; the
+    blocks are added in order.
     """
     values, wanted = as_writable(values), np.float64(threshold)
-    parts = in_pieces(lambda start, end: _sides_of_blocks(values[start:end], wanted), values.size, threads, step=_BLOCK)
+    parts = in_pieces(
+        lambda start, end: _sides_of_blocks(values[start:end], wanted),
+        values.size,
+        threads,
+        step=_BLOCK,
+    )
     return added_sides(values.size, np.concatenate(parts))
 
 
-def two_magnitudes(values: Array, mean: float, largest: float) -> tuple[float, float, float]:
+def two_magnitudes(
+    values: Array, mean: float, largest: float
+) -> tuple[float, float, float]:
     """Return two magnitudes, the first not above the second, and the threshold between the values that they represent.
 
-    values: 1-d, finite; mean, largest: of the magnitudes. Lloyd's algorithm, from the mean as the threshold until it
-    does not change, at most 20 rounds, each of which reads the values once. If one magnitude suffices, both are the
-    mean.
+    values: 1-d, finite; mean, largest: of the magnitudes. Lloyd's algorithm, from the
+    mean as the threshold until it does not change, at most 20 rounds, each of which
+    reads the values once. If one magnitude suffices, both are the mean.
     """
     return by_lloyd(lambda threshold: sides(values, threshold), mean, largest)
 
 
-def by_lloyd(sides_of: Callable[[float], Sides], mean: float, largest: float) -> tuple[float, float, float]:
+def by_lloyd(
+    sides_of: Callable[[float], Sides], mean: float, largest: float
+) -> tuple[float, float, float]:
     """Return the result of `two_magnitudes`; `sides_of` returns the sums on both sides of a threshold."""
     low, high, threshold = mean, mean, mean
     for _ in range(LLOYD_ROUNDS):
         found = sides_of(threshold)
         if not (found.below and found.above):
             break
-        low = min(found.sum_below / found.below, threshold)  # whatever rounding does to a mean
+        # whatever rounding does to a mean
+        low = min(found.sum_below / found.below, threshold)
         high = min(found.sum_above / found.above, largest)
         before, threshold = threshold, (low + high) / 2
         if threshold == before:
@@ -69,25 +81,40 @@ def by_lloyd(sides_of: Callable[[float], Sides], mean: float, largest: float) ->
 def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     """Return the mean and the largest magnitude of each segment, and what `two_magnitudes` does: shape (segments, 5).
 
-    values: as for `sides`. bounds: the first position of each segment, and the length. two: False leaves out Lloyd's
-    rounds, and both magnitudes and the threshold are the mean. The bits are those of `sides` and `two_magnitudes` of
-    each segment; without a finite mean (NaN, infinities, sums out of range) the row is not defined.
+    values: as for `sides`. bounds: the first position of each segment, and the length.
+    two: False leaves out Lloyd's rounds, and both magnitudes and the threshold are the
+    mean. The bits are those of `sides` and `two_magnitudes` of each segment; without a
+    finite mean (NaN, infinities, sums out of range) the row is not defined.
     """
-    wide = as_writable(values.astype(np.promote_types(values.dtype, np.float32), copy=False))
+    wide = as_writable(
+        values.astype(np.promote_types(values.dtype, np.float32), copy=False)
+    )
     found = np.zeros((len(bounds) - 1, 5))
-    _magnitudes(wide, np.asarray(bounds, np.int64), LLOYD_ROUNDS if two else 0, np.empty((3, _LANES)), found)
+    _magnitudes(
+        wide,
+        np.asarray(bounds, np.int64),
+        LLOYD_ROUNDS if two else 0,
+        np.empty((3, _LANES)),
+        found,
+    )
     return found
 
 
 def with_magnitudes(values: Array, bounds: Sequence[int], rows: Array) -> Array:
     """Return the signs of `values` with one of two magnitudes: up to a limit the first one, above it the second.
 
-    values: 1-d contiguous, without NaN. bounds: as for `magnitudes_in_segments`. rows: of the dtype of the values, for
-    each segment both magnitudes and the limit, at least 0.
+    values: 1-d contiguous, without NaN. bounds: as for `magnitudes_in_segments`. rows:
+    of the dtype of the values, for each segment both magnitudes and the limit, at least
+    0.
     """
     form, signed = FORMATS[values.dtype], np.empty_like(values)
-    bits, keys = as_writable(values).view(form.signed), np.ascontiguousarray(rows).view(form.signed)
-    _with_magnitudes(bits, np.asarray(bounds, np.int64), keys, form.mask, signed.view(form.signed))
+    bits, keys = (
+        as_writable(values).view(form.signed),
+        np.ascontiguousarray(rows).view(form.signed),
+    )
+    _with_magnitudes(
+        bits, np.asarray(bounds, np.int64), keys, form.mask, signed.view(form.signed)
+    )
     return signed
 
 
@@ -101,7 +128,10 @@ def added_sides(size: int, rows: Array) -> Sides:
 
 def _sides_of_blocks(values: Array, threshold: np.float64) -> Array:
     """Return a row for every block; float16 is converted to float32, in pieces that fit the cache."""
-    wide, rows = np.promote_types(values.dtype, np.float32), np.zeros((values.size // _BLOCK + 1, 4))
+    wide, rows = (
+        np.promote_types(values.dtype, np.float32),
+        np.zeros((values.size // _BLOCK + 1, 4)),
+    )
     piece = values.size + 1 if values.dtype == wide else _PIECE
     for start in range(0, values.size, piece):
         part = values[start : start + piece].astype(wide, copy=False)
@@ -114,7 +144,9 @@ def _add_sides(values, threshold, lanes, rows):  # type: ignore[no-untyped-def]
     """Write a row for each block of values."""
     values, lanes = bare(values), bare(lanes)
     for first in range(0, values.size, _BLOCK):
-        below, beyond, largest, above = _sides_of(values[first : first + _BLOCK], threshold, lanes)
+        below, beyond, largest, above = _sides_of(
+            values[first : first + _BLOCK], threshold, lanes
+        )
         row = rows[first // _BLOCK]
         row[0], row[1], row[2], row[3] = below, beyond, largest, above
 
@@ -135,11 +167,20 @@ def _magnitudes(values, edges, rounds, lanes, found):  # type: ignore[no-untyped
             below, beyond, _, above = _sides_of(part, threshold, lanes)
             if above == 0 or above == part.size:
                 break
-            low, high = min(below / (part.size - above), threshold), min(beyond / above, largest)
+            low, high = (
+                min(below / (part.size - above), threshold),
+                min(beyond / above, largest),
+            )
             before, threshold = threshold, (low + high) / 2
             if threshold == before:
                 break
-        found[i, 0], found[i, 1], found[i, 2], found[i, 3], found[i, 4] = mean, largest, low, high, threshold
+        found[i, 0], found[i, 1], found[i, 2], found[i, 3], found[i, 4] = (
+            mean,
+            largest,
+            low,
+            high,
+            threshold,
+        )
 
 
 @jit
@@ -153,7 +194,9 @@ def _sides_of(values, threshold, lanes):  # type: ignore[no-untyped-def]
         for j in range(max(1, 2 * half)):
             lanes[0, j] = lanes[1, j] = lanes[2, j] = 0
         for start in range(first, end, _LANES):
-            above += _add_sides_of_row(values[start : min(start + _LANES, end)], threshold, lanes)
+            above += _add_sides_of_row(
+                values[start : min(start + _LANES, end)], threshold, lanes
+            )
         while half:
             for j in range(half):
                 lanes[0, j] += lanes[0, j + half]

@@ -1,8 +1,9 @@
 """Passes over dense vectors that are longer than the cache, with stores that bypass it.
 
-An ordinary store first reads the cache line that it changes. A non-temporal one does not: it saves a quarter of the
-memory traffic of a sum, and leaves the cache to data that is read again soon. Where one of the vectors is many arrays,
-its parts, a kernel gets their addresses: one call for all of them.
+An ordinary store first reads the cache line that it changes. A non-temporal one does
+not: it saves a quarter of the memory traffic of a sum, and leaves the cache to data
+that is read again soon. Where one of the vectors is many arrays, its parts, a kernel
+gets their addresses: one call for all of them.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,14 @@ from mpicomp.threads import in_pieces
 LONG = 1 << 20  # bytes; a shorter vector may be in the cache when it is read next
 
 
-def add(a: Array, b: Array, out: Array, *, threads: int | None = None, long: int = LONG) -> None:
+def add(
+    a: Array, b: Array, out: Array, *, threads: int | None = None, long: int = LONG
+) -> None:
     """Write ``a + b`` to `out`, bitwise as ``numpy.add`` does; 1-d, of one dtype and length.
 
-    threads: the most threads; None for `threads.count`. long: the least bytes of `out` for stores that bypass
-    the cache, if all three are contiguous and aligned. `out` may be `a`.
+    threads: the most threads; None for `threads.count`. long: the least bytes of `out`
+    for stores that bypass the cache, if all three are contiguous and aligned. `out` may
+    be `a`.
     """
     add_parts(a, 1, [b], out, threads=threads, long=long)
 
@@ -40,8 +44,9 @@ def add_parts(
 ) -> None:
     """Write ``scale * a + sign * b`` to `out`, where b is the parts, one after the other. The product is rounded first.
 
-    a, out: 1-d, of one length; parts: 1-d, of that length together, all of one dtype. scale: rounded to the dtype.
-    sign: 1 or -1. threads, long, and `out` if it is `a`: as for `add`.
+    a, out: 1-d, of one length; parts: 1-d, of that length together, all of one dtype.
+    scale: rounded to the dtype. sign: 1 or -1. threads, long, and `out` if it is `a`:
+    as for `add`.
     """
     if out.nbytes < long and len(parts) > 1:
         parts = [np.concatenate(parts)]  # in one call
@@ -51,7 +56,9 @@ def add_parts(
         return
     for part in parts:
         place = slice(end, end := end + part.size)
-        scaled = a[place] if factor == 1 else np.multiply(a[place], factor, out=out[place])
+        scaled = (
+            a[place] if factor == 1 else np.multiply(a[place], factor, out=out[place])
+        )
         (np.add if sign == 1 else np.subtract)(scaled, part, out=out[place])
 
 
@@ -66,7 +73,11 @@ def clear(out: Array) -> None:
 
 def is_streamed(vector: Array, long: int, *others: Array) -> bool:
     """Return whether a vector is long enough to bypass the cache, and it and others can be passed to a kernel."""
-    return vector.nbytes >= long and vector.dtype != np.float16 and all(map(_in_order, (vector, *others)))
+    return (
+        vector.nbytes >= long
+        and vector.dtype != np.float16
+        and all(map(_in_order, (vector, *others)))
+    )
 
 
 def addresses(parts: Sequence[Array]) -> Array:
@@ -74,8 +85,18 @@ def addresses(parts: Sequence[Array]) -> Array:
     return np.array([address(part) for part in parts], np.int64)
 
 
-def _stream_parts(a: Array, factor: Any, parts: Sequence[Array], sign: Any, out: Array, threads: int | None) -> None:
-    edges, starts = np.array([0, *accumulate(part.size for part in parts)]), addresses(parts)
+def _stream_parts(
+    a: Array,
+    factor: Any,
+    parts: Sequence[Array],
+    sign: Any,
+    out: Array,
+    threads: int | None,
+) -> None:
+    edges, starts = (
+        np.array([0, *accumulate(part.size for part in parts)]),
+        addresses(parts),
+    )
 
     def add_piece(start: int, end: int) -> None:
         _add_parts(start, end, a, factor, edges, starts, sign, out)
@@ -100,7 +121,13 @@ def _add_parts(start, end, a, factor, edges, starts, sign, out):  # type: ignore
         low, high = max(start, edges[row]), min(end, edges[row + 1])
         if low < high:
             b = array_at(out, starts[row], edges[row + 1] - edges[row])
-            add_line_by_line(a[low:high], factor, b[low - edges[row] : high - edges[row]], sign, out[low:high])
+            add_line_by_line(
+                a[low:high],
+                factor,
+                b[low - edges[row] : high - edges[row]],
+                sign,
+                out[low:high],
+            )
 
 
 @jit

@@ -1,9 +1,10 @@
 """Orthonormal transforms of chunks of consecutive values, and signs.
 
-A Walsh-Hadamard transform of m values is lg m stages of m/2 butterflies (a + b, a - b), of the strides 1, 2, 4, ...,
-m/2, and one product with 1/sqrt(m): every value is the root of a fixed tree of additions, so the bits do not depend on
-the processor or on the number of threads. The stages below 64 are done in registers; of the others two together, so
-that a chunk of 256 in the first-level cache is passed over twice.
+A Walsh-Hadamard transform of m values is lg m stages of m/2 butterflies (a + b, a - b),
+of the strides 1, 2, 4, ..., m/2, and one product with 1/sqrt(m): every value is the
+root of a fixed tree of additions, so the bits do not depend on the processor or on the
+number of threads. The stages below 64 are done in registers; of the others two
+together, so that a chunk of 256 in the first-level cache is passed over twice.
 """
 
 import numpy as np
@@ -14,17 +15,22 @@ from mpicomp.kernels.host.instructions import WORD, butterflies
 from mpicomp.threads import in_pieces
 
 
-def hadamard(values: Array, out: Array, chunk: int, *, threads: int | None = None) -> None:
+def hadamard(
+    values: Array, out: Array, chunk: int, *, threads: int | None = None
+) -> None:
     """Write the orthonormal Walsh-Hadamard transform of each chunk of `values` to `out`; it is its own inverse.
 
-    values, out: 1-d, contiguous, of one length and dtype, the same array or apart; float16 is computed in float32 and
-    rounded at the end. chunk: a power of two. What is left at the end is transformed in parts of descending powers of
-    two. threads: the most threads; None for `threads.count`.
+    values, out: 1-d, contiguous, of one length and dtype, the same array or apart;
+    float16 is computed in float32 and rounded at the end. chunk: a power of two. What
+    is left at the end is transformed in parts of descending powers of two. threads: the
+    most threads; None for `threads.count`.
     """
     is_wide = values.dtype != np.float16
     given = as_writable(values) if is_wide else values.astype(np.float32)
     result = out if is_wide else given
-    scales = np.array([_scale(power) for power in range(chunk.bit_length())], result.dtype)
+    scales = np.array(
+        [_scale(power) for power in range(chunk.bit_length())], result.dtype
+    )
 
     def transform(start: int, end: int) -> None:
         _hadamard(given[start:end], result[start:end], chunk, scales)
@@ -42,7 +48,9 @@ def signs(values: Array, *, threads: int | None = None) -> None:
     """
     form = FORMATS[values.dtype]
     bits, one = values.view(form.signed), np.ones(1, values.dtype).view(form.signed)[0]
-    in_pieces(lambda start, end: _signs(bits[start:end], form.mask, one), values.size, threads)
+    in_pieces(
+        lambda start, end: _signs(bits[start:end], form.mask, one), values.size, threads
+    )
 
 
 def _scale(power: int) -> float:
@@ -78,7 +86,12 @@ def _transform(values, out, start, end, chunk, scale):  # type: ignore[no-untype
                 out[i] = values[i]
         while 4 * stride <= chunk:
             for first in range(begin, begin + chunk, 4 * stride):
-                _two_stages(out, np.uint64(first), np.uint64(stride), scale if 4 * stride == chunk else one)
+                _two_stages(
+                    out,
+                    np.uint64(first),
+                    np.uint64(stride),
+                    scale if 4 * stride == chunk else one,
+                )
             stride *= 4
         if stride < chunk:
             _stage(out, np.uint64(begin), np.uint64(stride), scale)

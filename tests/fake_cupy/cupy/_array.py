@@ -53,7 +53,11 @@ class ndarray:
     def flags(self) -> Any:
         """What CuPy tells: it has no `writeable`."""
         flags = self._hidden.flags
-        return SimpleNamespace(c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous, owndata=True)
+        return SimpleNamespace(
+            c_contiguous=flags.c_contiguous,
+            f_contiguous=flags.f_contiguous,
+            owndata=True,
+        )
 
     @property
     def data(self) -> MemoryPointer:
@@ -63,7 +67,9 @@ class ndarray:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """What others go by, MPI for one, which knows nothing of streams: all that was started must be done."""
-        assert not get_current_stream().busy, "the stream was not synchronised before the array was handed out"
+        assert not get_current_stream().busy, (
+            "the stream was not synchronised before the array was handed out"
+        )
         strides = None if self._hidden.flags.c_contiguous else self.strides
         return {
             "shape": self.shape,
@@ -75,14 +81,22 @@ class ndarray:
         }
 
     def __array__(self, *args: Any, **how: Any) -> Any:
-        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. Please use `.get()`"
+        )
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 0
 
     # To the host and back
 
-    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> Any:
+    def get(
+        self,
+        stream: Any = None,
+        order: str = "C",
+        out: Any = None,
+        blocking: bool = True,
+    ) -> Any:
         if self.size:
             waited("get")
         if out is None:
@@ -135,7 +149,8 @@ class ndarray:
             waited("a mask as an index")
         hidden = self._hidden if isinstance(key, slice) else self._ready()
         part = hidden[_index(key)]
-        return ndarray._of(part) if isinstance(key, slice) else wrapped(part, "getitem")  # a view: nothing to do
+        # a view: nothing to do
+        return ndarray._of(part) if isinstance(key, slice) else wrapped(part, "getitem")
 
     def __setitem__(self, key: Any, value: Any) -> None:
         part = self._hidden[_index(key)] if isinstance(key, slice) else None
@@ -144,7 +159,9 @@ class ndarray:
             ran("setitem")
 
     def view(self, dtype: Any = None) -> "ndarray":
-        return ndarray._of(self._hidden.view() if dtype is None else self._hidden.view(dtype))
+        return ndarray._of(
+            self._hidden.view() if dtype is None else self._hidden.view(dtype)
+        )
 
     def reshape(self, *shape: Any, order: str = "C", copy: Any = None) -> "ndarray":
         return wrapped(self._hidden.reshape(*shape), "reshape")
@@ -152,7 +169,14 @@ class ndarray:
     def ravel(self, order: str = "C") -> "ndarray":
         return wrapped(self._hidden.ravel(), "ravel")
 
-    def astype(self, dtype: Any, order: str = "K", casting: Any = None, subok: Any = None, copy: bool = True) -> Any:
+    def astype(
+        self,
+        dtype: Any,
+        order: str = "K",
+        casting: Any = None,
+        subok: Any = None,
+        copy: bool = True,
+    ) -> Any:
         if not copy and np.dtype(dtype) == self.dtype:
             return self
         with np.errstate(all="ignore"):
@@ -230,7 +254,10 @@ def wrapped(value: Any, name: str | None) -> Any:
     """
     _ran()
     if isinstance(value, tuple | list):
-        parts = [wrapped(each, name if i == 0 else None) for i, each in enumerate(value)]  # of one operation
+        # of one operation
+        parts = [
+            wrapped(each, name if i == 0 else None) for i, each in enumerate(value)
+        ]
         return tuple(parts) if isinstance(value, tuple) else parts
     if isinstance(value, np.generic):
         value = np.asarray(value)
@@ -258,7 +285,9 @@ def _method(name: str) -> Any:
         if name == "nonzero":
             waited(name)
         with np.errstate(all="ignore"):
-            found = getattr(self._ready(), name)(*map(plain, args), **{k: plain(v) for k, v in how.items()})
+            found = getattr(self._ready(), name)(
+                *map(plain, args), **{k: plain(v) for k, v in how.items()}
+            )
         return wrapped(found, name)
 
     return method

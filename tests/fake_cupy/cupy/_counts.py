@@ -10,7 +10,8 @@ uploads           copies of host memory that is not pinned to the device
 from collections import Counter
 
 counts: Counter[str] = Counter()
-names: list[str] = []  # of everything that was counted, in order: what a test that fails prints
+# of everything that was counted, in order: what a test that fails prints
+names: list[str] = []
 
 
 def count(kind: str, name: str) -> None:

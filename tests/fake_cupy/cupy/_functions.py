@@ -20,14 +20,18 @@ _COMPUTING = (
     "true_divide vdot vstack hstack where zeros_like moveaxis count_nonzero left_shift bitwise_or bitwise_xor "
     "array_split roll less_equal greater_equal power remainder"
 ).split()
-_WAITING = "flatnonzero nonzero unique".split()  # the size of what they return depends on data
+# the size of what they return depends on data
+_WAITING = "flatnonzero nonzero unique".split()
 _UNCHANGED = "empty empty_like".split()  # they leave memory as it is
 
 
 def _creating(name: str) -> Callable[..., ndarray]:
     def create(*args: Any, **how: Any) -> ndarray:
         how.pop("like", None)
-        return wrapped(getattr(np, name)(*map(plain, args), **how), None if name in _UNCHANGED else name)
+        return wrapped(
+            getattr(np, name)(*map(plain, args), **how),
+            None if name in _UNCHANGED else name,
+        )
 
     return create
 
@@ -36,14 +40,21 @@ def _computing(name: str) -> Callable[..., Any]:
     function = getattr(np, name)
 
     def compute(*args: Any, **how: Any) -> Any:
-        if name == "repeat" and isinstance(args[1] if len(args) > 1 else how["repeats"], ndarray | np.ndarray):
+        if name == "repeat" and isinstance(
+            args[1] if len(args) > 1 else how["repeats"], ndarray | np.ndarray
+        ):
             raise TypeError("CuPy's repeat takes no array of counts")
         if name in _WAITING:
             waited(name)
         out = how.get("out")
-        given = [list(arg) if name in ("split", "array_split") and i == 1 else plain(arg) for i, arg in enumerate(args)]
+        given = [
+            list(arg) if name in ("split", "array_split") and i == 1 else plain(arg)
+            for i, arg in enumerate(args)
+        ]
         with np.errstate(all="ignore"):
-            result = function(*given, **{key: plain(value) for key, value in how.items()})
+            result = function(
+                *given, **{key: plain(value) for key, value in how.items()}
+            )
         if out is not None:
             ran(name)
             return out
@@ -61,7 +72,9 @@ for _name in _COMPUTING:
 def array(obj: Any, dtype: Any = None, copy: bool = True, order: str = "K") -> ndarray:
     if not isinstance(obj, ndarray):
         count("uploads", "array")
-    return wrapped(np.array(_given(obj), dtype), "array" if isinstance(obj, ndarray) else None)
+    return wrapped(
+        np.array(_given(obj), dtype), "array" if isinstance(obj, ndarray) else None
+    )
 
 
 def asarray(a: Any, dtype: Any = None) -> ndarray:
@@ -69,7 +82,9 @@ def asarray(a: Any, dtype: Any = None) -> ndarray:
     if isinstance(a, ndarray) and (dtype is None or a.dtype == dtype):
         return a
     if hasattr(a, "__cuda_array_interface__") and not isinstance(a, ndarray):
-        return wrapped(a._fake._hidden.astype(dtype or a._fake.dtype, copy=False), "astype")
+        return wrapped(
+            a._fake._hidden.astype(dtype or a._fake.dtype, copy=False), "astype"
+        )
     return array(a, dtype)
 
 
@@ -79,14 +94,27 @@ def _given(obj: Any) -> Any:
 
 def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
     given = asarray(a, dtype)
-    return given if given._hidden.flags.c_contiguous else wrapped(np.ascontiguousarray(given._ready()), "copy")
+    return (
+        given
+        if given._hidden.flags.c_contiguous
+        else wrapped(np.ascontiguousarray(given._ready()), "copy")
+    )
 
 
-def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True) -> np.ndarray:
+def asnumpy(
+    a: Any,
+    stream: Any = None,
+    order: str = "C",
+    out: Any = None,
+    *,
+    blocking: bool = True,
+) -> np.ndarray:
     return a.get() if isinstance(a, ndarray) else np.asarray(a)
 
 
-def copyto(dst: ndarray, src: Any, casting: str = "same_kind", where: Any = None) -> None:
+def copyto(
+    dst: ndarray, src: Any, casting: str = "same_kind", where: Any = None
+) -> None:
     np.copyto(dst._ready(), plain(src), casting=casting)
     ran("copyto")
 
@@ -102,7 +130,16 @@ def get_array_module(*args: Any) -> Any:
     return cupy if any(isinstance(arg, ndarray) for arg in args) else np
 
 
-__all__ = [*_CREATING, *_COMPUTING, "array", "asarray", "ascontiguousarray", "asnumpy", "copyto", "from_dlpack"]
+__all__ = [
+    *_CREATING,
+    *_COMPUTING,
+    "array",
+    "asarray",
+    "ascontiguousarray",
+    "asnumpy",
+    "copyto",
+    "from_dlpack",
+]
 __all__ += ["get_array_module"]
 for _name in __all__:
     globals()[_name] = checked(_name, globals()[_name])

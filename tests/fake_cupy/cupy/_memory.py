@@ -14,7 +14,14 @@ POISON = 0xA5
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _PROT_NONE, _NORESERVE = 0, 0x4000
 
 
@@ -31,7 +38,11 @@ class Arena:
 
     def __init__(self) -> None:
         self.base = _reserve(mmap.PROT_READ | mmap.PROT_WRITE)
-        self.shown = self.base if os.environ.get("MPICOMP_FAKE_VISIBLE") == "1" else _reserve(_PROT_NONE)
+        self.shown = (
+            self.base
+            if os.environ.get("MPICOMP_FAKE_VISIBLE") == "1"
+            else _reserve(_PROT_NONE)
+        )
         self._next = 0
         self._free: dict[int, list[int]] = defaultdict(list)
 
@@ -57,7 +68,9 @@ class Arena:
 
     def hidden(self, pointer: int) -> int:
         """Return where the memory behind a device's pointer really is."""
-        assert self.shown <= pointer <= self.shown + SIZE, f"{pointer:#x} is no pointer of the fake device"
+        assert self.shown <= pointer <= self.shown + SIZE, (
+            f"{pointer:#x} is no pointer of the fake device"
+        )
         return pointer - self.shown + self.base
 
     def shown_at(self, address: int) -> int:
@@ -72,7 +85,9 @@ class Memory:
 
     def bytes(self) -> np.ndarray:
         """Return the block as a NumPy array that keeps it alive."""
-        buffer = (ctypes.c_uint8 * max(self.size, 1)).from_address(self.arena.base + self.offset)
+        buffer = (ctypes.c_uint8 * max(self.size, 1)).from_address(
+            self.arena.base + self.offset
+        )
         buffer.keeps = self  # type: ignore[attr-defined]
         return np.frombuffer(buffer, np.uint8)[: self.size]
 

@@ -17,7 +17,14 @@ from cupy._memory import arena
 class RawModule:
     """Compile at the first use, as CuPy does."""
 
-    def __init__(self, *, code: str, options: Sequence[str] = (), backend: str = "nvrtc", **more: Any) -> None:
+    def __init__(
+        self,
+        *,
+        code: str,
+        options: Sequence[str] = (),
+        backend: str = "nvrtc",
+        **more: Any,
+    ) -> None:
         self._code, self._options = code, tuple(options)
         self._program: Any = None
 
@@ -25,16 +32,30 @@ class RawModule:
         if self._program is None:
             self._program = _emulator().Program(self._code, self._options)
 
-        def launch(grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
+        def launch(
+            grid: Sequence[int],
+            block: Sequence[int],
+            args: Sequence[Any],
+            *,
+            shared_mem: int = 0,
+        ) -> None:
             ran(name)
-            self._program.launch(name, tuple(grid), tuple(block), [_argument(arg) for arg in args], shared_mem)
+            self._program.launch(
+                name,
+                tuple(grid),
+                tuple(block),
+                [_argument(arg) for arg in args],
+                shared_mem,
+            )
 
         return launch
 
 
 @cache
 def _emulator() -> Any:
-    spec = spec_from_file_location("emulator", Path(__file__).parents[2] / "cuda" / "emulator.py")
+    spec = spec_from_file_location(
+        "emulator", Path(__file__).parents[2] / "cuda" / "emulator.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -49,4 +70,6 @@ def _argument(arg: Any) -> Any:
         return ctypes.c_void_p(arena.hidden(arg.data.ptr))
     if isinstance(arg, np.generic):
         return np.ctypeslib.as_ctypes_type(arg.dtype)(arg.item())
-    raise TypeError(f"got {arg!r}: CuPy takes int and float as 64 bits; say which with a NumPy scalar")
+    raise TypeError(
+        f"got {arg!r}: CuPy takes int and float as 64 bits; say which with a NumPy scalar"
+    )

@@ -9,7 +9,10 @@ from typing import Any
 
 _TABLE = json.loads((Path(__file__).parents[1] / "signatures.json").read_text())
 _OWN = "FAKE", "surface"  # what CuPy does not have
-_OF_PYTHON = {*dir(object), *"__module__ __dict__ __weakref__ __annotations__ __doc__".split()}
+_OF_PYTHON = {
+    *dir(object),
+    *"__module__ __dict__ __weakref__ __annotations__ __doc__".split(),
+}
 
 
 def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +52,9 @@ def surface() -> Iterator[str]:
     classes = ("Stream", "Event", "Device", "MemoryPointer")
     for place, owner in (("cuda", cupy.cuda), ("cuda.runtime", cupy.cuda.runtime)):
         for name, value in vars(owner).items():
-            ours = getattr(value, "__module__", "cupy.cuda") == "cupy.cuda" and not inspect.ismodule(value)
+            ours = getattr(
+                value, "__module__", "cupy.cuda"
+            ) == "cupy.cuda" and not inspect.ismodule(value)
             if ours and not name.startswith("_") and name not in classes:
                 yield f"{place}.{name}"
     for place, owner in [("ndarray", cupy.ndarray), ("RawModule", cupy.RawModule)] + [
@@ -57,5 +62,7 @@ def surface() -> Iterator[str]:
     ]:
         yield place
         for name in vars(owner):
-            if not name.startswith("_") or (name.startswith("__") and name not in _OF_PYTHON | {"__init__"}):
+            if not name.startswith("_") or (
+                name.startswith("__") and name not in _OF_PYTHON | {"__init__"}
+            ):
                 yield f"{place}.{name}"

@@ -57,7 +57,12 @@ class Stream:
 class Event:
     """A place in a stream."""
 
-    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self,
+        block: bool = False,
+        disable_timing: bool = False,
+        interprocess: bool = False,
+    ) -> None:
         self._stream: Stream | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -104,7 +109,8 @@ class Device:
 def alloc_pinned_memory(size: int) -> Any:
     """Return memory that the device copies to and from by itself: it speaks the buffer protocol, and has `ptr`.
 
-    Let go, it is handed out again at once, as by CuPy's pool: whoever still copies from it finds poison.
+    Let go, it is handed out again at once, as by CuPy's pool: whoever still copies from
+    it finds poison.
     """
     size = max(size, 1)
     room = _pool[size].pop() if _pool[size] else (ctypes.c_uint8 * size)()
@@ -130,16 +136,24 @@ class MemoryPointer:
         self._owner, self._address, self.ptr = owner, address, shown
         self.mem, self.device_id = owner, 0
 
-    def copy_to_host_async(self, mem: Any, size: int, stream: Stream | None = None) -> None:
+    def copy_to_host_async(
+        self, mem: Any, size: int, stream: Stream | None = None
+    ) -> None:
         self._copy(_address(mem), self._address, size, mem, stream)
 
-    def copy_from_host_async(self, mem: Any, size: int, stream: Stream | None = None) -> None:
+    def copy_from_host_async(
+        self, mem: Any, size: int, stream: Stream | None = None
+    ) -> None:
         self._copy(self._address, _address(mem), size, mem, stream)
 
-    def _copy(self, to: int, source: int, size: int, mem: Any, stream: Stream | None) -> None:
+    def _copy(
+        self, to: int, source: int, size: int, mem: Any, stream: Stream | None
+    ) -> None:
         keep = self._owner, mem
         count("launches", "copy to or from pinned memory")
-        (stream or get_current_stream())._submit(lambda keep=keep: ctypes.memmove(to, source, size) and None)
+        (stream or get_current_stream())._submit(
+            lambda keep=keep: ctypes.memmove(to, source, size) and None
+        )
 
 
 def _address(mem: Any) -> int:
@@ -155,7 +169,10 @@ runtime = SimpleNamespace(
     getDevice=lambda: 0,
     driverGetVersion=lambda: 0,
     runtimeGetVersion=lambda: 0,
-    getDeviceProperties=lambda device: {"name": b"fake device", "multiProcessorCount": 4},
+    getDeviceProperties=lambda device: {
+        "name": b"fake device",
+        "multiProcessorCount": 4,
+    },
     CUDARuntimeError=RuntimeError,
 )
 for _class in (Stream, Event, Device, MemoryPointer):
