@@ -25,8 +25,8 @@ import sys
 from functools import partial
 from typing import Any
 
-from collectives.choice.formulas import Case
-from collectives.choice.links import NETWORKS
+from collectives.planning.formulas import Case
+from collectives.planning.links import NETWORKS
 from mpicomp_bench.bench.choice import near_best
 from mpicomp_bench.explain import explained
 from mpicomp_bench.methods import METHODS

@@ -4,7 +4,7 @@
     python benchmarks/fit_choice.py               # needs scipy
 
 Bits of values are means over encoded vectors. The predicted seconds of
-`collectives.choice` are fitted to logarithms of the measured ones, with independent
+`collectives.planning.choice` are fitted to logarithms of the measured ones, with independent
 supports; a constant is kept near that of the code where the times say little of it.
 """
 
@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from collectives.choice import formulas, links, predicted
-from collectives.choice.formulas import Case
-from collectives.choice.links import Links
+from collectives.planning import formulas, links
+from collectives.planning.choice import predicted
+from collectives.planning.formulas import Case
+from collectives.planning.links import Links
 from mpicomp import SparseVector, TopK
 from mpicomp.codec import smallest
 from mpicomp.compressors.quantised import quantise

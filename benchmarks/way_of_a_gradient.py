@@ -48,10 +48,10 @@ from mpi4py import MPI
 import collectives
 import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce
-from collectives.agreement import all_or_none
-from collectives.collective import Collective
-from collectives.exchange.reduction import Received
-from collectives.exchange.step import Finished, Started, Step
+from collectives.agreement.all_or_none import all_or_none
+from collectives.runtime.collective import Collective
+from collectives.training.reduction import Received
+from collectives.training.step import Finished, Started, Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
 from mpicomp.bucket import Compressed
 

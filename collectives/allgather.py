@@ -11,7 +11,7 @@ sizes, so no round exchanges them, and several parts are sent as one message.
 
 from typing import TYPE_CHECKING, Literal
 
-from collectives.collective import Call, Codec, collective
+from collectives.runtime.collective import Call, Codec, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector

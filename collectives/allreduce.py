@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from collectives.choice import algorithm_for
-from collectives.choice.formulas import LONG_NBYTES
-from collectives.collective import Call, Codec, collective
-from collectives.metadata import Metadata, exchange_metadata, is_short
-from collectives.partition import equal_bounds
-from collectives.patterns import add, doubling
+from collectives.agreement.metadata import Metadata, exchange_metadata, is_short
+from collectives.agreement.votes import gather_votes
+from collectives.planning.choice import algorithm_for
+from collectives.planning.formulas import LONG_NBYTES
+from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import scatter, sum_of_share
+from collectives.runtime.collective import Call, Codec, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from collectives.votes import gather_votes
+from collectives.runtime.patterns import add, doubling
 from mpicomp.arrays import Array, kernels_for, on_device, to_device_of, to_numpy
 from mpicomp.codec import encoded_nbytes
 from mpicomp.vector import SparseVector, add_up, count_up, join
@@ -61,8 +61,8 @@ def sparse_allreduce(
     number of entries, also none. algorithm: "allgather", "recursive_doubling",
     "split_allgather", or "dense_mpi": MPI's own allreduce of the filled vector, which
     adds in MPI's order (see `dense_allreduce`); for several ranks on a node
-    "node_lanes"; or "auto", the fastest one by the formulas of `collectives.choice`.
-    votes: also count the ranks that contribute each entry (`collectives.votes`); the
+    "node_lanes"; or "auto", the fastest one by the formulas of `collectives.planning.choice`.
+    votes: also count the ranks that contribute each entry (`collectives.agreement.votes`); the
     same on all ranks.
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm.

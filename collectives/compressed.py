@@ -16,10 +16,10 @@ owner. A rank may contribute all entries of its own share, which it does not sen
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from collectives.collective import Call, Codec, collective
 from collectives.gtopk import Result, numbers, result_and_rejected
-from collectives.partition import equal_bounds
+from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import sum_of_share
+from collectives.runtime.collective import Call, Codec, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import read_only

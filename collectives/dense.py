@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.collective import Call, collective
 from collectives.runtime import staging
+from collectives.runtime.collective import Call, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import like, namespace, on_device, to_array

@@ -22,10 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from collectives.choice import algorithm_for
-from collectives.collective import Call, Codec, collective, sound
-from collectives.partition import cut, equal_bounds, likely
-from collectives.patterns import (
+from collectives.planning.choice import algorithm_for
+from collectives.planning.partition import cut, equal_bounds, likely
+from collectives.reduce_scatter import scatter
+from collectives.runtime.collective import Call, Codec, collective, sound
+from collectives.runtime.group import Group, Part
+from collectives.runtime.messages import Steps
+from collectives.runtime.patterns import (
     Combine,
     add,
     compare_by_doubling,
@@ -33,9 +36,6 @@ from collectives.patterns import (
     hand_down,
     reduce_up,
 )
-from collectives.reduce_scatter import scatter
-from collectives.runtime.group import Group, Part
-from collectives.runtime.messages import Steps
 from mpicomp.vector import (
     SparseVector,
     add_up,
@@ -80,7 +80,7 @@ def gtopk_allreduce(
     "recursive_doubling", "tree" (as published; "auto" never takes it), or one that
     returns the exact k largest of the sum: "exact", which sends the least, or
     "node_leaders", for several ranks on each of several nodes. "auto" takes the fastest
-    (`collectives.choice`), exact or not; without k it assumes a thousandth of the
+    (`collectives.planning.choice`), exact or not; without k it assumes a thousandth of the
     length.
 
     Returns (result, rejected). result: at most k entries in the order of their indices,

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from collectives.exchange import GradientExchange
+from collectives.training import GradientExchange
 
 
 def exchange_pytree(exchange: GradientExchange, gradients: Any) -> Any:

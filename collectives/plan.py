@@ -10,8 +10,8 @@ from hashlib import blake2b
 from typing import Any
 
 from collectives.allreduce import sparse_allreduce
-from collectives.collective import Call, collective, on_every_rank
 from collectives.dense import mpi, outlined
+from collectives.runtime.collective import Call, collective, on_every_rank
 from collectives.runtime.engine import Request
 from mpicomp.arrays import like, read_only, to_array, to_numpy
 from mpicomp.vector import SparseVector

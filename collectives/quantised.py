@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from collectives.choice import algorithm_for
-from collectives.collective import Call, collective
-from collectives.patterns import compare_by_doubling
+from collectives.planning.choice import algorithm_for
+from collectives.runtime.collective import Call, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import LINE, Steps
+from collectives.runtime.patterns import compare_by_doubling
 from mpicomp.arrays import (
     Array,
     check_apart,
@@ -76,7 +76,7 @@ def quantised_allreduce(
     consecutive values with one scale, a power of two from 32 to 65536; both the same on
     all ranks (docs/collectives.md describes levels and scales). algorithm: "direct";
     "node_lanes", for several ranks on each of several nodes, which does not round
-    inside a node; or "auto", which chooses by `collectives.choice`.
+    inside a node; or "auto", which chooses by `collectives.planning.choice`.
 
     out: two C-contiguous arrays of the size and dtype of `array`, of which the second
     may be `array` itself: they are written to and returned, which saves the time to map
@@ -177,7 +177,7 @@ def decoded(parts: Sequence[FewBits], out: Result) -> Result:
 def auto(
     vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result
 ) -> Steps[Result]:
-    """Run the algorithm that `collectives.choice` takes for length and bits."""
+    """Run the algorithm that `collectives.planning.choice` takes for length and bits."""
     name = algorithm_for("quantised_allreduce", vector, group, vector.length, bits=bits)
     run = quantised_allreduce.algorithms[name]
     result: Result = yield from run(

@@ -13,8 +13,8 @@ with their sizes in the headers.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from collectives.collective import Call, Codec, collective, sound
-from collectives.partition import Bounds, cut, equal_bounds, given_bounds
+from collectives.planning.partition import Bounds, cut, equal_bounds, given_bounds
+from collectives.runtime.collective import Call, Codec, collective, sound
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up

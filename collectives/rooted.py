@@ -10,10 +10,10 @@ mismatch raises everywhere.
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from collectives.collective import Call, Codec, collective
-from collectives.patterns import add, hand_down, reduce_up
+from collectives.runtime.collective import Call, Codec, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
+from collectives.runtime.patterns import add, hand_down, reduce_up
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ needs for the progress of one dense step with the same optimiser, the mean over 
 models of the simulation of benchmarks/every_step; fewer than one count as one, as a
 lead on small models is no reason to expect it on others. Compression: seconds measured
 on one core, counted in reads of the vector at `MEMORY`, at the memory rate of a rank.
-Messages: by the formulas of algorithm="auto" (`collectives.choice`), which add and copy
+Messages: by the formulas of algorithm="auto" (`collectives.planning.choice`), which add and copy
 inside a node at that rate as well. Nothing overlaps; for PyTorch's own methods
 `overlapped` is the least time if their sums are hidden behind the backward pass.
 """
@@ -17,9 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.choice import choose, constants_of, predicted
-from collectives.choice.formulas import Case, dense_mpi, upper
-from collectives.choice.links import NETWORKS, Links, seconds
+from collectives.planning.choice import choose, constants_of, predicted
+from collectives.planning.formulas import Case, dense_mpi, upper
+from collectives.planning.links import NETWORKS, Links, seconds
 from mpicomp_bench import recipes
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import outer_settings

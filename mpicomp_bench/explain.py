@@ -9,10 +9,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from collectives.choice import choose, constants_of, formulas, predicted
-from collectives.choice.formulas import Case, upper
-from collectives.choice.links import NETWORKS, Cost, Links, links_of, seconds
-from collectives.collective import COLLECTIVES, Collective
+from collectives.planning import formulas
+from collectives.planning.choice import choose, constants_of, predicted
+from collectives.planning.formulas import Case, upper
+from collectives.planning.links import NETWORKS, Cost, Links, links_of, seconds
+from collectives.runtime.collective import COLLECTIVES, Collective
 from mpicomp.vector import MAX_LENGTH, SparseVector
 from mpicomp_bench import answer
 from mpicomp_bench.advice import MEMORY, Training

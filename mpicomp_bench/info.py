@@ -7,10 +7,10 @@ import platform
 from importlib import metadata
 from typing import Any, TextIO
 
-from collectives.faults import ulfm
-from collectives.first_call import missing_probes
-from collectives.launcher import singleton_warning
+from collectives.agreement import ulfm
+from collectives.agreement.first_call import missing_probes
 from collectives.runtime import cuda_aware
+from collectives.runtime.launcher import singleton_warning
 from mpicomp.kernels.host.bits import cache_folder
 
 EXAMPLES = """

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.choice.links import NETWORKS, Links
+from collectives.planning.links import NETWORKS, Links
+from collectives.planning.schedule import group_sizes
 from collectives.runtime.group import Group
 from collectives.runtime.link import Traffic, Turn
 from collectives.runtime.messages import LINE, Steps
-from collectives.schedule import group_sizes
 from mpicomp.arrays import Buffer
 
 

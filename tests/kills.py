@@ -200,7 +200,7 @@ class Worker:
         return came
 
     def until_a_rank_dies(self):
-        from collectives.faults import ulfm
+        from collectives.agreement import ulfm
         from mpicomp import RankFailedError
 
         end = time.monotonic() + START

@@ -114,7 +114,7 @@ def run(case, name):
 
 
 def command(case, name, folder):
-    from collectives.faults import ulfm
+    from collectives.agreement import ulfm
 
     flags = (
         "--with-ft ulfm --mca mpi_ft_detector true"

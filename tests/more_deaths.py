@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import GradientExchange
-from collectives.faults import recovery
+from collectives.agreement import recovery
 from mpicomp import ErrorFeedback, RankFailedError, TopK
 
 

@@ -2,7 +2,7 @@
 
     mpirun --with-ft ulfm -n 4 python -m mpi4py tests/stragglers.py
 
-Without the rounds of `collectives.faults.recovery` the first of these waits for ever in
+Without the rounds of `collectives.agreement.recovery` the first of these waits for ever in
 MPI's Shrink, every time.
 """
 

@@ -9,7 +9,7 @@ import pytest
 from commands import written
 from mpi4py import MPI
 
-from collectives.collective import COLLECTIVES
+from collectives.runtime.collective import COLLECTIVES
 from mpicomp import SIDCo
 from mpicomp_bench.bench import choice
 from mpicomp_bench.bench.collective import (

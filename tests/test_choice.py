@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from collectives import allreduce, gtopk_allreduce, reduce_scatter, sparse_allreduce
-from collectives.choice import choose, formulas
-from collectives.choice.formulas import FORMULAS, Case, split
-from collectives.choice.links import NETWORKS, Links, links_of, rounded, seconds
-from collectives.metadata import Metadata
+from collectives.agreement.metadata import Metadata
+from collectives.planning import formulas
+from collectives.planning.choice import choose
+from collectives.planning.formulas import FORMULAS, Case, split
+from collectives.planning.links import NETWORKS, Links, links_of, rounded, seconds
 from collectives.runtime.group import Group
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS

@@ -14,7 +14,8 @@ from commands import PARSER, SUBCOMMANDS, left
 from jobs import python
 from mpi4py import MPI
 
-from collectives import GradientExchange, launcher
+from collectives import GradientExchange
+from collectives.runtime import launcher
 from mpicomp import TopK
 from mpicomp_bench import files, info, main
 from mpicomp_bench.options import WIDTH, above_zero, not_negative, positive, share

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from collectives import gtopk_allreduce, quantised_allreduce
-from collectives.choice.formulas import FORMULAS, ON_NODES
-from collectives.choice.links import NETWORKS, links_of
+from collectives.planning.formulas import FORMULAS, ON_NODES
+from collectives.planning.links import NETWORKS, links_of
 from mpicomp import SparseVector
 from mpicomp_bench import advice, main
 from mpicomp_bench.explain import FEW_BITS, HALVED, PASSES

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from collectives.faults.state import Faults, disagreement, named_ranks, report
+from collectives.agreement.state import Faults, disagreement, named_ranks, report
 from mpicomp import (
     CollectiveError,
     CollectiveTimeoutError,

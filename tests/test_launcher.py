@@ -5,7 +5,7 @@ import json
 import pytest
 from jobs import environment, mpirun, python
 
-from collectives.launcher import torchrun_variables
+from collectives.runtime.launcher import torchrun_variables
 
 SHOW = """
 import json, os, sys

@@ -24,8 +24,8 @@ from commands import SUBCOMMANDS
 
 import collectives
 import mpicomp
-from collectives.collective import COLLECTIVES
-from collectives.exchange.step import Step
+from collectives.runtime.collective import COLLECTIVES
+from collectives.training.step import Step
 from mpicomp import checking
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -68,7 +68,7 @@ OWN = {  # what the blocks of a page need beside the common names
     "architecture.md": """
 from collections.abc import Sequence
 from mpicomp.bucket import Bucket
-from collectives.patterns import butterfly
+from collectives.runtime.patterns import butterfly
 from mpicomp.vector import add_up, merge, top_k
 """
 }

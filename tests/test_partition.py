@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sparse_vectors
 
-from collectives.partition import (
+from collectives.planning.partition import (
     balanced_bounds,
     cut,
     equal_bounds,

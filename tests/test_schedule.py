@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from collectives.schedule import (
+from collectives.planning.schedule import (
     butterfly,
     core_size,
     dissemination,

@@ -18,8 +18,8 @@ from collectives import (
     rooted,
     sparse_allreduce,
 )
-from collectives.faults.notification import run_or_notify
-from collectives.partition import likely
+from collectives.agreement.notification import run_or_notify
+from collectives.planning.partition import likely
 from collectives.runtime.group import Group
 from mpicomp import CollectiveError, SparseVector, TopK, quantise
 from mpicomp_bench.network import Network

@@ -19,8 +19,8 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from collectives.faults import deadline, ulfm
-from collectives.faults.state import Faults
+from collectives.agreement import deadline, ulfm
+from collectives.agreement.state import Faults
 from collectives.runtime.group import Group, Notifications
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives import schedule
+from collectives.planning import schedule
 from collectives.runtime import staging
 from collectives.runtime.link import Link, Turn
 from collectives.runtime.messages import LINE, Arrival, Pending, Sending, Steps

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from numpy.typing import NDArray
 
-from collectives.faults.state import Faults
+from collectives.agreement.state import Faults
+from collectives.planning.schedule import group_sizes
 from collectives.runtime import messages, staging
 from collectives.runtime.messages import Arrival, Sending, mpi, notice_tag, send_size
-from collectives.schedule import group_sizes
 from mpicomp.arrays import Buffer, on_device
 
 if TYPE_CHECKING:

@@ -188,7 +188,7 @@ class Arrival:
 
 
 def notice_tag(comm: "MPI.Comm") -> int:
-    """Return the highest tag, which is of notices (`collectives.faults.deadline`): MPI promises at least 32767."""
+    """Return the highest tag, which is of notices (`collectives.agreement.deadline`): MPI promises at least 32767."""
     return int(comm.Get_attr(mpi().TAG_UB) or 32767)
 
 

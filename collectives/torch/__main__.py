@@ -4,7 +4,7 @@
     srun python -m collectives.torch -m package.train --epochs 3
 
 Sets the environment variables that torchrun sets
-(`collectives.launcher.torchrun_variables`), and runs the script as `python -m mpi4py`
+(`collectives.runtime.launcher.torchrun_variables`), and runs the script as `python -m mpi4py`
 does: an exception on one rank ends the job. It initialises MPI and does not import
 torch; the script calls `torch.distributed.init_process_group` as under torchrun. A
 process group that is left when the script ends is destroyed, before the interpreter and
@@ -29,9 +29,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import run
 
-from collectives.faults import ulfm
-from collectives.faults.state import named_ranks
-from collectives.launcher import master_address, singleton_warning, torchrun_variables
+from collectives.agreement import ulfm
+from collectives.agreement.state import named_ranks
+from collectives.runtime.launcher import (
+    master_address,
+    singleton_warning,
+    torchrun_variables,
+)
 from collectives.runtime.messages import mpi
 from collectives.runtime.waiting import TIMEOUT, initial_timeout
 

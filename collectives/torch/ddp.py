@@ -24,9 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.agreement import gather_results
-from collectives.exchange import GradientExchange
-from collectives.exchange.reduction import SIGN
+from collectives.agreement.all_or_none import gather_results
 from collectives.torch.common import (
     Handle,
     ModelParameters,
@@ -39,6 +37,8 @@ from collectives.torch.common import (
     some,
 )
 from collectives.torch.start import check_launcher
+from collectives.training import GradientExchange
+from collectives.training.reduction import SIGN
 from mpicomp.settings import to_number
 
 

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from collectives.agreement import check_same, gather_results
-from collectives.exchange import GradientExchange
+from collectives.agreement.all_or_none import check_same, gather_results
 from collectives.torch.common import (
     Handle,
     ModelParameters,
@@ -36,6 +35,7 @@ from collectives.torch.common import (
     trainable,
 )
 from collectives.torch.start import check_launcher
+from collectives.training import GradientExchange
 
 
 def attach_fsdp(

@@ -8,9 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.agreement import check_same, gather_objects, gather_results
-from collectives.exchange import GradientExchange
-from collectives.outer import OuterLoop
+from collectives.agreement.all_or_none import check_same, gather_objects, gather_results
 from collectives.torch.common import (
     ModelParameters,
     check_exchange,
@@ -20,6 +18,8 @@ from collectives.torch.common import (
 )
 from collectives.torch.fsdp import check_fsdp
 from collectives.torch.start import check_launcher
+from collectives.training import GradientExchange
+from collectives.training.outer import OuterLoop
 
 
 def outer_loop(

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from collectives.agreement import gather_results
-from collectives.launcher import master_address, torchrun_warning
+from collectives.agreement.all_or_none import gather_results
+from collectives.runtime.launcher import master_address, torchrun_warning
 
 
 def init_process_group(comm: Any, backend: str = "gloo") -> None:

@@ -12,33 +12,37 @@ from pathlib import Path
 FLOORS = [  # modules by the beginning of their names; the longest one that fits counts
     ["mpicomp_bench"],
     ["collectives.torch", "collectives.jax"],
-    ["collectives.averaging", "collectives.outer", "collectives.exchange", "collectives.faults.ledger"],
-    ["collectives.gtopk", "collectives.allreduce", "collectives.allgather", "collectives.reduce_scatter",
-     "collectives.rooted", "collectives.dense", "collectives.compressed", "collectives.quantised", "collectives.plan",
-     "collectives.agreement", "collectives.metadata", "collectives.votes"],
-    ["collectives.collective", "collectives.first_call", "collectives.choice", "collectives.patterns",
-     "collectives.faults.debug", "collectives.faults.notification", "collectives.faults.recovery"],
-    ["collectives.runtime", "collectives.faults"],
-    ["collectives.faults.state", "collectives.faults.interrupts", "collectives.schedule", "collectives.partition",
-     "collectives.launcher"],
+    ["collectives.training"],
+    ["collectives.gtopk", "collectives.allreduce", "collectives.allgather",
+     "collectives.reduce_scatter", "collectives.rooted", "collectives.dense",
+     "collectives.compressed", "collectives.quantised", "collectives.plan",
+     "collectives.agreement.all_or_none", "collectives.agreement.metadata",
+     "collectives.agreement.votes"],
+    ["collectives.runtime.collective", "collectives.runtime.patterns",
+     "collectives.agreement.first_call", "collectives.agreement.debug",
+     "collectives.agreement.notification", "collectives.agreement.recovery",
+     "collectives.planning.choice"],
+    ["collectives.runtime", "collectives.agreement", "collectives.planning"],
+    ["collectives.agreement.state", "collectives.agreement.interrupts",
+     "collectives.planning.schedule", "collectives.planning.partition",
+     "collectives.runtime.launcher"],
     ["mpicomp"],
 ]  # fmt: skip
 
 BOXES = [  # x, y, width, height, name, contents, colour
     (0, 8.7, 12.4, 1.0, "mpicomp_bench/", "the command: info, bench, explain", "tool"),
-    (0, 7.1, 9.2, 1.2, "collectives/exchange/", "GradientExchange: correct, compress, sum, keep the rest", "ranks"),
+    (0, 7.1, 9.2, 1.2, "collectives/training/", "GradientExchange: correct, compress, sum, keep the rest;\n"
+     "OuterLoop: local steps", "ranks"),
     (0, 5.5, 9.2, 1.2, "collectives/",
-     "gtopk  allreduce  allgather  reduce_scatter  rooted  dense  compressed  quantised  plan\n"
-     "a collective a file;  agreement: of ranks on an object, or a step", "ranks"),
-    (0, 3.9, 4.45, 1.2, "collective.py  choice/", "declares a collective once;\n"
-     'which algorithm "auto" takes', "ranks"),
-    (4.75, 3.9, 4.45, 1.2, "patterns  schedule  partition", "rounds that algorithms share;\n"
-     "peers of each round, owners of shares", "ranks"),
-    (0, 1.9, 9.2, 1.6, "collectives/runtime/", "group: the interface of algorithms to the network\n"
+     "gtopk  allreduce  allgather  reduce_scatter  rooted\ndense  compressed  quantised  plan:  a collective a file",
+     "ranks"),
+    (0, 3.9, 9.2, 1.2, "collectives/planning/", "schedule, partition: peers of each round, owners of shares\n"
+     'choice: which algorithm "auto" takes', "ranks"),
+    (0, 1.9, 9.2, 1.6, "collectives/runtime/", "collective: declares one;  group: the interface to the network\n"
      "engine: drives operations, blocking or in flight\nlink, messages, staging: bytes through MPI", "ranks"),
-    (9.6, 1.9, 2.8, 6.4, "collectives/\nfaults/", "debug, ledger:\nthe debug mode\n\nnotification:\n"
-     "an error on all\nranks, or on none\n\nrecovery, ulfm,\ndeadline: dead and\nabsent ranks\n\n"
-     "state: a pure\nstate machine", "fault"),
+    (9.6, 1.9, 2.8, 6.4, "collectives/\nagreement/", "all_or_none:\na step or an object\n\nmetadata, votes,\n"
+     "first_call:\nthe same calls\n\nnotification,\nrecovery, ulfm,\ndeadline: dead and\nabsent ranks\n\n"
+     "state: a pure\nstate machine\n\ndebug: the debug\nmode", "fault"),
     (0, 0, 12.4, 1.5, "mpicomp/     the computation of one rank: no MPI",
      "feedback: the residual     compressors: array to SparseVector     codec: SparseVector to message\n"
      "vector: merge, top_k     arrays: NumPy, CuPy, DLPack     kernels/host, kernels/device: the hot loops", "rank"),
@@ -46,7 +50,7 @@ BOXES = [  # x, y, width, height, name, contents, colour
 COLOURS = {"tool": "#efe6d8", "ranks": "#dbe7f3", "fault": "#f6dcd8", "rank": "#dcefdc"}
 ARROWS = [  # x, from y, to y
     *((4.6, 8.7, 8.3), (4.6, 7.1, 6.7), (4.6, 1.9, 1.5)),
-    *((2.2, 5.5, 5.1), (7, 5.5, 5.1), (2.2, 3.9, 3.5), (7, 3.9, 3.5)),
+    *((4.6, 5.5, 5.1), (4.6, 3.9, 3.5)),
 ]
 
 # of a gradient: the name, what happens, the file, and whether all ranks take part
@@ -63,11 +67,16 @@ STATIONS = [
     (
         "settle",
         "mean, new residual;\nall that can fail",
-        "collectives/exchange/",
+        "collectives/training/",
         False,
     ),
-    ("agree", "keep the step on\nall ranks or none", "collectives/agreement.py", True),
-    ("commit", "mean to the caller,\nresidual stays", "collectives/exchange/", False),
+    (
+        "agree",
+        "keep the step on\nall ranks or none",
+        "collectives/agreement/",
+        True,
+    ),
+    ("commit", "mean to the caller,\nresidual stays", "collectives/training/", False),
 ]
 
 

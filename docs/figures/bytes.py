@@ -2,7 +2,7 @@
 
     python docs/figures/bytes.py          # needs matplotlib; writes bytes.svg beside this file
 
-The bytes are those of the closed formulas of `collectives.choice`, by which
+The bytes are those of the closed formulas of `collectives.planning.choice`, by which
 algorithm="auto" goes.
 """
 
@@ -14,8 +14,8 @@ from style import target
 sys.path[:0] = [str(Path(__file__).parents[2] / name) for name in ("", "benchmarks")]
 from rendering import draw
 
-from collectives.choice import formulas
-from collectives.choice.formulas import Case
+from collectives.planning import formulas
+from collectives.planning.formulas import Case
 from mpicomp_bench.explain import dense_allreduce
 
 LENGTH, DENSITY = 25_000_000, 0.001

@@ -28,8 +28,8 @@ from losses import SCHEDULED, STEPS, grouped, of, rows_at_best_rate
 from rendering import draw
 from rendering import table as lines_of
 
-from collectives.choice.formulas import Case
-from collectives.choice.links import NETWORKS, Links, links_of
+from collectives.planning.formulas import Case
+from collectives.planning.links import NETWORKS, Links, links_of
 from mpicomp_bench import advice, answer, explain
 
 PAGE = ROOT / "docs" / "choosing.md"

@@ -6,7 +6,7 @@
 
 step.svg is drawn from docs/results/exchange-*.json, compressors.svg from
 compressors.json there, gain.svg and choice.svg from the formulas of
-`collectives.choice` and `mpicomp explain`, rounds.svg from the steps in `ROUNDS`.
+`collectives.planning.choice` and `mpicomp explain`, rounds.svg from the steps in `ROUNDS`.
 """
 
 import json
@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from style import save
 
-from collectives.choice import choose
-from collectives.choice.formulas import Case
-from collectives.choice.links import NETWORKS, Links
-from collectives.metadata import WHOLE_NBYTES
+from collectives.agreement.metadata import WHOLE_NBYTES
+from collectives.planning.choice import choose
+from collectives.planning.formulas import Case
+from collectives.planning.links import NETWORKS, Links
 from mpicomp_bench import explain
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -55,7 +55,7 @@ LATENCY, FRAMES = (
     40e-6,
     1.06,
     # seconds of a message; bytes on the link over those sent: as in
-    # `collectives.choice.links.NETWORKS`
+    # `collectives.planning.links.NETWORKS`
 )
 
 RANKS = [2**power for power in range(1, 11)]

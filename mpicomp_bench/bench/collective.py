@@ -19,8 +19,8 @@ import numpy as np
 
 import collectives
 from collectives import GradientExchange, dense_allreduce, traffic
-from collectives.collective import Collective
-from collectives.first_call import link_of
+from collectives.agreement.first_call import link_of
+from collectives.runtime.collective import Collective
 from mpicomp import SparseVector, TopK
 from mpicomp.arrays import namespace
 from mpicomp.vector import add_up, parted, top_k

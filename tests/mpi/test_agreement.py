@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from collectives import sparse_allreduce, traffic
-from collectives.agreement import all_or_none
+from collectives.agreement.all_or_none import all_or_none
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.errors import NotFiniteError, StepSkippedError
 

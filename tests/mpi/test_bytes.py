@@ -17,8 +17,8 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from collectives.choice.formulas import Case
-from collectives.partition import likely
+from collectives.planning.formulas import Case
+from collectives.planning.partition import likely
 from mpicomp import SparseVector
 
 LENGTH, K = 2_000_000, 4000  # thin enough for plain indices

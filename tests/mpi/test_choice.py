@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce, traffic
+from collectives.agreement.first_call import link_of
 from collectives.allreduce import ALGORITHMS
-from collectives.choice import links
-from collectives.choice.links import agreed_links
-from collectives.first_call import link_of
+from collectives.planning.choice import links
+from collectives.planning.links import agreed_links
 from mpicomp import CollectiveError, SparseVector
 
 LENGTH = 30_000

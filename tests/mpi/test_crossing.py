@@ -12,7 +12,7 @@ from collectives import (
     sparse_iallreduce,
     traffic,
 )
-from collectives.first_call import link_of
+from collectives.agreement.first_call import link_of
 from collectives.runtime import messages
 from mpicomp import DamagedMessageError
 

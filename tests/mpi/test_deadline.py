@@ -23,8 +23,8 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
-from collectives.collective import Call, collective
-from collectives.faults import deadline
+from collectives.agreement import deadline
+from collectives.runtime.collective import Call, collective
 from mpicomp import CollectiveTimeoutError, SparseVector, TopK
 
 TIMEOUT = 0.4

@@ -32,7 +32,7 @@ from collectives import (
     sparse_ireduce,
     sparse_ireduce_scatter,
 )
-from collectives.first_call import link_of
+from collectives.agreement.first_call import link_of
 from collectives.runtime.engine import of_process
 from mpicomp import CollectiveError
 

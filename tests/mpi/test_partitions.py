@@ -22,8 +22,8 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from collectives.first_call import link_of
-from collectives.schedule import group_sizes
+from collectives.agreement.first_call import link_of
+from collectives.planning.schedule import group_sizes
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.vector import add_up
 

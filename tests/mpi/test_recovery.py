@@ -14,8 +14,8 @@ from collectives import (
     sparse_allgather,
     sparse_allreduce,
 )
-from collectives.faults import recovery
-from collectives.faults import ulfm as failure
+from collectives.agreement import recovery
+from collectives.agreement import ulfm as failure
 from mpicomp import (
     CollectiveError,
     CollectiveTimeoutError,

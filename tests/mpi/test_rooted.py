@@ -5,7 +5,7 @@ import pytest
 from cases import LENGTH, PATTERNS, assert_equal, contribution, contributions, window
 
 from collectives import sparse_bcast, sparse_reduce, sparse_reduce_scatter
-from collectives.partition import equal_bounds
+from collectives.planning.partition import equal_bounds
 from mpicomp import CollectiveError, SparseVector
 
 

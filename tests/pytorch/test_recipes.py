@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from collectives import GradientExchange  # noqa: E402
-from collectives.choice.links import links_of  # noqa: E402
+from collectives.planning.links import links_of  # noqa: E402
 from collectives.torch import attach, attach_fsdp  # noqa: E402
 from mpicomp import Dense, NoFeedback, TopK  # noqa: E402
 from mpicomp_bench import advice  # noqa: E402

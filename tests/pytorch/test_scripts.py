@@ -44,7 +44,7 @@ def page():
     (script,) = (found for found in blocks(PAGE) if "autocast" in found)
     (changes,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
     changed = script
-    for hunk in changes.split("@@\n"):
+    for hunk in changes.split("collectives.\n"):
         lines = hunk.splitlines(keepends=True)
         before = "".join(line[1:] for line in lines if line[0] in " -")
         assert changed.count(before) == 1, before

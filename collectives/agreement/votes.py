@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.partition import Bounds, cut
+from collectives.planning.partition import Bounds, cut
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import Array, namespace, to_device_of

@@ -10,7 +10,7 @@ message from every rank to every other one, as the exact gTop-k does.
 
 from typing import TypeVar
 
-from collectives.faults.state import disagreement, report
+from collectives.agreement.state import disagreement, report
 from collectives.runtime.group import DisagreementError, Group
 from collectives.runtime.messages import Steps
 from mpicomp.errors import StepSkippedError

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from collectives.partition import Bounds, balanced_bounds, sample
+from collectives.planning.partition import Bounds, balanced_bounds, sample
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy

@@ -18,9 +18,14 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.agreement import all_or_none, check_same, gather_objects, outcome_of
-from collectives.exchange.reduction import CONTRIBUTORS
-from collectives.exchange.step import OPERATION
+from collectives.agreement.all_or_none import (
+    all_or_none,
+    check_same,
+    gather_objects,
+    outcome_of,
+)
+from collectives.training.reduction import CONTRIBUTORS
+from collectives.training.step import OPERATION
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
 from mpicomp.checkpoint import load_whole_state, whole_state

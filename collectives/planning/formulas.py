@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from collectives.choice.links import Cost, Links, seconds
-from collectives.partition import likely
+from collectives.planning.links import Cost, Links, seconds
+from collectives.planning.partition import likely
+from collectives.planning.schedule import core_size
 from collectives.runtime.group import SHORT_NBYTES
 from collectives.runtime.messages import LINE
-from collectives.schedule import core_size
 from mpicomp.vector import index_dtype
 
 # of all other ranks' vectors, from which a round of small messages is no matter
@@ -228,7 +228,7 @@ FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
 
 
 def metadata_cost(case: Case, algorithm: str) -> Cost:
-    """Return the cost of `collectives.metadata` before an algorithm of `sparse_allreduce`.
+    """Return the cost of `collectives.agreement.metadata` before an algorithm of `sparse_allreduce`.
 
     None for two ranks, nor where calls like this one gather the vectors: these are sent
     in the place of the metadata.

@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement import check_same, gather_objects, outcome_of
-from collectives.exchange.layout import Choose, Layout
-from collectives.exchange.reduction import CONTRIBUTORS, SIGN, reduction
-from collectives.exchange.statistics import Statistics, report
-from collectives.exchange.step import OPERATION, Started, Step
-from collectives.faults.interrupts import defer_interrupt
-from collectives.faults.ledger import balance, name_step
+from collectives.agreement.all_or_none import check_same, gather_objects, outcome_of
+from collectives.agreement.interrupts import defer_interrupt
 from collectives.runtime.link import check_communicator
+from collectives.training.layout import Choose, Layout
+from collectives.training.ledger import balance, name_step
+from collectives.training.reduction import CONTRIBUTORS, SIGN, reduction
+from collectives.training.statistics import Statistics, report
+from collectives.training.step import OPERATION, Started, Step
 from mpicomp import checking
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket

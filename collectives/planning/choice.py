@@ -8,8 +8,8 @@ seconds, and the fastest is taken.
 from functools import lru_cache
 from typing import Any
 
-from collectives.choice.formulas import FORMULAS, ON_NODES, Case, metadata_cost, plus
-from collectives.choice.links import Constants, Cost, Links, seconds
+from collectives.planning.formulas import FORMULAS, ON_NODES, Case, metadata_cost, plus
+from collectives.planning.links import Constants, Cost, Links, seconds
 from collectives.runtime.group import Group
 from mpicomp.vector import SparseVector
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.agreement import all_or_none, outcome_of
+from collectives.agreement.all_or_none import all_or_none, outcome_of
 from collectives.compressed import own_share
-from collectives.exchange.reduction import SIGN, Reduction, dense_reduction
-from collectives.exchange.statistics import Statistics
-from collectives.faults.ledger import Audit
 from collectives.runtime import staging
 from collectives.runtime.engine import Request
 from collectives.runtime.link import traffic
+from collectives.training.ledger import Audit
+from collectives.training.reduction import SIGN, Reduction, dense_reduction
+from collectives.training.statistics import Statistics
 from mpicomp.arrays import Array, check_apart, kernels_for
 from mpicomp.bucket import Bucket, Compressed, Mean, write_mean
 from mpicomp.compressors.base import Snapshot, restore

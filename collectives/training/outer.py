@@ -43,10 +43,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement import check_same, gather_results
-from collectives.exchange import GradientExchange
-from collectives.faults.interrupts import defer_interrupt
+from collectives.agreement.all_or_none import check_same, gather_results
+from collectives.agreement.interrupts import defer_interrupt
 from collectives.runtime import staging
+from collectives.training import GradientExchange
 from mpicomp import checking
 from mpicomp.arrays import Array, read_only, to_numpy
 from mpicomp.errors import CheckError, CollectiveError

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.agreement.votes import contributors
 from collectives.allreduce import sparse_allreduce
-from collectives.collective import declared_by, nonblocking_sum, with_votes
 from collectives.compressed import compressed_allreduce
 from collectives.dense import dense_iallreduce
 from collectives.quantised import quantised_allreduce
-from collectives.votes import contributors
+from collectives.runtime.collective import declared_by, nonblocking_sum, with_votes
 from mpicomp.arrays import Array, on_device
 from mpicomp.bucket import Compressed, Mean
 from mpicomp.feedback.base import check_range

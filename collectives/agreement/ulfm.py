@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from collectives.faults.state import Faults
+from collectives.agreement.state import Faults
 from mpicomp.errors import CollectiveError
 
 if TYPE_CHECKING:

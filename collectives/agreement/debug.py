@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from collectives.faults.notification import run_or_notify
-from collectives.faults.state import named_ranks, ranks_by_value
+from collectives.agreement.notification import run_or_notify
+from collectives.agreement.state import named_ranks, ranks_by_value
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
@@ -32,7 +32,7 @@ def checked(
     """Run an operation with the checks of the debug mode; return its result, or raise on all ranks.
 
     contributed: the vector, or the array that MPI sums. promise: see
-    `collectives.collective.collective`.
+    `collectives.runtime.collective.collective`.
     """
     # now: later the caller's frames are gone
     call = [group.signature["operation"], _caller()]

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from collectives.runtime.group import Group, Part
-from collectives.runtime.messages import Steps
-from collectives.schedule import (
+from collectives.planning.schedule import (
     butterfly,
     core_size,
     fold_partner,
     tree_children,
     tree_parent,
 )
+from collectives.runtime.group import Group, Part
+from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, merge
 
 Combine = Callable[[Part, Part, int], Part]

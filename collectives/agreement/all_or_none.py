@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from collectives.collective import NOTHING, Call, collective
-from collectives.faults import recovery, ulfm
+from collectives.agreement import recovery, ulfm
+from collectives.runtime.collective import NOTHING, Call, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.errors import CollectiveError

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.choice.links import agreed_links
-from collectives.faults import ulfm
-from collectives.faults.state import Faults
-from collectives.launcher import torchrun_warning
+from collectives.agreement import ulfm
+from collectives.agreement.state import Faults
+from collectives.planning.links import agreed_links
 from collectives.runtime import cuda_aware, engine, waiting
+from collectives.runtime.launcher import torchrun_warning
 from collectives.runtime.link import (
     LINK,
     Link,

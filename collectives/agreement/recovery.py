@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.faults import ulfm
-from collectives.faults.state import named_ranks
+from collectives.agreement import ulfm
+from collectives.agreement.state import named_ranks
 from collectives.runtime.engine import of_process
 from collectives.runtime.link import attached, link_if_any
 from collectives.runtime.messages import Sending

@@ -27,9 +27,9 @@ from typing import (
     overload,
 )
 
-from collectives.faults import debug
-from collectives.faults.notification import run_or_notify
-from collectives.first_call import link_of
+from collectives.agreement import debug
+from collectives.agreement.first_call import link_of
+from collectives.agreement.notification import run_or_notify
 from collectives.runtime import engine
 from collectives.runtime.engine import Request
 from collectives.runtime.group import Group

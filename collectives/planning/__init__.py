@@ -1,0 +1,1 @@
+"""Who talks to whom, and which algorithm: pure functions of rank, size and figures."""
