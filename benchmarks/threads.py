@@ -36,10 +36,10 @@ def calls(length: int, density: float, seed: int) -> dict[str, Callable[[], Any]
     gradient, residual = (rng.standard_normal(length, np.float32) for _ in range(2))
     out, compressor = np.empty_like(gradient), TopK(density=density)
     adds = partial(
-        compressor.compress_segments,
+        compressor.select,
         out,
         [0, length],
-        summands=(residual, 1.0, [gradient]),
+        (residual, 1.0, [gradient]),
     )
     return {
         f"selection of {density:g}": lambda: compressor.compress(gradient),

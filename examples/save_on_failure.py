@@ -96,11 +96,14 @@ class Training:
             **self.exchange.state_dict(),
         }
 
-    def load(self, state):
-        """Load the arrays that `state` returned."""
-        self.parameters[...] = state.pop("array")
-        self.step = int(state.pop("step"))
-        self.exchange.load_state_dict(state)
+    def load(self, saved):
+        """Load what `state` returned on the ranks that were saved; one that was lost starts without a residual."""
+        shared = next(iter(saved.values()))
+        self.parameters[...] = shared["array"]
+        self.step = int(shared["step"])
+        self.exchange.load_state_dicts(
+            self.comm.size, lambda rank: of_exchange(saved.get(rank))
+        )
 
 
 def continued(training, saved, check):
@@ -118,16 +121,16 @@ def continued(training, saved, check):
         f"ranks {sorted(saved)} saved what a run without a break has after step {max(steps)}",
         same,
     )
-    if mine is None:  # the residual of a rank that was lost is lost with it
-        other = next(iter(saved.values()))
-        mine = training.exchange.state_dict() | {
-            "array": other["array"],
-            "step": other["step"],
-        }
-        for table in [mine[name] for name in mine if name.endswith("/settings")]:
-            # all ranks load states of one step
-            table[table[:, 0] == "steps", 1] = other["step"]
-    training.load(mine)
+    training.load(saved)
+
+
+def of_exchange(state):
+    """Return the part of a saved state that is the exchange's; None without a state."""
+    if state is None:
+        return None
+    return {
+        name: array for name, array in state.items() if name not in ("array", "step")
+    }
 
 
 def main():

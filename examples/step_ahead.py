@@ -23,7 +23,6 @@ import sys
 import numpy as np
 
 from mpicomp import MomentumCorrection, SparseVector, StepAhead, TopK
-from mpicomp.compressors.segments import Outside, Segments
 
 RANKS, ROWS, LENGTH, K = 8, 50, 200, 4
 RATE, MOMENTUM, BATCH, SPREAD = 0.0017, 0.9, 4, 0.262
@@ -74,27 +73,24 @@ class ErrorFeedbackWithMomentum(MomentumCorrection):
 def train(problem, method, steps, *, two_way, batch, seed, period=None):
     """Return the mean excess loss of the last steps, and the error of the virtual iterate."""
     rng, x = np.random.default_rng([seed, 1]), np.zeros(LENGTH)
-    ranks, compressors = (
-        [method() for _ in range(RANKS)],
-        [compressor_of(rank, two_way) for rank in range(RANKS)],
-    )
+    ranks = [method() for _ in range(RANKS)]
     virtual, velocity, excess = x.copy(), np.zeros(LENGTH), []
     for step in range(steps):
         gradients = problem.gradients(
             np.array([rank.ahead(x) for rank in ranks]), rng, batch
         )
-        compressed = [
-            rank.compress(*each)
-            for rank, *each in zip(ranks, gradients, compressors, strict=True)
+        vectors = [
+            compressed(rank, gradient, place, two_way)
+            for place, (rank, gradient) in enumerate(zip(ranks, gradients, strict=True))
         ]
         total = np.zeros(LENGTH)
-        for _, sent in compressed:
+        for _, sent in vectors:
             total[sent.indices] += sent.values
         kept = TopK(k=K).compress(total).to_dense() if two_way else total
         for place, rank in enumerate(ranks):
             rejected = np.zeros(LENGTH)
             rejected[share(place)] = (total - kept)[share(place)]
-            rank.settle(*compressed[place], SparseVector.from_dense(rejected))
+            rank.settle(*vectors[place], SparseVector.from_dense(rejected))
             rank.commit()
         if period and (step + 1) % period == 0:
             average_residuals(ranks)
@@ -111,13 +107,16 @@ def share(rank):
     return slice(LENGTH * rank // RANKS, LENGTH * (rank + 1) // RANKS)
 
 
-def compressor_of(rank, two_way):
-    """Return a rank's compressor; with `two_way` all of its own share, which is not sent, and K entries outside."""
-    if not two_way:
-        return TopK(k=K)
-    return Outside(
-        Segments([None], [0, LENGTH], [TopK(k=K)]), share(rank).start, share(rank).stop
-    )
+def compressed(feedback, gradient, rank, two_way):
+    """Return the vector to send, and what is sent; with `two_way` all of a rank's own share, and K entries outside."""
+    corrected = feedback.correct(gradient)
+    outside = corrected.copy()
+    if two_way:
+        outside[share(rank)] = 0
+    sent = TopK(k=K).compress(outside).to_dense()
+    if two_way:
+        sent[share(rank)] = corrected[share(rank)]
+    return corrected, SparseVector.from_dense(sent)
 
 
 def average_residuals(ranks):

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, adjacent, kernels_for, like, to_values
+from mpicomp.arrays import Array, address, adjacent, kernels_for, like, to_values
 from mpicomp.bases import Basis, runs
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.segments import Outside, Segments
+from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
-from mpicomp.feedback.base import Gradient
 from mpicomp.tensors import ALONE, Tensor
 from mpicomp.vector import SparseVector, split
 
@@ -62,71 +61,71 @@ class Bucket:
         dense: bool = False,
         basis: Basis | None = None,
     ) -> None:
-        self.names, self.tensors, self.feedback, self.dense, self.basis = (
-            names,
-            tensors,
-            feedback,
-            dense,
-            basis,
-        )
+        self.names = names
+        self.tensors = tensors
+        self.feedback = feedback
+        self.dense = dense
+        self.basis = basis
         self.bounds = [0, *accumulate(tensor.size for tensor in tensors)]
         is_alone = list(names) == [ALONE]
         self.edges = [0, self.bounds[-1]] if is_alone else self.bounds
-        self.compressor = Segments(
-            [None] if is_alone else names, self.edges, compressors
-        )
+        shown = [None] if is_alone else names
+        self.selection = Selection(shown, self.edges, compressors)
         self.names_of_tensors = [tensor.name for tensor in tensors]
-        self._coefficients: Array | None = None  # the buffer of a gradient in the basis
+        # of a list of arrays that are one segment, or of coefficients in the basis
+        self._buffer: Array | None = None
 
     @property
     def length(self) -> int:
         """Number of values."""
         return self.bounds[-1]
 
-    def gradient(self, arrays: Mapping[str, Any]) -> Gradient:
-        """Return the gradients, by tensor name, as one vector or its parts, in the basis if there is one.
+    def gradient(self, arrays: Mapping[str, Any]) -> list[Array]:
+        """Return the gradients, by tensor name, as one vector for each segment, in the basis if there is one.
 
         A tensor without an array counts as zero. Raises TypeError or ValueError for a
         bad gradient.
         """
-        view = self.feedback.view
-        parts = [view(tensor, arrays.get(tensor.name)) for tensor in self.tensors]
-        gradient = parts if (whole := adjacent(parts)) is None else whole
-        return gradient if self.basis is None else self._forward(gradient, self.basis)
+        vectors = self.feedback.vectors(self.tensors, arrays)
+        if len(self.names) == 1:
+            whole = adjacent(vectors)
+            if whole is None:
+                whole = np.concatenate(vectors, out=self._buffer_for_values())
+            vectors = [whole]
+        return vectors if self.basis is None else self._forward(vectors, self.basis)
 
-    def compress(self, gradient: Gradient, own: tuple[int, int]) -> Compressed:
+    def compress(self, gradient: Sequence[Array], own: tuple[int, int]) -> Compressed:
         """Return the entries to send of a gradient and the residual. own: a range of which all values are sent."""
-        compressor = (
-            self.compressor if own[0] == own[1] else Outside(self.compressor, *own)
-        )
-        corrected, sent = self.feedback.compress(gradient, compressor, self.edges)
-        return Compressed(corrected, sent, own[1] - own[0], corrected is gradient)
+        if own[0] == own[1]:
+            corrected, sent = self.feedback.compress(self.selection, *gradient)
+        else:
+            corrected = self.feedback.correct(*gradient)
+            sent = self.selection.select_outside(corrected, *own, gradient)
+        is_gradient = address(corrected) == address(gradient[0])
+        return Compressed(corrected, sent, own[1] - own[0], is_gradient)
 
-    def correct(self, gradient: Gradient) -> Compressed:
+    def correct(self, gradient: Sequence[Array]) -> Compressed:
         """Return all values of a gradient and the residual; raises ValueError if one is not finite."""
-        corrected = self.feedback.correct(gradient, self.edges)
-        try:
-            kernels_for(corrected).raise_not_finite(corrected)
-        except ValueError:
-            self.compressor.raise_not_finite(0, len(self.names), corrected)
-            raise
-        return Compressed(corrected, None, 0, corrected is gradient)
+        corrected = self.feedback.correct(*gradient)
+        self.selection.check_finite(corrected)
+        is_gradient = address(corrected) == address(gradient[0])
+        return Compressed(corrected, None, 0, is_gradient)
 
-    def _forward(self, gradient: Gradient, basis: Basis) -> Array:
-        """Return the coefficients of a gradient in a basis, segment by segment, in a buffer of the bucket."""
-        if self._coefficients is None:
-            self._coefficients = self.tensors[0].xp.empty(
-                self.length, self.tensors[0].dtype
-            )
-        out = self._coefficients
-        values = (
-            np.concatenate(gradient, out=out)
-            if isinstance(gradient, list)
-            else gradient
-        )
+    def _forward(self, gradient: Sequence[Array], basis: Basis) -> list[Array]:
+        """Return the coefficients of a gradient in a basis, by segment, in a buffer of the bucket."""
+        out = self._buffer_for_values()
+        values = adjacent(gradient)
+        if values is None:
+            values = np.concatenate(gradient, out=out)
         for run in runs(self.edges, basis.chunk):
             basis.forward(values[run], out[run])
-        return out
+        return [out[first:end] for first, end in pairwise(self.edges)]
+
+    def _buffer_for_values(self) -> Array:
+        if self._buffer is None:
+            first = self.tensors[0]
+            self._buffer = first.xp.empty(self.length, first.dtype)
+        return self._buffer
 
     def values(self, mean: Mean) -> Array:
         """Return the values of a mean of coefficients, as a new array."""
@@ -215,14 +214,8 @@ class Bucket:
 
     def reset(self) -> None:
         """Clear the residuals, and the compressors' information about positions."""
-        self.compressor.reset()
+        self.selection.reset()
         self.feedback.reset()
-
-    def compressor_of(self, name: str) -> Compressor:
-        """Return the compressor of a segment."""
-        return self.compressor.compressors[
-            None if name == ALONE and len(self.names) == 1 else name
-        ]
 
 
 def write_mean(buffer: Array, mean: Mean) -> None:

@@ -20,7 +20,7 @@ from mpicomp.arrays import (
     on_device,
     writable_memory,
 )
-from mpicomp.feedback.base import wide
+from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.tensors import DICT, Tensor, describe
 from mpicomp.vector import SparseVector
 
@@ -46,7 +46,7 @@ class Replica:
         self.deltas = self.by_tensor(self.delta)
         self.anchor: Array = xp.empty(bounds[-1], dtype)
         self.velocity: Array | None = (
-            xp.zeros(bounds[-1], wide(dtype)) if momentum else None
+            xp.zeros(bounds[-1], accumulation_dtype(dtype)) if momentum else None
         )
         self._memory: list[Array] = []  # of the parameters, and
         # these as vectors in C order: views where possible, else copies

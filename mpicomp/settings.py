@@ -4,8 +4,9 @@ A setting of another kind raises TypeError, and one out of range ValueError; bot
 it. NumPy's scalars become Python's, the same text on all ranks.
 """
 
+import json
 from collections.abc import Iterable, Mapping
-from inspect import Parameter, signature
+from inspect import Parameter, ismethod, signature
 from math import inf
 from typing import Any
 
@@ -30,11 +31,13 @@ class Configured:
         """Return the constructor's arguments by name, except those that change between steps."""
         variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
         parameters = signature(type(self)).parameters.values()
-        return {
-            each.name: getattr(self, each.name, "?")
-            for each in parameters
-            if each.kind not in variadic
-        }
+        settings = {}
+        for parameter in parameters:
+            if parameter.kind not in variadic:
+                value = getattr(self, parameter.name, "?")
+                # a method of that name is no setting
+                settings[parameter.name] = "?" if ismethod(value) else value
+        return settings
 
     def __repr__(self) -> str:
         shown = ", ".join(
@@ -118,15 +121,21 @@ def to_choice(
 
 
 def to_table(settings: Mapping[str, Any]) -> NDArray[Any]:
-    """Return settings as an array of text that np.savez stores, shape (settings, 2): names and values."""
-    return np.array(
-        [[name, str(value)] for name, value in settings.items()], np.str_
-    ).reshape(-1, 2)
+    """Return settings as an array of bytes, the JSON of an object of texts, which any store of arrays takes."""
+    texts = {name: str(value) for name, value in settings.items()}
+    return np.frombuffer(json.dumps(texts).encode(), np.uint8).copy()
 
 
 def from_table(table: Any) -> dict[str, str]:
-    """Return the names and values, as text, of an array that `to_table` returned."""
-    return {str(name): str(value) for name, value in np.reshape(table, (-1, 2))}
+    """Return the names and values, as text, of an array that `to_table` returned; raises ValueError for another one."""
+    array = np.asarray(table)
+    if array.dtype != np.uint8:
+        raise ValueError(
+            f"the settings of the state are {array.dtype}: expected bytes (uint8); the state is damaged, "
+            "or was saved by another version"
+        )
+    texts: dict[str, str] = json.loads(array.tobytes())
+    return texts
 
 
 def check_table(

@@ -12,6 +12,7 @@ from collectives import compressed_allreduce, gtopk_allreduce
 from mpicomp import SparseVector
 from mpicomp.compressors import expect_integer
 from mpicomp.compressors.common import Density, at_positions, finite_vector
+from mpicomp.compressors.selection import Selection
 from mpicomp.vector import add_up, top_k, within
 
 LENGTH = 240
@@ -245,7 +246,8 @@ def through_a_file(state):
 
 def take_step(feedback, compressor, gradient):
     """Take a step of a feedback method on one rank, and return the vector that is sent."""
-    corrected, sent = feedback.compress(gradient, compressor)
+    selection = Selection([None], [0, gradient.size], [compressor])
+    corrected, sent = feedback.compress(selection, gradient)
     feedback.settle(corrected, sent)
     feedback.commit()
     return sent

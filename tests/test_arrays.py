@@ -6,6 +6,7 @@ import pytest
 
 from mpicomp import ErrorFeedback, SparseVector, TopK
 from mpicomp.arrays import address, like, new_vector, to_array, writable_vector
+from mpicomp.compressors.selection import Selection
 
 
 class Foreign:
@@ -140,7 +141,8 @@ def test_residuals_begin_at_a_cache_line_also_when_they_were_loaded():
     for feedback in (one, other):
         for step in range(3):
             gradient = np.arange(step, step + 1003, dtype=np.float32)
-            corrected, sent = feedback.compress(gradient, TopK(k=9))
+            selection = Selection([None], [0, gradient.size], [TopK(k=9)])
+            corrected, sent = feedback.compress(selection, gradient)
             assert address(corrected) % 64 == 0
             feedback.settle(corrected, sent)
             feedback.commit()

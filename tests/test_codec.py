@@ -25,7 +25,7 @@ from mpicomp.codec import (
 from mpicomp.codec import few_bits_message as in_a_message
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, INDEX_FORMATS, INT32, RANGE
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
-from mpicomp.compressors.segments import Segments
+from mpicomp.compressors.selection import Selection
 from mpicomp.few_bits import BITS, as_they_are, quantise
 
 HEADER = "<2sBBIqqq32x"  # the fields that a decoder reads, and zeros
@@ -252,10 +252,10 @@ def test_the_bytes_do_not_depend_on_the_order_of_the_segments(codec, sizes):
         given = [parts[place] for place in order]
         compressor = TopK(0.9) if codec is None else Quantised(TopK(0.9), codec)
         bounds = np.cumsum([0, *map(len, given)]).tolist()
-        vector = Segments(
+        selection = Selection(
             [None] * len(given), bounds, [deepcopy(compressor) for _ in given]
         )
-        sent = vector.compress(np.concatenate(given))
+        sent = selection.select(np.concatenate(given))
         found.add(encoded_nbytes(sent, smallest(sent)))
     assert max(found) <= 1.02 * min(found)
 

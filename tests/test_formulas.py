@@ -10,7 +10,7 @@ from kernel_cases import expected_top_k, families
 from mpicomp import AdaComp, AggregationAware, ErrorFeedback, SparseVector
 from mpicomp.compressors.aggregation_aware import METRICS
 from mpicomp.compressors.common import mean_and_largest
-from mpicomp.compressors.segments import Segments
+from mpicomp.compressors.selection import Selection
 from mpicomp.kernels import host
 from mpicomp.kernels.host import bins
 
@@ -73,7 +73,7 @@ def test_segments_with_other_bins_are_selected_from_in_one_call(dtype, monkeypat
         "entries_in_bins",
         lambda *args, **more: calls.append(1) or kernel(*args, **more),
     )
-    segments = Segments(
+    segments = Selection(
         [f"layer {i}" for i in range(6)], bounds, [AdaComp(size) for size in sizes]
     )
     for cancels in False, True:
@@ -84,9 +84,7 @@ def test_segments_with_other_bins_are_selected_from_in_one_call(dtype, monkeypat
             [new[first:end] for first, end in pairwise(bounds)],
             np.empty_like(new),
         )
-        vector = segments.compress_segments(
-            out, bounds, summands=(residual, 1.0, parts)
-        )
+        vector = segments.select(out, (residual, 1.0, parts))
         assert out.tobytes() == (residual + new).tobytes()
         each = [
             adacomp(out[a:b], new[a:b], size)
@@ -96,17 +94,15 @@ def test_segments_with_other_bins_are_selected_from_in_one_call(dtype, monkeypat
             [found + first for (found, _), first in zip(each, bounds, strict=False)]
         )
         assert_entries(vector, positions, np.concatenate([found for _, found in each]))
-        alone = segments.compress(out, gradient=new)
+        alone = segments.select(out, gradient=parts)
         assert_entries(alone, vector.indices, vector.values)
-    assert len(calls) == 2 * 7
-    found = [compressor.report.achieved for compressor in segments.compressors.values()]
-    assert found == [
+    assert len(calls) == 2 * 2
+    ((compressor, *_),) = segments.table
+    assert compressor.report.achieved.tolist() == [
         len(found) / max(1, end - first)
         for (found, _), (first, end) in zip(each, pairwise(bounds), strict=True)
     ]
-    assert [
-        compressor.bin_size for compressor in segments.compressors.values()
-    ] == sizes
+    assert compressor.bin_size.tolist() == sizes
 
 
 def test_more_entries_than_a_buffer_has_room_for(monkeypatch):
@@ -129,10 +125,10 @@ def test_adacomp_names_the_first_value_that_is_not_finite(dtype, bad):
             AdaComp(50).compress(pair[0], gradient=pair[1])
     feedback, segments = (
         ErrorFeedback(),
-        Segments(["one", "two"], [0, 100, 300], [AdaComp(50), AdaComp(500)]),
+        Selection(["one", "two"], [0, 100, 300], [AdaComp(50), AdaComp(500)]),
     )
     with pytest.raises(ValueError, match=re.escape(f"in two: values[23] is {bad}")):
-        feedback.compress(pair[1], segments, [0, 100, 300])
+        feedback.compress(segments, *np.split(pair[1], [100]))
 
 
 def preferred(compressor, dense, bonus, k):
@@ -187,7 +183,7 @@ def test_aggregation_aware_selection_is_that_of_all_scores(dtype, metric, more):
     sizes, rng = [1, 60, 0, 3000, 17_000], np.random.default_rng(3)
     bounds = np.cumsum([0, *sizes]).tolist()
     for k in 1, 7, 400:
-        segments = Segments(
+        segments = Selection(
             sizes, bounds, [AggregationAware(k=k, metric=metric, **more) for _ in sizes]
         )
         bonus = [np.zeros(size, np.promote_types(dtype, np.float32)) for size in sizes]
@@ -197,9 +193,7 @@ def test_aggregation_aware_selection_is_that_of_all_scores(dtype, metric, more):
         ):
             dense, out = drawn.astype(dtype), np.empty(bounds[-1], dtype)
             parts = [dense[first:end] for first, end in pairwise(bounds)]
-            sent = segments.compress_segments(
-                out, bounds, summands=(np.zeros_like(dense), 1.0, parts)
-            )
+            sent = segments.select(out, (np.zeros_like(dense), 1.0, parts))
             each = [
                 preferred(segments.compressors[n], new, old, k)
                 for n, new, old in zip(sizes, parts, bonus, strict=True)

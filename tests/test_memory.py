@@ -1,13 +1,22 @@
 """Memory that an exchange needs beside the gradient, as NumPy reports its allocations to tracemalloc."""
 
+import gc
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from collectives import GradientExchange
-from mpicomp import ErrorFeedback, TopK
+from collectives.training.step import Step
+from mpicomp import (
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    StepAhead,
+    TopK,
+)
 
 LENGTH = 10_000_000
 
@@ -41,3 +50,51 @@ def peak_values(feedback, sparse):
 def test_a_step_needs_no_more_memory_than_promised(in_place, sparse, most):
     """In gradients: the residual and its spare unless it is in place, the mean unless it is sparse, and a tenth."""
     assert 0.001 < peak_values(ErrorFeedback(in_place=in_place), sparse) <= most
+
+
+METHODS = {
+    "error feedback": ErrorFeedback,
+    "decay": partial(ErrorFeedback, decay=0.9),
+    "in place": partial(ErrorFeedback, in_place=True),
+    "none": NoFeedback,
+    "momentum": partial(MomentumCorrection, 0.9),
+    "ahead": partial(StepAhead, 0.1, 0.9),
+}
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+@pytest.mark.parametrize("form", ["list", "dict"])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_follows_the_agreement_allocates_no_array(
+    method, form, is_skipped, monkeypatch
+):
+    """Nor for a step that is skipped; Python's frames take some bytes."""
+    rng = np.random.default_rng(0)
+    gradient = [rng.standard_normal(200_000, np.float32) for _ in range(4)]
+    if form == "dict":
+        gradient = {f"w{i}": array for i, array in enumerate(gradient)}
+    exchange = GradientExchange(
+        MPI.COMM_SELF, TopK(0.01), METHODS[method](), nonfinite="skip"
+    )
+    exchange(gradient)
+    if is_skipped:
+        gradient["w1" if form == "dict" else 1][7] = np.nan
+    commit = Step._commit
+    peaks = []
+
+    def measured(*args):
+        gc.collect()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        commit(*args)
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+
+    monkeypatch.setattr(Step, "_commit", measured)
+    tracemalloc.start()
+    try:
+        exchange(gradient)
+    finally:
+        tracemalloc.stop()
+    assert exchange.finite is not is_skipped
+    assert len(peaks) == 1
+    assert peaks[0] < 4000

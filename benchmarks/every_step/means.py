@@ -128,7 +128,8 @@ class Sparse:
         vector = vector.copy()
         if self.basis:
             self.basis.forward(vector, vector)
-        corrected, sent = feedback.compress(vector, self.compressor)
+        corrected = feedback.correct(vector)
+        sent = self.compressor.compress(corrected, gradient=vector)
         feedback.settle(corrected, sent)
         feedback.commit()
         return sent

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives.training import GradientExchange
-from mpicomp.names import canonical_names
+from collectives.training.names import canonical_names
 
 _TEXT = "text:"  # before the keys of text, which torch holds as UTF-8 of JSON in uint8
 

@@ -16,7 +16,7 @@ from collectives.training import GradientExchange
 from collectives.training.exchange import check_between_steps
 from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
-from mpicomp.feedback.base import check_range, wide
+from mpicomp.feedback.base import accumulation_dtype, check_range
 
 OPERATION = "average_residuals"  # what the ranks' agreement is called in errors
 
@@ -60,7 +60,7 @@ def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
     return (
         np.empty(0, np.float32)
         if residual is None
-        else residual.astype(wide(residual.dtype))
+        else residual.astype(accumulation_dtype(residual.dtype))
     )
 
 

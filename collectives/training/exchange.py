@@ -4,8 +4,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from traceback import clear_frames
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,22 +12,27 @@ from numpy.typing import NDArray
 from collectives.agreement.all_or_none import check_same, gather_objects, outcome_of
 from collectives.agreement.interrupts import defer_interrupt
 from collectives.runtime.link import check_communicator
+from collectives.training.checkpoint import (
+    load_whole_state,
+    restored_on_error,
+    whole_state,
+)
+from collectives.training.debug import CheckedStep
+from collectives.training.forms import by_name, check_same_form, in_form, outs_by_name
 from collectives.training.layout import Choose, Layout
-from collectives.training.ledger import balance, name_step
+from collectives.training.redistribution import redistributed
 from collectives.training.reduction import CONTRIBUTORS, SIGN, reduction
 from collectives.training.statistics import Statistics, report
-from collectives.training.step import OPERATION, Started, Step
+from collectives.training.step import OPERATION, Step
 from mpicomp import checking
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
-from mpicomp.checkpoint import load_whole_state, restored_on_error, whole_state
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import set_back
 from mpicomp.errors import NotFiniteError
 from mpicomp.feedback import ErrorFeedback, Feedback
-from mpicomp.redistribution import redistributed
 from mpicomp.settings import to_choice, to_integer
-from mpicomp.tensors import ALONE, DICT, by_name, check_same_form, in_form, outs_by_name
+from mpicomp.tensors import ALONE, DICT
 
 
 class GradientExchange:
@@ -105,21 +108,15 @@ class GradientExchange:
         takes_arrays = self._reduction.takes_arrays
         if compressor is None and takes_arrays:
             compressor = Dense()
-        # arrays need no exception, and in a basis small tensors are as good as others
+        # dense sums and bases need no exemption for small tensors
         if small is None:
             small = 0 if takes_arrays or basis is not None else 1024
-        small, bucket_nbytes = (
-            to_integer("small", small, least=0),
-            to_integer("bucket_nbytes", bucket_nbytes, least=0),
-        )
-        self.comm, self.compressor, self.feedback, self.average, self.log = (
-            comm,
-            compressor,
-            feedback,
-            average,
-            log,
-        )
+        self.comm = comm
+        self.compressor = compressor
+        self.feedback = feedback
+        self.average = average
         self.basis = basis
+        self.log = log
         # that were kept, also before the state that was loaded; that were skipped
         self.steps = self.skipped = 0
         # calls that changed the state after the last step, the same on all ranks
@@ -129,15 +126,15 @@ class GradientExchange:
         # of the first step, which compiles and connects
         self._first: Statistics | None = None
         self._later: Statistics | None = None  # of all others
-        rest = average, nonfinite, basis, takes_arrays
-        self._layout = Layout(compressor, feedback, small, bucket_nbytes, *rest)  # type: ignore[arg-type]
-        self._checked = checking.is_enabled()
-        self._refused = (
-            NotFiniteError
-            if nonfinite == "skip"
-            else ValueError
-            if self._checked
-            else None
+        self._layout = Layout(
+            compressor=compressor,  # type: ignore[arg-type]
+            feedback=feedback,
+            small=to_integer("small", small, least=0),
+            bucket_nbytes=to_integer("bucket_nbytes", bucket_nbytes, least=0),
+            average=average,
+            nonfinite=nonfinite,
+            basis=basis,
+            takes_arrays=takes_arrays,
         )
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
@@ -145,12 +142,8 @@ class GradientExchange:
         self._order: list[str] = []
         self._buckets: list[Bucket] = []
         self._held: list[Bucket] = []  # of tensors that `hold` leaves out
-        self._begin = partial(
-            Step,
-            reduction=self._reduction,
-            refused=self._refused,
-            checked=self._checked,
-        )
+        self._kind_of_step = CheckedStep if checking.is_enabled() else Step
+        self._refused = NotFiniteError if nonfinite == "skip" else None
         self._step: Step | None = None  # the one under way
 
     def __call__(self, gradient: Any, *, out: Any = None, sparse: bool = False) -> Any:
@@ -181,7 +174,8 @@ class GradientExchange:
             outs = {} if out is None else outs_by_name(out, form, arrays)
         except Exception as error:
             self.fail(error)
-        self._step = self._begin(self.comm, arrays, outs)
+        self._step = self._new_step()
+        self._step.add(arrays, outs)
         return in_form(
             form, self._run(form, "sparse" if sparse else "dense").results, arrays
         )
@@ -232,10 +226,9 @@ class GradientExchange:
         self, arrays: Mapping[str, Any], outs: Mapping[str, Any] | None = None
     ) -> None:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
-        step = self._step = self._step or self._begin(self.comm, {}, {})
+        step = self._step = self._step or self._new_step()
         with self._ended_on_error():
-            step.arrays |= arrays
-            step.outs |= outs or {}
+            step.add(arrays, outs or {})
             step.start(self._buckets)
             step.advance()
 
@@ -292,11 +285,10 @@ class GradientExchange:
     @property
     def compressors(self) -> dict[str, Compressor]:
         """The compressors in use by name of the tensor, such as to look at a `report`; one vector is "gradient"."""
-        found = (bucket.compressor.compressors for bucket in self.buckets)
         return {
-            ALONE if name is None else name: each
-            for some in found
-            for name, each in some.items()
+            ALONE if name is None else name: compressor
+            for bucket in self.buckets
+            for name, compressor in bucket.selection.compressors.items()
         }
 
     def report(self) -> str:
@@ -344,14 +336,15 @@ class GradientExchange:
     def load_state_dicts(
         self,
         ranks: int,
-        load: Callable[[int], Mapping[str, Any]],
+        load: Callable[[int], Mapping[str, Any] | None],
         *,
         same_settings: bool = True,
         conserve: str = "sum",
     ) -> None:
         """Load the states that `ranks` ranks saved, in a job of any size.
 
-        load(rank): returns the `state_dict` of a rank of the job that saved. Rank r of
+        load(rank): returns the `state_dict` of a rank of the job that saved, or None if
+        it is lost, and its residual with it. Rank r of
         P calls it for the ranks r, r + P, r + 2P, ..., one after the other, and adds up
         their residuals and velocities; a rank beyond `ranks` for r modulo `ranks`, and
         it starts with a residual of zero. Residuals in place are not part of a state.
@@ -402,10 +395,8 @@ class GradientExchange:
         except Exception as error:
             if not self._buckets:
                 raise
-            step = self._step = self._begin(self.comm, {}, {})
-            step.started.append(
-                Started(self._buckets[0], self._reduction, None, {}, None, error)
-            )
+            self._step = self._new_step()
+            self._step.start_failed(self._buckets[0], error)
             self.fail(error)
         check_same("tensors to hold", everyone)
         self._buckets, self._held = found
@@ -458,18 +449,22 @@ class GradientExchange:
     @defer_interrupt
     def _run(self, form: str, results: str, error: Exception | None = None) -> Step:
         """Complete the current step, and return it; form: of the gradients. See `Step.run`."""
-        step = self._step = self._step or self._begin(self.comm, {}, {})
+        step = self._step = self._step or self._new_step()
         try:
             with self._ended_on_error():
                 if not self._buckets:
                     self._register(form, step.arrays)
-                place = ", after ".join([f"step {self.steps}", *self._changes])
-                step.run(self._buckets, results, place, error)
+                step.run(self._buckets, results, self._changes, error)
         finally:
             del error
         self._step = None
         self._count(step)
         return step
+
+    def _new_step(self) -> Step:
+        return self._kind_of_step(
+            self.comm, self.steps, reduction=self._reduction, refused=self._refused
+        )
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
@@ -479,23 +474,18 @@ class GradientExchange:
             with np.errstate(all="ignore"):
                 yield
         except BaseException as error:
-            step, self._step = self._step, None
-            if step is not None and not step.finished:
-                step.undo()
-            if self._checked and isinstance(error, Exception):
-                name_step(error, self.steps, self.comm.rank)
-            # else they, the error and the arrays of the step hold each other
-            clear_frames(error.__traceback__)
+            step = self._step
+            self._step = None
+            if step is not None:
+                step.end(error)
             raise
 
     def _register(self, form: str, arrays: Mapping[str, Any]) -> None:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
         names = [name for bucket in self._buckets for name in bucket.names_of_tensors]
-        self._form, self._names, self._order = (
-            form,
-            {*names},
-            names if form == DICT else [],
-        )
+        self._form = form
+        self._names = {*names}
+        self._order = names if form == DICT else []
 
     @property
     def is_in_step(self) -> bool:
@@ -513,15 +503,9 @@ class GradientExchange:
         if not self.finite:
             self.skipped += 1
             return
-        self.steps, self._changes = self.steps + 1, []
-        if self._checked:
-            weighed = [
-                entry
-                for each in step.finished
-                if each.started.audit
-                for entry in each.started.audit.entries
-            ]
-            balance(gather_objects(weighed, self.comm, OPERATION), self.steps - 1)
+        self.steps += 1
+        self._changes = []
+        step.close()
         self.statistics = step.statistics(self.residual_norm if self.log else None)
         if self._first is None:
             self._first = self.statistics

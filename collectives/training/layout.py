@@ -24,16 +24,17 @@ from collectives.agreement.all_or_none import (
     gather_objects,
     outcome_of,
 )
+from collectives.training.checkpoint import load_whole_state, whole_state
+from collectives.training.forms import check_same_form
 from collectives.training.reduction import CONTRIBUTORS
 from collectives.training.step import OPERATION
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
-from mpicomp.checkpoint import load_whole_state, whole_state
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback
 from mpicomp.feedback.base import check_feedback
-from mpicomp.tensors import ALONE, DICT, Tensor, check_same_form, describe, signatures
+from mpicomp.tensors import ALONE, DICT, Tensor, describe, signatures
 
 # of the name and the shape of a tensor
 Choose = Callable[[str, tuple[int, ...]], Compressor]
@@ -112,12 +113,11 @@ class Layout:
             buckets = self.named(ordered) or [self.alone(found[0])]
         # of a tensor that is sent whole no votes are counted
         if self.average == CONTRIBUTORS:
-            kinds = {
-                name: type(each.compressor_of(name).chain()[-1])
+            whole = {
+                str(name): str(isinstance(compressor.chain()[-1], Dense))
                 for each in buckets
-                for name in each.names
+                for name, compressor in each.selection.compressors.items()
             }
-            whole = {name: str(issubclass(kind, Dense)) for name, kind in kinds.items()}
             check_same(
                 "tensors that are sent whole", gather_objects(whole, comm, OPERATION)
             )
@@ -154,7 +154,9 @@ class Layout:
             )
             check_compressor(given, name)
             self._check_sum(given, name)
-        return deepcopy(given)  # type: ignore[no-any-return]
+        own: Compressor = deepcopy(given)
+        own.reset()
+        return own
 
     def named(self, given: Sequence[tuple[Tensor, Compressor]]) -> list[Bucket]:
         """Return the buckets of named tensors, given with their compressors."""
@@ -188,13 +190,13 @@ class Layout:
     ) -> tuple[list[Bucket], list[Bucket]]:
         """Return buckets of the tensors that are not in `names`, and of those that are, with copies of the states."""
         held = dict.fromkeys([names] if isinstance(names, str) else names)
-        found = {
-            each.name: (each, bucket.compressor_of(each.name))
-            for bucket in buckets
-            for each in bucket.tensors
+        tensors = {
+            tensor.name: tensor for bucket in buckets for tensor in bucket.tensors
         }
         # a resumed run has these buckets
-        parts = {name: (found[name][0], deepcopy(found[name][1])) for name in order}
+        parts = {
+            name: (tensors[name], self._compressor(tensors[name])) for name in order
+        }
         check_same_form(DICT, held, DICT, parts)
         if held.keys() == parts.keys():
             raise ValueError(

@@ -47,13 +47,14 @@ from collectives.agreement.all_or_none import check_same, gather_results
 from collectives.agreement.interrupts import defer_interrupt
 from collectives.runtime import staging
 from collectives.training import GradientExchange
+from collectives.training.forms import by_name, in_form
+from collectives.training.names import canonical, canonical_names
 from mpicomp import checking
 from mpicomp.arrays import Array, read_only, to_numpy
 from mpicomp.errors import CheckError, CollectiveError
-from mpicomp.names import canonical, canonical_names
 from mpicomp.replica import Replica, copy_from_host, untied
 from mpicomp.settings import check_table, to_bool, to_integer, to_number, to_table
-from mpicomp.tensors import ARRAY, by_name, in_form
+from mpicomp.tensors import ARRAY
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
 TABLE = "settings"  # the key of the loop's settings in a state

@@ -10,6 +10,7 @@ are off, as ranks may have different settings; overflow is checked instead.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
+from traceback import clear_frames
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,7 @@ from collectives.compressed import own_share
 from collectives.runtime import staging
 from collectives.runtime.engine import Request
 from collectives.runtime.link import traffic
-from collectives.training.ledger import Audit
-from collectives.training.reduction import SIGN, Reduction, dense_reduction
+from collectives.training.reduction import SIGN, Received, Reduction, dense_reduction
 from collectives.training.statistics import Statistics
 from mpicomp.arrays import Array, check_apart, kernels_for
 from mpicomp.bucket import Bucket, Compressed, Mean, write_mean
@@ -36,15 +36,14 @@ class Started(NamedTuple):
     """A bucket whose sum was started.
 
     compressed: what this rank sends; None if it failed, and contributed its error.
-    buffers: for the mean, by tensor name. audit: of the debug mode. outcome: a Request;
-    or what a collective that blocks returned, or its error.
+    buffers: for the mean, by tensor name. outcome: a Request; or what a collective that
+    blocks returned, or its error.
     """
 
     bucket: Bucket
     reduction: Reduction
     compressed: Any
     buffers: dict[str, Array]
-    audit: Audit | None
     outcome: Any
 
     @property
@@ -71,64 +70,72 @@ class Finished(NamedTuple):
 class Step:
     """One step: the gradients and output buffers by name, and what became of the buckets.
 
-    refused: the error for gradients that are not finite, which are then looked for
-    before residuals are added; None for what compressors raise. checked: the debug
-    mode.
+    number: of the steps that were kept before. refused: the error for gradients that
+    are not finite, which are then looked for before residuals are added; None for what
+    compressors raise.
     """
 
     def __init__(
         self,
         comm: Any,
-        arrays: Mapping[str, Any],
-        outs: Mapping[str, Any],
+        number: int,
         *,
         reduction: Reduction,
         refused: type[ValueError] | None,
-        checked: bool,
     ) -> None:
-        self.arrays, self.outs = dict(arrays), dict(outs)
+        self.arrays: dict[str, Any] = {}
         self.started: list[Started] = []
         self.finished: list[Finished] = []  # none in a step that failed or was skipped
         self.results: dict[str, Any] = {}  # of `run`, by name
         # the compressors' attributes before the step
         self.snapshots: list[Snapshot] = []
-        self._comm, self._reduction, self._refused, self._checked = (
-            comm,
-            reduction,
-            refused,
-            checked,
-        )
+        self._outs: dict[str, Any] = {}
+        self._comm = comm
+        self._number = number
+        self._reduction = reduction
+        self._refused = refused
         self._of_arrays = dense_reduction(reduction.average)  # of small tensors
         self._sent_before = traffic(comm).nbytes
-        self._compressing = self._communicating = self._restoring = 0.0  # seconds
+        # seconds
+        self._compressing = 0.0
+        self._communicating = 0.0
+        self._restoring = 0.0
+
+    def add(self, arrays: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
+        """Add gradients, and output buffers, by name."""
+        self.arrays |= arrays
+        for name, out in outs.items():
+            if out is not None:
+                self._outs[name] = out
 
     def run(
         self,
         buckets: Sequence[Bucket],
         form: str,
-        place: str,
+        changes: Sequence[str],
         error: Exception | None = None,
     ) -> None:
         """Keep the step on all ranks; or raise on all, or skip it on all.
 
-        form: of the results, "dense", "sparse" or "vectors". place: of this rank, which
-        must be that of all. error: of this rank, which raises it.
+        form: of the results, "dense", "sparse" or "vectors". changes: of the state
+        since the last step, which are compared between ranks as the number of the step
+        is. error: of this rank, which raises it.
         """
+        position = ", after ".join([f"step {self._number}", *changes])
         try:
-            # an error of any rank raises on all
-            with all_or_none(self._comm, OPERATION, place):
-                # residuals added, entries selected, sums started
+            with all_or_none(self._comm, OPERATION, position):
                 self.start(buckets, is_complete=True, error=error)
                 sums = self._sums(error)
                 check_apart([array for each in self.started for array in each.written])
-                # beside the state before the step
                 finished = [self._finish(each, total, form) for each, total in sums]
+                results = self._results(buckets, finished, form)
+                zeroed = [] if finished else self._zeroed(buckets)
             self.finished = finished
         finally:
             if not self.finished:
                 self.undo()
-        # cannot fail
-        self.results = self._commit() if finished else self._skip(buckets, form)
+        self.results = results
+        self._commit(buckets, finished, zeroed)
 
     def start(
         self,
@@ -139,12 +146,13 @@ class Step:
     ) -> None:
         """Start the full buckets in order; all of them if all gradients have been added."""
         for bucket in buckets[len(self.started) :]:
-            if not (
-                is_complete
-                or all([name in self.arrays for name in bucket.names_of_tensors])
-            ):
+            if not is_complete and not self._is_full(bucket):
                 break
             self.started.append(self._start(bucket, error))
+
+    def start_failed(self, bucket: Bucket, error: Exception) -> None:
+        """Count a bucket as started whose sum failed, as another call of this rank was taken for it."""
+        self.started.append(Started(bucket, self._reduction, None, {}, error))
 
     def advance(self) -> None:
         """Advance the buckets in flight, without waiting."""
@@ -152,127 +160,143 @@ class Step:
             if isinstance(each.outcome, Request) and not each.outcome.test():
                 break  # what is in flight advances together
 
+    def _is_full(self, bucket: Bucket) -> bool:
+        return all([name in self.arrays for name in bucket.names_of_tensors])
+
     def _start(self, bucket: Bucket, error: Exception | None) -> Started:
         """Compress this rank's gradients, and start the sum; an error of this rank is contributed."""
-        began, reduction = (
-            perf_counter(),
-            self._of_arrays if bucket.dense else self._reduction,
-        )
+        began = perf_counter()
+        reduction = self._of_arrays if bucket.dense else self._reduction
+        compressed = None
+        buffers: dict[str, Array] = {}
+        options: dict[str, Any] = {}
         prepared: Any = error or outcome_of(self._prepare, bucket, reduction)
-        if isinstance(prepared, Exception):
-            prepared = (prepared, {}), None, {}, None
-        (contribution, options), compressed, buffers, audit = prepared
+        contribution = prepared
+        if not isinstance(prepared, Exception):
+            compressed, buffers, (contribution, options) = prepared
         ready = perf_counter()
-        outcome = outcome_of(
-            partial(reduction.call, contribution, self._comm, **options)
-        )
+        call = partial(reduction.call, contribution, self._comm, **options)
+        outcome = outcome_of(call)
         self._compressing += ready - began
         self._communicating += perf_counter() - ready
-        return Started(bucket, reduction, compressed, buffers, audit, outcome)
+        return Started(bucket, reduction, compressed, buffers, outcome)
 
     def _prepare(
         self, bucket: Bucket, reduction: Reduction
-    ) -> tuple[Any, Compressed, dict[str, Array], Audit | None]:
-        """Return the arguments of the sum, and what `Started` holds: all that can fail on one rank before the sum."""
-        self.snapshots += bucket.compressor.snapshot()
-        audit, buffers = (
-            Audit(bucket) if self._checked else None,
-            bucket.outputs(self.outs),
-        )
+    ) -> tuple[Compressed, dict[str, Array], tuple[Any, dict[str, Any]]]:
+        """Return what is sent, the output buffers, and the arguments of the sum: all that can fail before the sum."""
+        self.snapshots += bucket.selection.snapshot()
+        buffers = bucket.outputs(self._outs)
         gradient = bucket.gradient(self.arrays)
         if self._refused is not None:
             bucket.check_finite(self.arrays, self._refused)
-        if audit is not None:
-            audit.expect(gradient)
         try:
-            if reduction.takes_arrays:
-                compressed = bucket.correct(gradient)
-            else:
-                own = (
-                    own_share(bucket.length, self._comm.rank, self._comm.size)
-                    if reduction.owns
-                    else (0, 0)
-                )
-                compressed = bucket.compress(gradient, own)
+            compressed = self._compressed(bucket, reduction, gradient)
         except ValueError:
-            if bucket.basis is not None:  # to name the gradient, and not a coefficient
+            # to name the gradient, and not a coefficient
+            if bucket.basis is not None:
                 bucket.check_finite(self.arrays, ValueError)
             raise
-        if audit is not None:
-            audit.check_input(compressed.corrected)
-        return reduction.arguments(compressed), compressed, buffers, audit
+        return compressed, buffers, reduction.arguments(compressed)
+
+    def _compressed(
+        self, bucket: Bucket, reduction: Reduction, gradient: Sequence[Array]
+    ) -> Compressed:
+        """Return what is sent of a gradient and the residual."""
+        if reduction.takes_arrays:
+            return bucket.correct(gradient)
+        own = 0, 0
+        if reduction.owns:
+            own = own_share(bucket.length, self._comm.rank, self._comm.size)
+        return bucket.compress(gradient, own)
 
     def _sums(self, error: Exception | None) -> list[tuple[Started, Any]]:
         """Wait for all sums and return them, none if the step is skipped; raise the first error that is no skip."""
         began = perf_counter()
-        outcomes = [each.outcome for each in self.started]
-        outcomes = [
-            outcome_of(each.wait) if isinstance(each, Request) else each
-            for each in outcomes
-        ]
+        outcomes = []
+        for each in self.started:
+            outcome = each.outcome
+            if isinstance(outcome, Request):
+                outcome = outcome_of(outcome.wait)
+            outcomes.append(outcome)
         self._communicating += perf_counter() - began
         errors = [each for each in (error, *outcomes) if isinstance(each, Exception)]
-        for each in errors:
-            if not isinstance(each, StepSkippedError):
-                raise each
+        for each_error in errors:
+            if not isinstance(each_error, StepSkippedError):
+                raise each_error
         return [] if errors else [*zip(self.started, outcomes, strict=True)]
+
+    def _received(self, started: Started, outcome: Any) -> Received:
+        """Return the sum of a bucket, and what was rejected."""
+        return started.reduction.received(outcome, started.bucket.length)
 
     def _finish(self, started: Started, outcome: Any, form: str) -> Finished:
         """Prepare the mean, the next residual, and the results."""
-        began, bucket, reduction = perf_counter(), started.bucket, started.reduction
-        compressed, audit = started.compressed, started.audit
-        received = reduction.received(outcome, bucket.length)
-        if audit is not None:
-            audit.receive(compressed.sent, received.total, received.rejected)
-        dtype, ranks = compressed.corrected.dtype, self._comm.size
-        mean = reduction.mean(received, dtype, ranks, bucket.compressor.whole)
+        began = perf_counter()
+        bucket = started.bucket
+        compressed = started.compressed
+        received = self._received(started, outcome)
+        dtype = compressed.corrected.dtype
+        ranks = self._comm.size
+        mean = started.reduction.mean(received, dtype, ranks, bucket.selection.whole)
         if isinstance(mean, SparseVector):
-            bucket.compressor.observe(
-                mean, None if received.votes is None else received.votes / ranks
-            )
+            votes = None if received.votes is None else received.votes / ranks
+            bucket.selection.observe(mean, votes)
+        feedback = bucket.feedback
         if compressed.sent is None:
-            bucket.feedback.settle_all(compressed.corrected, received.rejected)
+            feedback.settle_all(compressed.corrected, received.rejected)
         else:
-            bucket.feedback.settle(
-                compressed.corrected, compressed.sent, received.rejected
-            )
-        results, writes = _results(started, mean, form)
+            feedback.settle(compressed.corrected, compressed.sent, received.rejected)
+        results, writes = _results_of(started, mean, form)
         self._restoring += perf_counter() - began
         return Finished(
             started, mean, received.entries, received.rejected_entries, results, writes
         )
 
-    def _commit(self) -> dict[str, Any]:
-        """Commit all buckets, and return the results by name, complete on any stream of a device."""
+    def _results(
+        self, buckets: Sequence[Bucket], finished: Sequence[Finished], form: str
+    ) -> dict[str, Any]:
+        """Return the results by name; of a step that is skipped, zeros or vectors without entries."""
+        results = dict(self._outs)
+        for each in finished:
+            results |= each.results
+        if finished or form == "vectors":
+            return results
+        for tensor in [tensor for bucket in buckets for tensor in bucket.tensors]:
+            if tensor.name in results:
+                continue
+            if form == "sparse":
+                on_device = tensor.xp.empty(0)
+                vector = SparseVector.empty(tensor.size, tensor.dtype, beside=on_device)
+                results[tensor.name] = vector
+            else:
+                results[tensor.name] = tensor.wrapped(tensor.new())
+        return results
+
+    def _zeroed(self, buckets: Sequence[Bucket]) -> list[Array]:
+        """Return the output buffers as vectors, which a step that is skipped fills with zeros."""
+        return [
+            vector
+            for bucket in buckets
+            for vector in bucket.outputs(self._outs).values()
+        ]
+
+    def _commit(
+        self,
+        buckets: Sequence[Bucket],
+        finished: Sequence[Finished],
+        zeroed: Sequence[Array],
+    ) -> None:
+        """Commit all buckets and write to output buffers, complete on any stream of a device; cannot fail."""
         began = perf_counter()
-        results = {name: out for name, out in self.outs.items() if out is not None}
-        for each in self.finished:
+        for each in finished:
             each.started.bucket.feedback.commit()
             for buffer, part in each.writes:
                 write_mean(buffer, part)
-            results |= each.results
-            if each.started.audit is not None:
-                each.started.audit.close(each.mean)
-        staging.complete(each.started.bucket.tensors[0].xp for each in self.finished)
-        self._restoring += perf_counter() - began
-        return results
-
-    def _skip(self, buckets: Sequence[Bucket], form: str) -> dict[str, Any]:
-        """Return the results of a step that all ranks skip, by name: zeros, or vectors without entries."""
-        results = {}
-        for tensor in [tensor for bucket in buckets for tensor in bucket.tensors]:
-            out = self.outs.get(tensor.name)
-            if out is not None:
-                tensor.writable(out, tensor.name).fill(0)
-                results[tensor.name] = out
-            elif form == "sparse":
-                results[tensor.name] = SparseVector.empty(
-                    tensor.size, tensor.dtype, beside=tensor.xp.empty(0)
-                )
-            else:
-                results[tensor.name] = tensor.wrapped(tensor.new())
+        for vector in zeroed:
+            vector.fill(0)
         staging.complete(bucket.tensors[0].xp for bucket in buckets)
-        return results
+        self._restoring += perf_counter() - began
 
     def undo(self) -> None:
         """Restore the compressors, and drop what was prepared and what holds errors."""
@@ -280,6 +304,15 @@ class Step:
         for each in self.started:
             each.bucket.feedback.discard()
         self.started = []
+
+    def end(self, error: BaseException) -> None:
+        """End the step by an error: undo it unless it was kept; error, frames and arrays no longer hold each other."""
+        if not self.finished:
+            self.undo()
+        clear_frames(error.__traceback__)
+
+    def close(self) -> None:
+        """Complete a step that was kept and counted; a subclass may raise here, on all ranks."""
 
     def statistics(self, residual_norm: float | None) -> Statistics:
         """Return the statistics of a step that was kept."""
@@ -298,7 +331,7 @@ class Step:
         )
 
 
-def _results(
+def _results_of(
     started: Started, mean: Mean, form: str
 ) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
     """Return new results by tensor name, and what to write to the caller's buffers."""

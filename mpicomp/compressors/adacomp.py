@@ -14,13 +14,12 @@ vector that is not zero, its largest entry is sent. Messages are those of `mpico
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, to_vector
-from mpicomp.compressors.base import Compressor, Summands
+from mpicomp.arrays import Array, kernels_for
+from mpicomp.compressors.base import Report, SegmentedCompressor, Summands
 from mpicomp.compressors.common import mean_and_largest, placed
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector, merge
@@ -31,7 +30,7 @@ _REMEDY = (
 )
 
 
-class AdaComp(Compressor):
+class AdaComp(SegmentedCompressor):
     """Select adaptively in bins of consecutive entries, and send one magnitude.
 
     The bins and the magnitude are those of one layer: give an exchange named tensors,
@@ -45,88 +44,68 @@ class AdaComp(Compressor):
     [1, 3]
     """
 
+    rows = ("bin_size",)
+
     def __init__(self, bin_size: int = 50) -> None:
         self.bin_size = to_integer("bin_size", bin_size, 1, 16384)
 
-    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the selected entries, all of one magnitude; see `Compressor.compress`.
-
-        gradient: the new gradient, of the size of `corrected`; ValueError without it.
-        """
-        if gradient is None:
-            raise ValueError(_REMEDY)
-        dense, new = to_vector(corrected), to_vector(gradient)
-        if dense.size != new.size:
-            raise ValueError(
-                f"gradient has {new.size} values: expected {dense.size} as in corrected"
-            )
-        return _selected(
-            [self], dense, [0, dense.size], [new.astype(dense.dtype, copy=False)]
-        )
-
-    def compress_segments(
+    def select(
         self,
         corrected: Array,
         bounds: Sequence[int],
-        *,
         summands: Summands | None = None,
+        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
-        """See `Compressor.compress_segments`; one pass over all segments."""
-        return self.compress_each(
-            [self] * (len(bounds) - 1), corrected, bounds, summands=summands
-        )
+        """Return the selected entries, of one magnitude in each segment; see `Compressor.select`.
 
-    @staticmethod
-    def compress_each(
-        compressors: Sequence[Any],
-        corrected: Array,
-        bounds: Sequence[int],
-        *,
-        summands: Summands | None = None,
-    ) -> SparseVector:
-        """See `Compressor.compress_each`; one pass over all segments, each of which has bins of its own."""
-        if summands is None:
+        Raises ValueError without the new gradient, and if it has another size.
+        """
+        parts = gradient
+        summand = None
+        if summands is not None:
+            residual, scale, parts = summands
+            summand = residual, scale
+        if parts is None:
             raise ValueError(_REMEDY)
-        residual, scale, parts = summands
-        return _selected(compressors, corrected, bounds, parts, (residual, scale))
+        sizes = np.diff(bounds)
+        for part, size in zip(parts, sizes.tolist(), strict=True):
+            if part.size != size:
+                raise ValueError(
+                    f"gradient has {part.size} values: expected {size} as in corrected"
+                )
+        scales = np.zeros(len(parts), corrected.dtype)
 
-    def is_joined_with(self, other: Compressor) -> bool:
-        """See `Compressor.is_joined_with`; bins may differ."""
-        return isinstance(other, AdaComp)
+        def magnitudes(largest: Array, places: Array) -> Array:
+            scales[:] = _means(largest, places, corrected.dtype)
+            return scales
 
-
-def _selected(
-    compressors: Sequence[AdaComp],
-    dense: Array,
-    bounds: Sequence[int],
-    parts: Sequence[Array],
-    summand: tuple[Array, float] | None = None,
-) -> SparseVector:
-    """Return the entries of all segments; each compressor reports on its own. parts: of the new gradient."""
-    scales = np.zeros(len(parts), dense.dtype)
-
-    def magnitudes(largest: Array, places: Array) -> Array:
-        scales[:] = _means(largest, places, dense.dtype)
-        return scales
-
-    bins = [each.bin_size for each in compressors]
-    kernels = kernels_for(dense)
-    indices, values, places = kernels.entries_in_bins(
-        dense, parts, bounds, bins, magnitudes, summand=summand
-    )
-    vector = SparseVector.trusted(indices, values, dense.size)
-    rows = zip(
-        pairwise(bounds), pairwise(places.tolist()), scales, compressors, strict=True
-    )
-    for (first, end), (low, high), scale, compressor in rows:
-        own = SparseVector.trusted(indices[low:high], values[low:high], end - first)
+        kernels = kernels_for(corrected)
+        bins = np.broadcast_to(self.bin_size, sizes.shape).tolist()
+        indices, values, places = kernels.entries_in_bins(
+            corrected, parts, bounds, bins, magnitudes, summand=summand
+        )
+        vector = SparseVector.trusted(indices, values, corrected.size)
+        counts = np.diff(places)
         # the new gradient cancels the largest entry of every bin
-        if scale and low == high:
-            positions, largest = kernels.largest(dense[first:end], 1)
-            own = placed(positions, np.copysign(scale, largest), end - first)
-            vector = merge(vector, placed(positions + first, own.values, dense.size))
-        compressor.reported(own, float(scale))
-    return vector
+        for row in np.flatnonzero((scales != 0) & (counts == 0)).tolist():
+            first = bounds[row]
+            positions, largest = kernels.largest(corrected[first : bounds[row + 1]], 1)
+            value = np.copysign(scales[row], largest)
+            vector = merge(vector, placed(positions + first, value, corrected.size))
+            counts[row] = 1
+        self._report(vector, counts, sizes, scales)
+        return vector
+
+    def _report(
+        self, vector: SparseVector, counts: Array, sizes: Array, scales: Array
+    ) -> None:
+        density = counts / sizes.clip(1)
+        nbytes = counts * (vector.indices.itemsize + vector.values.itemsize)
+        threshold = scales.astype(np.float64)
+        if counts.size == 1:
+            self.reported(vector, float(threshold[0]))
+        else:
+            self.report = Report(density, density, nbytes, threshold)
 
 
 def _means(largest: Array, places: Array, dtype: np.dtype[Any]) -> Array:

@@ -23,33 +23,28 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, to_device_of, to_vector
+from mpicomp.arrays import Array, kernels_for, to_device_of
 from mpicomp.compressors.base import Summands
-from mpicomp.compressors.common import Density
 from mpicomp.compressors.topk import TopK
 from mpicomp.settings import to_choice, to_number
-from mpicomp.vector import SparseVector, concatenate, merge, places_of, without_zeros
+from mpicomp.vector import SparseVector, merge, places_of, without_zeros
 
 METRICS = ("support", "recency", "votes", "magnitude", "quota")
 
 
-def _check_bonus(compressor: "AggregationAware", array: Array | None) -> Array | None:
-    """Return a loaded bonus, None if there is none; see `mpicomp.compressors.base.Check`."""
+def _check_history(compressor: "AggregationAware", array: Array | None) -> Array | None:
+    """Return a loaded history, None if there is none; see `mpicomp.compressors.base.Check`."""
     if array is None:
         return None
-    held, most = compressor._history, np.inf if compressor.metric == "magnitude" else 1
+    most = np.inf if compressor.metric == "magnitude" else 1
     if array.ndim != 1 or array.dtype not in (np.float32, np.float64):
         raise ValueError("a vector of float32 or float64")
-    if held is not None and (held.length, held.dtype) != (array.size, array.dtype):
-        raise ValueError(
-            f"{held.length} values of {held.dtype} as in the last aggregate; reset() first to change that"
-        )
     if not (np.isfinite(array).all() and (array >= 0).all() and (array <= most).all()):
         raise ValueError(f"finite values from 0 to {most}")
     return array
 
 
-class AggregationAware(Density):
+class AggregationAware(TopK):
     """Select by magnitude and by the last aggregates.
 
     density or k: see `Density`. metric: the score of an entry with the magnitude x:
@@ -69,7 +64,7 @@ class AggregationAware(Density):
     [1, 3]
     """
 
-    state = {"_bonus": _check_bonus}
+    state = {"_history": _check_history}
 
     def __init__(
         self,
@@ -84,21 +79,40 @@ class AggregationAware(Density):
         super().__init__(density, k=k)
         self.metric = to_choice("metric", metric, METRICS)
         self.weight = to_number("weight", weight, least=0)
-        self.decay, self.quota = (
-            to_number("decay", decay, least=0, most=1),
-            to_number("quota", quota, least=0, most=1),
-        )
-        # the bonus of each position, before the weight
+        self.decay = to_number("decay", decay, least=0, most=1)
+        self.quota = to_number("quota", quota, least=0, most=1)
+        # the bonus of each position of all segments, before the weight
         self._history: SparseVector | None = None
 
-    @property
-    def _bonus(self) -> Array | None:
-        """The history as it is saved, a dense vector."""
-        return None if self._history is None else self._history.to_dense()
+    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
+        """Return the history of each segment as a dense vector; None without one."""
+        if self._history is None:
+            return [None] * (len(bounds) - 1)
+        bonus = self._history.to_dense()
+        if len(bounds) == 2:
+            return [bonus]
+        return [bonus[first:end] for first, end in pairwise(bounds)]
 
-    @_bonus.setter
-    def _bonus(self, bonus: Array | None) -> None:
-        self._history = None if bonus is None else SparseVector.from_dense(bonus)
+    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
+        """Return the history of all segments from dense vectors; a segment without one has had no aggregate."""
+        histories = [value for value in values if value is not None]
+        if not histories:
+            return None
+        dtype = histories[0].dtype
+        sizes = np.diff(bounds)
+        parts = [
+            np.zeros(size, dtype) if value is None else value
+            for value, size in zip(values, sizes, strict=True)
+        ]
+        history = SparseVector.from_dense(np.concatenate(parts))
+        held = self._history
+        if held is not None and (held.length, held.dtype) != (history.length, dtype):
+            raise ValueError(
+                f"the state has {history.length} values of {dtype} as {name}: expected "
+                f"{held.length} values of {held.dtype} as in the last aggregate; reset() first "
+                "to change that"
+            )
+        return history
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """Receive the sum over the ranks.
@@ -139,101 +153,65 @@ class AggregationAware(Density):
         """Clear the stored aggregates."""
         self._history = None
 
-    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the k entries of the largest scores; see `Compressor.compress`."""
-        dense = to_vector(corrected)
-        return self.compress_each([self], dense, [0, dense.size])
-
-    def compress_segments(
+    def select(
         self,
         corrected: Array,
         bounds: Sequence[int],
-        *,
         summands: Summands | None = None,
+        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
-        """See `Compressor.compress_segments`; one object is for one segment, several take `compress_each`."""
-        if len(bounds) != 2:
-            return super().compress_segments(corrected, bounds, summands=summands)
-        return self.compress_each([self], corrected, bounds, summands=summands)
+        """Return the k entries of the largest scores in each segment; see `Compressor.select`.
 
-    @staticmethod
-    def compress_each(
-        compressors: Sequence[Any],
+        Exact top-k, and a choice among its entries and those of the history: no bonus
+        lowers a score, so that no other entry is selected.
+        """
+        self._check_fits(corrected.size, corrected.dtype)
+        largest = super().select(corrected, bounds, summands)
+        if self._history is None or self.report is None:
+            return largest
+        chosen = self._chosen(largest, self._history, corrected, bounds)
+        return self.reported(chosen, target=self.report.target)
+
+    def _chosen(
+        self,
+        largest: SparseVector,
+        history: SparseVector,
         corrected: Array,
         bounds: Sequence[int],
-        *,
-        summands: Summands | None = None,
     ) -> SparseVector:
-        """See `Compressor.compress_each`: exact top-k, and a choice among its entries and those of the history.
-
-        No bonus lowers a score, so that no other entry is selected.
-        """
-        one, kind = compressors[0], np.promote_types(corrected.dtype, np.float32)
-        for each, (first, end) in zip(compressors, pairwise(bounds), strict=True):
-            each._check_fits(end - first, corrected.dtype)
-        top, alone = (
-            TopK(one.density, k=one.k),
-            summands is None and len(compressors) == 1,
+        """Return the entries of the largest scores of each segment, among the largest and those of the history."""
+        nothing = np.zeros_like(largest.values, history.dtype)
+        bonus = merge(largest.with_values(nothing), _beside(history, corrected))
+        values = kernels_for(corrected).gather(corrected, bonus.indices)
+        places = []
+        counts = self.counts(np.diff(bounds)).tolist()
+        edges = pairwise(places_of(bonus, bounds))
+        for count, (low, high) in zip(counts, edges, strict=True):
+            own = self._best(values[low:high], bonus.values[low:high], count)
+            places.append(own + low)
+        chosen = np.concatenate(places)
+        return SparseVector.trusted(
+            bonus.indices[chosen], values[chosen], corrected.size
         )
-        sent = (
-            top.compress(corrected)
-            if alone
-            else top.compress_segments(corrected, bounds, summands=summands)
-        )
-        if any(each._history is not None for each in compressors):
-            parts = zip(compressors, np.diff(bounds).tolist(), strict=True)
-            held = [
-                each._history or SparseVector.empty(size, kind, beside=corrected)
-                for each, size in parts
-            ]
-            history = concatenate([_beside(each, corrected) for each in held])
-            bonus = merge(sent.with_values(np.zeros_like(sent.values, kind)), history)
-            values = kernels_for(corrected).gather(corrected, bonus.indices)
-            edges, rows = (
-                places_of(bonus, bounds),
-                zip(compressors, pairwise(bounds), strict=True),
-            )
-            chosen = [
-                each._chosen(
-                    values[low:high], bonus.values[low:high], each.count(end - first)
-                )
-                + low
-                for (each, (first, end)), (low, high) in zip(
-                    rows, pairwise(edges), strict=True
-                )
-            ]
-            places = np.concatenate(chosen)
-            sent = SparseVector.trusted(
-                bonus.indices[places], values[places], corrected.size
-            )
-        for each, (first, end), (low, high) in zip(
-            compressors,
-            pairwise(bounds),
-            pairwise(places_of(sent, bounds)),
-            strict=True,
-        ):
-            each.reported(
-                SparseVector.trusted(
-                    sent.indices[low:high], sent.values[low:high], end - first
-                )
-            )
-        return sent
 
     def _check_fits(self, size: int, dtype: np.dtype[Any]) -> None:
         """Raise ValueError unless the history is of a vector of this size and dtype."""
         held = self._history
-        if held is not None and held.length != size:
+        if held is None:
+            return
+        if held.length != size:
             raise ValueError(
                 f"corrected has {size} values: expected {held.length} as in the last aggregate"
             )
-        if held is not None and held.dtype != np.promote_types(dtype, np.float32):
+        if held.dtype != np.promote_types(dtype, np.float32):
             raise ValueError(
                 f"corrected is {dtype}: the last aggregate was stored in {held.dtype}"
             )
 
-    def _chosen(self, values: Array, bonus: Array, k: int) -> Array:
+    def _best(self, values: Array, bonus: Array, k: int) -> Array:
         """Return the places of the k largest scores, in order."""
-        kernels, scores = kernels_for(values), np.abs(values).astype(bonus.dtype)
+        kernels = kernels_for(values)
+        scores = np.abs(values).astype(bonus.dtype)
 
         def largest(scores: Array, k: int) -> Array:
             return kernels.largest(scores, k)[0] if k else np.flatnonzero(scores[:0])

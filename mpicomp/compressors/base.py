@@ -12,14 +12,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, read_only, to_numpy
+from mpicomp.arrays import Array, kernels_for, read_only, to_numpy, to_vector
 from mpicomp.settings import Configured
 from mpicomp.vector import SparseVector, concatenate
 
-# a vector, its factor, and the parts of another vector
 Summands = tuple[Array, float, Sequence[Array]]
+"""A residual, its factor, and the parts of a gradient, one for each segment."""
 
-Snapshot = tuple["Compressor", dict[str, Any]]  # of the attributes
+Snapshot = tuple["Compressor", dict[str, Any]]
+"""A compressor and its attributes."""
 
 Check = Callable[[Any, Array | None], Any]
 """Return the value of an attribute from a loaded array: check(compressor, array), where None means that it is missing.
@@ -34,13 +35,15 @@ class Report:
 
     target, achieved: densities. nbytes: of the returned indices and values in memory.
     threshold: of the magnitude, None for methods without one. rounds: of its search.
+    In an exchange of named tensors, `SIDCo` and `AdaComp` report arrays with one row
+    for each segment.
     """
 
-    target: float
-    achieved: float
-    nbytes: int
-    threshold: float | None = None
-    rounds: int = 1
+    target: Any
+    achieved: Any
+    nbytes: Any
+    threshold: Any = None
+    rounds: Any = 1
 
 
 class Compressor(Configured):
@@ -76,58 +79,33 @@ class Compressor(Configured):
             f"{type(self).__name__} has no compress(corrected, *, gradient=None)"
         )
 
-    def compress_segments(
+    def select(
         self,
         corrected: Array,
         bounds: Sequence[int],
-        *,
         summands: Summands | None = None,
+        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
-        """Return the entries that `compress` selects in each segment of a vector, as one vector.
+        """Return the entries selected in each segment of a vector, as one vector.
 
         corrected: 1-d, C-contiguous. bounds: the first position of each segment, and
         the length of the vector. summands: (residual, scale, parts); `corrected` is
-        first overwritten by ``scale * residual`` plus the parts, one gradient for each
-        segment. A compressor with a kernel that adds and selects in one pass, or in all
-        segments at once, implements this method: one object then serves all segments
-        with equal settings that follow each other, otherwise each has its own.
+        first overwritten by ``scale * residual`` plus the parts. gradient: the new
+        gradient by segment, where it is not part of summands; None if it is not
+        available.
 
-        Raises the errors of `compress`; `corrected` is written in any case.
+        Raises the errors of `compress`; `corrected` is written in any case. This one
+        calls `compress` for each segment; see `SegmentedCompressor`.
         """
-        spans = [slice(*span) for span in pairwise(bounds)]
-        parts: Sequence[Array | None] = [None] * len(spans)
         if summands is not None:
             write_sum(summands, corrected)
-            parts = summands[2]
-        pairs = zip(spans, parts, strict=True)
-        return concatenate(
-            [
-                self.compress(read_only(corrected[span]), gradient=part)
-                for span, part in pairs
-            ]
-        )
-
-    @staticmethod
-    def compress_each(
-        compressors: Sequence[Any],
-        corrected: Array,
-        bounds: Sequence[int],
-        *,
-        summands: Summands | None = None,
-    ) -> SparseVector:
-        """Return the entries that compressors of this class select, each in its segment, as one vector.
-
-        compressors: one for each segment, joined by `is_joined_with`. The others as for
-        `compress_segments`. Implemented by a class whose state is that of one segment,
-        and which has a kernel for several.
-        """
-        raise NotImplementedError(
-            "this compressor has no compress_each(compressors, corrected, bounds)"
-        )
-
-    def is_joined_with(self, other: "Compressor") -> bool:
-        """Return whether one call serves a segment of this compressor and one of another: if settings are equal."""
-        return repr(self) == repr(other)
+            gradient = summands[2]
+        vectors = []
+        for segment, (first, end) in enumerate(pairwise(bounds)):
+            part = None if gradient is None else gradient[segment]
+            values = read_only(corrected[first:end])
+            vectors.append(self.compress(values, gradient=part))
+        return concatenate(vectors)
 
     def share(self, length: int) -> float | None:
         """Return the target density for a vector of `length`; None without one."""
@@ -141,17 +119,12 @@ class Compressor(Configured):
         target: float | None = None,
     ) -> SparseVector:
         """Set `report` to the statistics of a call, and return its vector. target: None for that of `share`."""
-        achieved, asked = (
-            vector.density,
-            self.share(vector.length) if target is None else target,
-        )
-        self.report = Report(
-            achieved if asked is None else asked,
-            achieved,
-            vector.nbytes,
-            threshold,
-            rounds,
-        )
+        achieved = vector.density
+        if target is None:
+            target = self.share(vector.length)
+        if target is None:
+            target = achieved
+        self.report = Report(target, achieved, vector.nbytes, threshold, rounds)
         return vector
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
@@ -175,11 +148,8 @@ class Compressor(Configured):
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the state of the chain, without settings: arrays in host memory by "depth.attribute"."""
-        return {
-            key: np.array(to_numpy(getattr(part, name)))
-            for key, (part, name) in self._state_keys().items()
-            if getattr(part, name) is not None
-        }
+        (state,) = self.segment_states([0, 0])
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict` of a compressor with these settings.
@@ -187,32 +157,98 @@ class Compressor(Configured):
         Raises ValueError for keys that are unknown or missing, and for values of a
         shape, kind or range that this compressor cannot have; nothing changes then.
         """
-        known = self._state_keys()
-        if not state.keys() <= known.keys():
-            raise ValueError(
-                f"the state has {sorted(state)}: expected {sorted(known)} at most, of {self!r}"
-            )
-        values = []
-        for key, (part, name) in known.items():
-            array = np.asarray(to_numpy(state[key])) if key in state else None
-            try:
-                values.append(part.state[name](part, array))
-            except ValueError as error:
-                got = "nothing" if array is None else repr(state[key])
-                if array is not None and array.size != 1:
-                    got = f"{array.dtype} of shape {array.shape}"
-                raise ValueError(
-                    f"the state has {got} as {key}: expected {error}"
-                ) from None
-        for (part, name), value in zip(known.values(), values, strict=True):
-            setattr(part, name, value)
+        self.load_segment_states([state], [0, 0])
 
-    def _state_keys(self) -> dict[str, tuple["Compressor", str]]:
-        return {
+    def segment_states(self, bounds: Sequence[int]) -> list[dict[str, Array]]:
+        """Return the `state_dict` of each segment. bounds: as of `select`."""
+        states: list[dict[str, Array]] = [{} for _ in bounds[1:]]
+        for depth, part in enumerate(self.chain()):
+            for name in part.state:
+                for state, value in zip(states, part.saved(name, bounds), strict=True):
+                    if value is not None:
+                        state[f"{depth}.{name}"] = np.array(to_numpy(value))
+        return states
+
+    def load_segment_states(
+        self, states: Sequence[Mapping[str, Any]], bounds: Sequence[int]
+    ) -> None:
+        """Load the `state_dict` of each segment; see `load_state_dict`. bounds: as of `select`."""
+        chain = self.chain()
+        known = {
             f"{depth}.{name}": (part, name)
-            for depth, part in enumerate(self.chain())
+            for depth, part in enumerate(chain)
             for name in part.state
         }
+        for state in states:
+            if not state.keys() <= known.keys():
+                raise ValueError(
+                    f"the state has {sorted(state)}: expected {sorted(known)} at most, "
+                    f"of {self!r}"
+                )
+        loaded: list[tuple[Compressor, str, Any]] = []
+        for key, (part, name) in known.items():
+            values = [_checked(part, name, key, state) for state in states]
+            loaded.append((part, name, part.assembled(name, values, bounds)))
+        for part, name, value in loaded:
+            setattr(part, name, value)
+
+    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
+        """Return the value of an attribute of `state` for each segment; None is not saved."""
+        return [getattr(self, name)]
+
+    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
+        """Return an attribute of `state` from its checked value for each segment, or raise ValueError."""
+        (value,) = values
+        return value
+
+
+class SegmentedCompressor(Compressor):
+    """Base of compressors that select from all segments of a vector in one call: they implement `select`.
+
+    In an exchange one object then serves consecutive named tensors. Attributes in
+    `rows` are settings that may differ between them: a number, or an array with one row
+    for each segment. Attributes in `state` are arrays with one row for each segment.
+    """
+
+    rows: ClassVar[tuple[str, ...]] = ()
+
+    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
+        """Return the entries that `select` returns for one segment; see `Compressor.compress`."""
+        dense = to_vector(corrected)
+        parts = None
+        if gradient is not None:
+            parts = [to_vector(gradient).astype(dense.dtype, copy=False)]
+        return self.select(dense, [0, dense.size], gradient=parts)
+
+    def select(
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        summands: Summands | None = None,
+        gradient: Sequence[Array] | None = None,
+    ) -> SparseVector:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no select(corrected, bounds, summands=None, "
+            "gradient=None)"
+        )
+
+    def extend(self, others: Sequence[Any]) -> None:
+        """Take the rows of other compressors of this class, for segments that follow."""
+        for name in self.rows:
+            values = [getattr(part, name) for part in (self, *others)]
+            if values[0] is not None and len(set(values)) > 1:
+                setattr(self, name, np.array(values))
+        for name in self.state:
+            rows = [part.saved(name, [0, 0])[0] for part in (self, *others)]
+            setattr(self, name, self.assembled(name, rows, [0] * (len(rows) + 1)))
+
+    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
+        """Return the row of each segment."""
+        return list(getattr(self, name))
+
+    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
+        """Return an array with the rows of all segments."""
+        return np.array(values)
 
 
 class Wrapper(Compressor):
@@ -233,6 +269,57 @@ class Wrapper(Compressor):
 
     def reset(self) -> None:
         self.compressor.reset()
+
+    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
+        """Return the value, which is that of all segments, for each of them."""
+        return [getattr(self, name)] * (len(bounds) - 1)
+
+    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
+        """Return the value of all segments; raises ValueError if they differ."""
+        value = values[0]
+        if any(other != value for other in values):
+            raise ValueError(
+                f"the state has different {name} for tensors that share {self!r}: "
+                "expected one step for all"
+            )
+        return value
+
+
+def join(compressors: Sequence[Compressor]) -> Compressor:
+    """Return the first of some compressors for the segments of all, which `are_joinable`."""
+    if len(compressors) == 1:
+        return compressors[0]
+    chains = [each.chain() for each in compressors]
+    for first, *others in zip(*chains, strict=True):
+        assert isinstance(first, SegmentedCompressor)
+        first.extend(others)
+    return compressors[0]
+
+
+def are_joinable(one: Compressor, other: Compressor) -> bool:
+    """Return whether one object serves segments of both: they differ in the values of rows only."""
+    ours = one.chain()
+    theirs = other.chain()
+    if len(ours) != len(theirs):
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    return all(
+        _fixed(part) is not None and _fixed(part) == _fixed(second)
+        for part, second in pairs
+    )
+
+
+def _fixed(part: Compressor) -> list[Any] | None:
+    """Return what must be equal in compressors that are joined; None for one that serves a single segment."""
+    if not isinstance(part, SegmentedCompressor):
+        return None
+    fixed: list[Any] = [type(part)]
+    for name, value in part._settings().items():
+        if name in part.rows:
+            fixed.append(value is None)
+        elif not isinstance(value, Compressor):
+            fixed.append(repr(value))
+    return fixed
 
 
 @contextmanager
@@ -285,6 +372,21 @@ def check_selected(vector: Any, dense: Array, compressor: Compressor) -> None:
         raise ValueError(
             f"{compressor!r} returned {vector!r}: expected {dense.dtype} numbers of length {dense.size}"
         )
+
+
+def _checked(part: Compressor, name: str, key: str, state: Mapping[str, Any]) -> Any:
+    """Return the checked value of an attribute from a state; raises ValueError that names its key."""
+    array = np.asarray(to_numpy(state[key])) if key in state else None
+    try:
+        return part.state[name](part, array)
+    except ValueError as error:
+        if array is None:
+            got = "nothing"
+        elif array.size == 1:
+            got = repr(state[key])
+        else:
+            got = f"{array.dtype} of shape {array.shape}"
+        raise ValueError(f"the state has {got} as {key}: expected {error}") from None
 
 
 def expect_integer(least: int, most: int = 2**62) -> Check:

@@ -14,18 +14,17 @@ then makes chunks of one entry, or one chunk of everything.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, to_vector
-from mpicomp.compressors.base import Summands
+from mpicomp.arrays import Array, kernels_for
+from mpicomp.compressors.base import SegmentedCompressor, Summands
 from mpicomp.compressors.common import Density, selected
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 
 
-class ChunkedTopK(Density):
+class ChunkedTopK(Density, SegmentedCompressor):
     """Select the k largest magnitudes of every chunk of consecutive entries, exactly; ties go to the lowest indices.
 
     k: of a chunk, 1 <= k <= chunk, else ValueError. chunk: entries, at least 1. The
@@ -34,6 +33,8 @@ class ChunkedTopK(Density):
     >>> ChunkedTopK(k=1, chunk=3).compress(np.array([1.0, -2, 0, 5, 4, 3, 1])).indices.tolist()
     [1, 3, 6]
     """
+
+    rows = "k", "chunk"
 
     def __init__(self, k: int = 64, chunk: int = 4096) -> None:
         super().__init__(k=k)
@@ -51,26 +52,21 @@ class ChunkedTopK(Density):
             max(1, round(self.k * rest / self.chunk)) if rest else 0
         )
 
-    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the largest magnitudes of each chunk; see `Compressor.compress`."""
-        dense = to_vector(corrected)
-        return self.compress_segments(dense, [0, dense.size])
-
-    def compress_segments(
+    def select(
         self,
         corrected: Array,
         bounds: Sequence[int],
-        *,
         summands: Summands | None = None,
+        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
-        """See `Compressor.compress_segments`; chunks begin at the first entry of each segment."""
+        """See `Compressor.select`; chunks begin at the first entry of each segment."""
         chunks, rest = np.divmod(np.diff(bounds), self.chunk)
         last = np.maximum(1, np.rint(self.k * rest / self.chunk)).astype(np.int64)
-        rows = np.full(rest.size, self.k), np.full(rest.size, self.chunk), last
+        k = np.full(rest.size, self.k)
+        chunk = np.full(rest.size, self.chunk)
         found = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, *rows, summands=summands
+            corrected, bounds, k, chunk, last, summands=summands
         )
-        count = int((chunks * self.k + np.where(rest, last, 0)).sum())
-        return self.reported(
-            selected(corrected, *found), target=count / max(1, corrected.size)
-        )
+        count = int((chunks * k + np.where(rest, last, 0)).sum())
+        target = count / max(1, corrected.size)
+        return self.reported(selected(corrected, *found), target=target)

@@ -1,7 +1,7 @@
 """Functions shared by compressors: the number of entries to select, and the entries of a dense vector at positions."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Density(Compressor):
     Raises ValueError if both or none are given, or if one is out of range.
     """
 
+    rows: ClassVar[tuple[str, ...]] = ("density", "k")
+
     def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
         if (density is None) == (k is None):
             raise ValueError(
@@ -49,7 +51,7 @@ class Density(Compressor):
     def counts(self, lengths: Array) -> Array:
         """Return `count` of each of several lengths."""
         if self.k is not None:
-            return np.full(lengths.size, self.k)
+            return np.broadcast_to(self.k, lengths.shape)
         return np.maximum(1, np.rint(self.density * lengths)).astype(np.int64)
 
     def share(self, length: int) -> float:

@@ -14,12 +14,16 @@ shorter format.
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import Compressor, Summands, Wrapper
+from mpicomp.compressors.base import (
+    Compressor,
+    SegmentedCompressor,
+    Summands,
+    Wrapper,
+)
 from mpicomp.compressors.common import mean_and_largest
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector, places_of
@@ -127,7 +131,7 @@ def quantise(
     return vector.with_values(rounded), vector.with_values(vector.values - rounded)
 
 
-class Quantised(Wrapper):
+class Quantised(Wrapper, SegmentedCompressor):
     """Quantise the entries that another compressor selects.
 
     compressor: any. form: "float16", "bfloat16", "sign" or "two_bit", else ValueError.
@@ -143,26 +147,15 @@ class Quantised(Wrapper):
         self.form = to_choice("form", form, [*_ROUNDINGS, *_MAGNITUDES])
         self.error: SparseVector | None = None
 
-    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the quantised entries; see `Compressor.compress`."""
-        return self._quantised(self.compressor.compress(corrected, gradient=gradient))
-
-    def compress_segments(
+    def select(
         self,
         corrected: Array,
         bounds: Sequence[int],
-        *,
         summands: Summands | None = None,
+        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
-        """See `Compressor.compress_segments`; each segment has magnitudes of its own."""
-        return self._quantised(
-            self.compressor.compress_segments(corrected, bounds, summands=summands),
-            bounds,
-        )
-
-    def _quantised(
-        self, vector: SparseVector, bounds: Sequence[int] | None = None
-    ) -> SparseVector:
+        """Return the quantised entries; each segment has magnitudes of its own. See `Compressor.select`."""
+        vector = self.compressor.select(corrected, bounds, summands, gradient)
         quantised, self.error = quantise(vector, self.form, bounds)
         self.report = self.compressor.report
         return quantised

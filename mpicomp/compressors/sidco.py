@@ -33,10 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, to_vector
+from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import (
-    Compressor,
     Report,
+    SegmentedCompressor,
     Summands,
     expect_integer,
     expect_number,
@@ -56,7 +56,6 @@ _SAMPLE = 1 << 12, 1 << 15, 1 << 20
 
 _GAIN, _LIMITS = 0.25, (0.02, 50.0)  # of the controller
 _PERIOD, _TOLERANCE = 5, 0.2  # of the published adaptation
-_RESULTS = ["size", "stages", "nonzeros", "above", "threshold", "kept"]
 # more than the published adaptation reaches at any density above 1e-19
 _MAX_STAGES = 64
 
@@ -76,7 +75,8 @@ def _check_stages(compressor: "SIDCo", array: Array | None) -> int:
     return int(expect_integer(least, most)(compressor, array))
 
 
-def _check_ratios(compressor: "SIDCo", array: Array | None) -> list[float]:
+def _check_ratios(compressor: "SIDCo", array: Array | None) -> Array:
+    """Return achieved over target since the last change of stages."""
     most = _PERIOD - 1 if compressor.adaptation == "published" else 0
     if (
         array is None
@@ -87,10 +87,10 @@ def _check_ratios(compressor: "SIDCo", array: Array | None) -> list[float]:
         raise ValueError(f"a list of at most {most} numbers (float64)")
     if not (np.isfinite(array).all() and (array > 0).all()):
         raise ValueError("finite numbers above 0")
-    return [float(ratio) for ratio in array]
+    return array
 
 
-class SIDCo(Compressor):
+class SIDCo(SegmentedCompressor):
     """Select by a threshold from a fitted distribution: about density n entries of n.
 
     density: 0 < density <= 1. distribution: of the magnitudes, "exponential" (fastest),
@@ -104,11 +104,10 @@ class SIDCo(Compressor):
     target at 0.1 % of a generalised Pareto of shape 0.2); on a network in training,
     from one stage, it held the target on average.
 
-    The state is that of one tensor: use one object for each. `correction` is the factor
-    of the controller on the density, `current_stages` the number of stages in use,
-    `report` the `Report` of the last call, None before any: its rounds are the stages
-    fitted. Where a sample misled, and where sums overflow, none is: the selection is
-    exact.
+    `correction`, the factor of the controller on the density, and `current_stages`, the
+    number of stages in use, have a row for each segment, one of a vector; `report` is
+    that of the last call, None before any: its rounds are the stages fitted. Where a
+    sample misled, and where sums overflow, none is: the selection is exact.
 
     Raises ValueError for a setting out of range.
 
@@ -122,6 +121,7 @@ class SIDCo(Compressor):
         "current_stages": _check_stages,
         "_ratios": _check_ratios,
     }
+    rows = ("density",)
     density: float
 
     def __init__(
@@ -131,124 +131,156 @@ class SIDCo(Compressor):
         stages: int = 4,
         adaptation: str | None = "control",
     ) -> None:
-        self.density, self.distribution = (
-            to_density(density),
-            to_choice("distribution", distribution, DISTRIBUTIONS),
-        )
-        self.stages, self.adaptation = (
-            to_integer("stages", stages),
-            to_choice("adaptation", adaptation, ADAPTATIONS),
-        )
-        self.current_stages, self.correction = self.stages, 1.0
-        # achieved over target, since the last change of stages
-        self._ratios: list[float] = []
+        self.density = to_density(density)
+        self.distribution = to_choice("distribution", distribution, DISTRIBUTIONS)
+        self.stages = to_integer("stages", stages)
+        self.adaptation = to_choice("adaptation", adaptation, ADAPTATIONS)
+        self.current_stages: Array = np.array([self.stages])
+        self.correction: Array = np.ones(1)
+        # achieved over target in the calls since the last change of stages, then NaN
+        self._ratios: Array = np.full((1, _PERIOD), np.nan)
 
-    def count(self, length: int) -> int:
-        """Return the target number of entries of a vector of `length`."""
-        return max(1, round(self.density * length))
+    def counts(self, lengths: Array) -> Array:
+        """Return the target number of entries of vectors of these lengths."""
+        return np.maximum(1, np.rint(self.density * lengths)).astype(np.int64)
 
-    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the entries of `corrected` above the threshold, at least the largest; see `Compressor.compress`.
-
-        corrected: an array of any shape, taken in C order; float16, float32 or float64.
-        Raises ImportError if the distribution is "gamma" and SciPy is missing.
-        """
-        dense = to_vector(corrected)
-        return self.compress_each([self], dense, [0, dense.size])
-
-    def compress_segments(
+    def select(
         self,
         corrected: Array,
         bounds: Sequence[int],
-        *,
         summands: Summands | None = None,
+        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
-        """See `Compressor.compress_segments`; one object is for one segment, several take `compress_each`."""
-        if len(bounds) != 2:
-            return super().compress_segments(corrected, bounds, summands=summands)
-        return self.compress_each([self], corrected, bounds, summands=summands)
+        """Return the entries of each segment above its threshold, at least the largest; see `Compressor.select`.
 
-    @staticmethod
-    def compress_each(
-        compressors: Sequence[Any],
-        corrected: Array,
-        bounds: Sequence[int],
-        *,
-        summands: Summands | None = None,
-    ) -> SparseVector:
-        """See `Compressor.compress_each`: one pass over all segments."""
-        kernels, one = kernels_for(corrected), compressors[0]
-        pareto, by_count = (
-            one.distribution != "exponential",
-            one.adaptation == "control",
-        )
+        Raises ImportError if the distribution is "gamma" and SciPy is missing.
+        """
+        kernels = kernels_for(corrected)
+        pareto = self.distribution != "exponential"
+        by_count = self.adaptation == "control"
         # which kernels do not add
         if summands is not None and corrected.dtype == np.float16:
             write_sum(summands, corrected)
             summands = None
-        plans = np.zeros(len(compressors), kernels.PLAN)
-        plans["size"], plans["first"] = np.diff(bounds), np.nan
-        plans["wanted"] = plans["size"] * [
-            each.density * each.correction for each in compressors
-        ]
-        plans["stages"] = [each.current_stages for each in compressors]
+        plans = self._plans(np.diff(bounds), kernels.PLAN)
         counts = _samples(plans, by_count)
         some = kernels.sample(corrected, bounds, counts, summands=summands)
-        if one.distribution == "gamma":
-            plans["first"] = [
-                _first_of_gamma(*each)
-                for each in zip(_parts(some, counts), plans, strict=True)
-            ]
+        if self.distribution == "gamma":
+            rows = zip(_parts(some, counts), plans, strict=True)
+            plans["first"] = [_first_of_gamma(*row) for row in rows]
         kernels.begin_fits(some, counts, plans, pareto=pareto, by_count=by_count)
         found = kernels.end_fits(
             corrected, bounds, plans, pareto=pareto, summands=summands
         )
-        is_exact = ~np.isfinite(plans["threshold"] + plans["total"]) | (
-            plans["above"] > plans["room"]
-        )
-        is_exact |= (plans["share"] == 0) & (plans["above"] < np.floor(plans["wanted"]))
+        is_exact = ~np.isfinite(plans["threshold"] + plans["total"])
+        is_exact |= plans["above"] > plans["room"]
+        is_short = plans["above"] < np.floor(plans["wanted"])
+        is_exact |= (plans["share"] == 0) & is_short
         if is_exact.any():
-            found = _with_largest(
-                compressors, corrected, bounds, plans, is_exact, *found
-            )
-        vector = placed(found[0], found[1], corrected.size)
-        for each, plan in zip(compressors, plans[_RESULTS].tolist(), strict=True):
-            each._settle(*plan, vector.indices.itemsize + vector.values.itemsize)
+            found = self._with_largest(corrected, bounds, plans, is_exact, found)
+        positions, values = found
+        vector = placed(positions, values, corrected.size)
+        self._settle(plans, vector)
         return vector
 
-    def _settle(
-        self,
-        size: int,
-        stages: int,
-        nonzeros: float,
-        above: float,
-        threshold: float,
-        kept: int,
-        nbytes: int,
-    ) -> None:
-        """Adapt to the result of a call, and report it. nbytes: of an entry. The others: see `PLAN`."""
-        if kept:  # no threshold selects more than nonzeros
-            self._adapt(kept / min(max(nonzeros, above, kept), self.count(size)))
-        self.report = Report(
-            self.density, kept / max(1, size), kept * nbytes, threshold, stages
-        )
+    def _plans(self, sizes: Array, dtype: Any) -> Any:
+        plans = np.zeros(sizes.size, dtype)
+        plans["size"] = sizes
+        plans["first"] = np.nan
+        plans["wanted"] = sizes * (self.density * self.correction)
+        plans["stages"] = self.current_stages
+        return plans
 
-    def _adapt(self, ratio: float) -> None:
-        """Adapt to the result of a call. ratio: entries selected over the target."""
+    def _with_largest(
+        self,
+        corrected: Array,
+        bounds: Sequence[int],
+        plans: Any,
+        is_exact: Array,
+        found: tuple[Array, Array],
+    ) -> tuple[Array, Array]:
+        """Return the entries, of some segments the largest, and set their plans; raises if one is not finite."""
+        positions = _parts(found[0], plans["kept"])
+        values = _parts(found[1], plans["kept"])
+        counts = self.counts(plans["size"])
+        for row in np.flatnonzero(is_exact).tolist():
+            dense = corrected[bounds[row] : bounds[row + 1]]
+            kernels = kernels_for(dense)
+            kernels.raise_not_finite(dense)
+            if dense.size:
+                largest, values[row] = kernels.largest(dense, int(counts[row]))
+                positions[row] = largest + bounds[row]
+            plan = plans[row]
+            plan["kept"] = values[row].size
+            plan["stages"] = 0
+            plan["threshold"] = 0.0
+            if values[row].size:
+                plan["threshold"] = float(np.abs(values[row]).min())
+        return np.concatenate(positions), np.concatenate(values)
+
+    def _settle(self, plans: Any, vector: SparseVector) -> None:
+        """Adapt to the results of a call, and report them."""
+        kept = plans["kept"]
+        is_selected = kept > 0
+        # no threshold selects more than nonzeros
+        most = np.maximum(np.maximum(plans["nonzeros"], plans["above"]), kept)
+        target = np.minimum(most, self.counts(plans["size"]))
+        ratio = kept / np.where(is_selected, target, 1)
         if self.adaptation == "control":
-            lowest, highest = _LIMITS
-            self.correction = min(max(self.correction * ratio**-_GAIN, lowest), highest)
+            self._control(ratio, is_selected)
         elif self.adaptation == "published":
-            self._ratios = [*self._ratios, ratio]
-            # one stage less if too many entries were selected, one more if too few
-            if len(self._ratios) == _PERIOD:
-                mean, most = (
-                    sum(self._ratios) / _PERIOD,
-                    max(1, math.ceil(math.log2(1 / self.density))),
-                )
-                step = (mean < 1 - _TOLERANCE) - (mean > 1 + _TOLERANCE)
-                self.current_stages = min(max(1, self.current_stages + step), most)
-                self._ratios = []
+            self._change_stages(ratio, is_selected)
+        nbytes = vector.indices.itemsize + vector.values.itemsize
+        columns = [
+            np.full(kept.shape, self.density),
+            kept / plans["size"].clip(1),
+            kept * nbytes,
+            plans["threshold"].copy(),
+            plans["stages"].copy(),
+        ]
+        if kept.size == 1:
+            columns = [column.item() for column in columns]
+        self.report = Report(*columns)
+
+    def _control(self, ratio: Array, is_selected: Array) -> None:
+        """Correct the density of each segment of which entries were selected."""
+        with np.errstate(divide="ignore"):
+            corrected = self.correction * ratio**-_GAIN
+        limited = np.clip(corrected, *_LIMITS)
+        self.correction = np.where(is_selected, limited, self.correction)
+
+    def _change_stages(self, ratio: Array, is_selected: Array) -> None:
+        """Take one stage less where too many entries were selected over a period, one more where too few."""
+        ratios = self._ratios.copy()
+        rows = np.flatnonzero(is_selected)
+        place = np.isfinite(ratios[rows]).sum(axis=1)
+        ratios[rows, place] = ratio[rows]
+        is_over = np.isfinite(ratios).all(axis=1)
+        means = ratios.mean(axis=1)
+        is_below = means < 1 - _TOLERANCE
+        is_above = means > 1 + _TOLERANCE
+        most = np.maximum(1, np.ceil(np.log2(1 / np.asarray(self.density))))
+        stages = np.maximum(1, self.current_stages + is_below.astype(int) - is_above)
+        stages = np.minimum(stages, most).astype(int)
+        self.current_stages = np.where(is_over, stages, self.current_stages)
+        ratios[is_over] = np.nan
+        self._ratios = ratios
+
+    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
+        """Return the row of each segment, of the ratios those that there are."""
+        rows = super().saved(name, bounds)
+        if name == "_ratios":
+            return [row[np.isfinite(row)] for row in rows]
+        return rows
+
+    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
+        """Return an array with the rows of all segments, of ratios filled up with NaN."""
+        if name != "_ratios":
+            return super().assembled(name, values, bounds)
+        ratios = np.full((len(values), _PERIOD), np.nan)
+        for row, value in zip(ratios, values, strict=True):
+            row[: value.size] = value
+        return ratios
 
 
 def _samples(plans: Any, by_count: bool) -> Array:
@@ -270,37 +302,6 @@ def _parts(array: Array, counts: Array) -> list[Array]:
         array[end - count : end]
         for count, end in zip(counts.tolist(), np.cumsum(counts).tolist(), strict=True)
     ]
-
-
-def _with_largest(
-    compressors: Sequence[SIDCo],
-    corrected: Array,
-    bounds: Sequence[int],
-    plans: Any,
-    is_exact: Array,
-    positions: Array,
-    values: Array,
-) -> tuple[Array, Array]:
-    """Return the entries of all segments, of some of them the largest, and set their plans; raises if not finite."""
-    parts = [
-        *zip(
-            _parts(positions, plans["kept"]), _parts(values, plans["kept"]), strict=True
-        )
-    ]
-    for place in np.flatnonzero(is_exact).tolist():
-        dense, plan = corrected[bounds[place] : bounds[place + 1]], plans[place]
-        kernels = kernels_for(dense)
-        kernels.raise_not_finite(dense)
-        found = (
-            kernels.largest(dense, compressors[place].count(dense.size))
-            if dense.size
-            else parts[place]
-        )
-        parts[place] = found[0] + bounds[place], found[1]
-        plan["kept"], plan["stages"] = found[1].size, 0
-        plan["threshold"] = float(np.abs(found[1]).min()) if found[1].size else 0.0
-    positions, values = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return positions, values
 
 
 def _first_of_gamma(some: Array, plan: Any) -> float:

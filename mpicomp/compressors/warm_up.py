@@ -4,18 +4,22 @@ Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression
 2018 (arXiv 1712.01887).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 from mpicomp.arrays import Array
-from mpicomp.compressors.base import Compressor, Summands, Wrapper, expect_integer
+from mpicomp.compressors.base import (
+    Compressor,
+    SegmentedCompressor,
+    Summands,
+    Wrapper,
+    expect_integer,
+)
 from mpicomp.compressors.common import to_density
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 
 
-class WarmUp(Wrapper):
+class WarmUp(Wrapper, SegmentedCompressor):
     """Run a compressor with a schedule of densities.
 
     compressor: any with a `density`; to quantise as well, `Quantised(WarmUp(...),
@@ -43,39 +47,25 @@ class WarmUp(Wrapper):
                 f"got densities={list(densities)}, compressor={compressor!r}: expected at least one density, and a "
                 "compressor made with density="
             )
-        self.densities, self.calls, self.step = (
-            list(map(to_density, densities)),
-            to_integer("calls", calls),
-            0,
-        )
+        self.densities = list(map(to_density, densities))
+        self.calls = to_integer("calls", calls)
+        self.step = 0
 
-    def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Compress at the density of this step; see `Compressor.compress`."""
-        with self._stage():
-            return self.compressor.compress(corrected, gradient=gradient)
-
-    def compress_segments(
+    def select(
         self,
         corrected: Array,
         bounds: Sequence[int],
-        *,
         summands: Summands | None = None,
+        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
-        """See `Compressor.compress_segments`; calls that of the inner compressor at the density of this step."""
-        with self._stage():
-            return self.compressor.compress_segments(
-                corrected, bounds, summands=summands
-            )
-
-    @contextmanager
-    def _stage(self) -> Iterator[None]:
-        """Set the inner compressor to the density of this step for one call, and count the call if it succeeds."""
-        asked = self.compressor.density
-        self.compressor.density = self.densities[
-            min(self.step // self.calls, len(self.densities) - 1)
-        ]
+        """Select at the density of this step; see `Compressor.select`."""
+        target = self.compressor.density
+        stage = min(self.step // self.calls, len(self.densities) - 1)
+        self.compressor.density = self.densities[stage]
         try:
-            yield
+            vector = self.compressor.select(corrected, bounds, summands, gradient)
         finally:
-            self.compressor.density = asked
-        self.step, self.report = self.step + 1, self.compressor.report
+            self.compressor.density = target
+        self.step += 1
+        self.report = self.compressor.report
+        return vector

@@ -7,7 +7,8 @@ which write to spare buffers only, so a second `correct` returns the same result
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from mpicomp.arrays import (
     VALUE_DTYPES,
     Array,
+    adjacent,
     kernels_for,
     namespace,
     new_vector,
@@ -23,16 +25,15 @@ from mpicomp.arrays import (
     to_device_of,
     to_numpy,
 )
-from mpicomp.compressors import Compressor
+from mpicomp.compressors.selection import Selection
 from mpicomp.settings import Configured, to_number
 from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector, whole
 
-Gradient = Array | list[Array]  # a vector, or its consecutive parts
 Dtypes = dict[str, np.dtype[Any]]
 
 
-def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype for values accumulated over many steps: float32 for float16, whose sums lose small addends."""
     return np.promote_types(dtype, np.float32)
 
@@ -60,7 +61,8 @@ class Feedback(Configured):
     def __init__(self) -> None:
         self._arrays: dict[str, Array] = {}
         self._spares: dict[str, Array] = {}
-        self._bounds: Sequence[int] = ()  # of the segments of the staged gradient
+        # the first position of each segment of the staged gradient, and its length
+        self._bounds: list[int] = [0]
         self._begun = False  # a step was kept: the arrays are not just zeros
         self._staged = False  # `correct` was called, and `settle` was not
         # the arrays that `commit` swaps with their spares
@@ -71,30 +73,27 @@ class Feedback(Configured):
         """Whether the residual is an array of its own, in gradient units: in a basis it has coefficients."""
         return True
 
-    @property
-    def view(self) -> Callable[[Tensor, Any], Array]:
-        """The method of a tensor that returns a gradient as a vector, for `correct`."""
-        return Tensor.flatten
+    def vectors(
+        self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]
+    ) -> list[Array]:
+        """Return the gradients of tensors as vectors, views where possible; zeros for one without an array."""
+        return [tensor.flatten(arrays.get(tensor.name)) for tensor in tensors]
 
-    def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
+    def correct(self, *gradient: Array) -> Array:
         """Return the vector to compress, the gradient plus the residual; changes no array that is kept.
 
-        gradient: a vector (n,), or a list of its consecutive parts. bounds: the first
-        position of each segment, and n; None for one segment.
+        gradient: its consecutive parts, vectors, one for each segment.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no correct(): expected a method of the class"
         )
 
     def compress(
-        self,
-        gradient: Gradient,
-        compressor: Compressor,
-        bounds: Sequence[int] | None = None,
+        self, selection: Selection, *gradient: Array
     ) -> tuple[Array, SparseVector]:
-        """Return `correct(gradient, bounds)`, and the entries that a compressor of all segments selects of it."""
-        corrected = self.correct(gradient, bounds)
-        return corrected, compressor.compress(read_only(corrected))
+        """Return `correct(*gradient)`, and the entries that are selected of it."""
+        corrected = self.correct(*gradient)
+        return corrected, selection.select(read_only(corrected))
 
     def settle(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
@@ -169,7 +168,7 @@ class Feedback(Configured):
         if residual is None:
             return 0.0
         # squares leave the range of float16
-        kept = residual.astype(wide(residual.dtype), copy=False)
+        kept = residual.astype(accumulation_dtype(residual.dtype), copy=False)
         return math.sqrt(float(np.vdot(kept, kept)))
 
     @property
@@ -289,12 +288,12 @@ class Feedback(Configured):
             else None
         )
 
-    def _stage(self, gradient: Gradient, bounds: Sequence[int] | None) -> None:
+    def _stage(self, gradient: Sequence[Array]) -> None:
         """Check a gradient, and allocate the arrays before the first step."""
-        parts = gradient if isinstance(gradient, list) else [gradient]
-        first, size = parts[0], sum([part.size for part in parts])
-        # the spares are overwritten
-        self._settled, self._bounds = (), bounds or (0, size)
+        first = gradient[0]
+        self._bounds = [0, *accumulate([part.size for part in gradient])]
+        size = self._bounds[-1]
+        self._settled = ()  # the spares are overwritten
         if any([type(array) is not type(first) for array in self._arrays.values()]):
             self._arrays = {
                 name: to_device_of(array, first) for name, array in self._arrays.items()
@@ -319,14 +318,14 @@ class Feedback(Configured):
         }
         self._spares, self._staged = {}, True
 
-    def _joined(self, gradient: Gradient) -> Array:
-        """Return a gradient as one vector; parts are copied to a buffer."""
-        if not isinstance(gradient, list):
-            return gradient
-        size, first = sum([part.size for part in gradient]), gradient[0]
-        return np.concatenate(
-            gradient, out=self._buffer("gradient", first, size, first.dtype)
-        )
+    def _joined(self, gradient: Sequence[Array]) -> Array:
+        """Return a gradient as one vector; parts that are not adjacent in memory are copied to a buffer."""
+        whole = adjacent(gradient)
+        if whole is not None:
+            return whole
+        first = gradient[0]
+        buffer = self._buffer("gradient", first, self._bounds[-1], first.dtype)
+        return np.concatenate(gradient, out=buffer)
 
     def _spare(self, name: str) -> Array:
         """Return the buffer for the next `name`."""

@@ -6,16 +6,16 @@ units of updates; the decay: "Communication efficient LLM pre-training with Spar
 2025 (arXiv 2508.15706). Invariant: docs/feedback.md, "What is conserved".
 """
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import write_sum
-from mpicomp.feedback.base import Dtypes, Feedback, Gradient, check_range
+from mpicomp.compressors.selection import Selection
+from mpicomp.feedback.base import Dtypes, Feedback, check_range
 from mpicomp.settings import to_bool, to_number
 from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector, split, whole
@@ -42,118 +42,143 @@ class ErrorFeedback(Feedback):
     ErrorFeedback(in_place=False, decay=0.95)
     """
 
+    def __new__(cls, *, in_place: bool = False, decay: float = 1.0) -> "ErrorFeedback":
+        """Return a feedback that keeps the residual in an array of its own, or in the gradient's."""
+        if in_place and not issubclass(cls, InPlaceErrorFeedback):
+            if cls is not ErrorFeedback:
+                raise TypeError(
+                    f"{cls.__name__} has in_place=True: derive it from InPlaceErrorFeedback "
+                    "of mpicomp.feedback"
+                )
+            cls = InPlaceErrorFeedback
+        return super().__new__(cls)
+
     def __init__(self, *, in_place: bool = False, decay: float = 1.0) -> None:
         super().__init__()
         remedy = " (1 keeps all; to keep nothing take NoFeedback())"
         self.in_place = to_bool("in_place", in_place)
         self.decay = to_number("decay", decay, above=0, most=1, remedy=remedy)
-        if in_place and decay < 1:
-            raise ValueError(
-                f"got in_place=True and decay={decay!r}: in place, the gradient's array holds the sum of residual and "
-                "gradient, of which the residual cannot decay alone; expected ErrorFeedback(decay=...) without in_place"
-            )
-        self._homes: list[Array] = []  # in place: the gradient's arrays
-        # in place: what `commit` adds to them
-        self._changes: tuple[SparseVector, ...] = ()
 
-    @property
-    def has_gradient_units(self) -> bool:
-        """Whether the residual is an array of its own, and not in the gradient's array."""
-        return not self.in_place
-
-    @property
-    def view(self) -> Callable[[Tensor, Any], Array]:
-        """The method of a tensor that returns a gradient as a vector; in place a writable one."""
-        return Tensor.residual_in if self.in_place else Tensor.flatten
-
-    def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
+    def correct(self, *gradient: Array) -> Array:
         """Return gradient + decay * residual in a separate buffer; in place, the gradient itself.
 
         Raises ValueError if the gradient has another size or dtype than the residual:
         use one object for each tensor.
         """
-        self._stage(gradient, bounds)
-        parts = gradient if isinstance(gradient, list) else [gradient]
-        if self.in_place:
-            self._homes = parts
-            return self._joined(gradient)
+        self._stage(gradient)
         corrected = self._spare("residual")
-        write_sum((self._arrays["residual"], self.decay, parts), corrected)
+        write_sum((self._arrays["residual"], self.decay, gradient), corrected)
         return corrected
 
     def compress(
-        self,
-        gradient: Gradient,
-        compressor: Compressor,
-        bounds: Sequence[int] | None = None,
+        self, selection: Selection, *gradient: Array
     ) -> tuple[Array, SparseVector]:
         """Return the result of `correct`, and the selected entries; in one pass, if the compressor has a kernel."""
-        if self.in_place:
-            return super().compress(gradient, compressor, bounds)
-        self._stage(gradient, bounds)
-        residual, corrected = self._arrays["residual"], self._spare("residual")
-        if isinstance(gradient, list) and len(gradient) != len(self._bounds) - 1:
-            gradient = self._joined(gradient)
-        if not isinstance(gradient, list):
-            gradient = [gradient[first:end] for first, end in pairwise(self._bounds)]
-        return corrected, compressor.compress_segments(
-            corrected, self._bounds, summands=(residual, self.decay, gradient)
-        )
+        self._stage(gradient)
+        corrected = self._spare("residual")
+        summands = self._arrays["residual"], self.decay, gradient
+        return corrected, selection.select(corrected, summands)
 
     def settle(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
         """Prepare corrected - sent + rejected as the residual; see `Feedback.settle`."""
-        if self.in_place:
-            self._changes = self._checked_changes(corrected, sent, rejected)
-        else:
-            self._subtract(corrected, sent, rejected)
-            self._settled = ("residual",)
+        self._subtract(corrected, sent, rejected)
+        self._settled = ("residual",)
 
-    def settle_all(self, corrected: Array, rejected: Array | None) -> None:
-        """Prepare what was rejected as the residual; see `Feedback.settle_all`."""
-        if self.in_place:
-            before = np.concatenate(self._homes)
-            self.settle(
-                before, whole(before), None if rejected is None else whole(rejected)
+
+class InPlaceErrorFeedback(ErrorFeedback):
+    """Keep the residual in the gradient's own array: what `ErrorFeedback(in_place=True)` returns."""
+
+    def __init__(self, *, in_place: bool = True, decay: float = 1.0) -> None:
+        super().__init__(in_place=in_place, decay=decay)
+        if self.decay < 1:
+            raise ValueError(
+                f"got in_place=True and decay={decay!r}: in place, the gradient's array holds the sum of residual and "
+                "gradient, of which the residual cannot decay alone; expected ErrorFeedback(decay=...) without in_place"
             )
-        else:
-            super().settle_all(corrected, rejected)
+        self._gradients: list[Array] = []  # the caller's arrays, as vectors
+        # what `commit` adds, and the vectors that it is added to
+        self._changes: list[tuple[Array, SparseVector]] = []
+
+    @property
+    def has_gradient_units(self) -> bool:
+        """False: the residual is not an array of its own."""
+        return False
 
     @property
     def written(self) -> list[Array]:
-        """In place, the vectors of the gradients."""
-        return self._homes
+        """The vectors of the gradients."""
+        return self._gradients
+
+    def vectors(
+        self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]
+    ) -> list[Array]:
+        """Return the gradients of tensors as writable vectors; raises if one cannot hold the residual."""
+        self._gradients = [
+            tensor.residual_in(arrays.get(tensor.name)) for tensor in tensors
+        ]
+        return self._gradients
+
+    def correct(self, *gradient: Array) -> Array:
+        """Return the gradient, which holds the residual; as one vector."""
+        self._stage(gradient)
+        if not self._gradients:
+            self._gradients = list(gradient)
+        return self._joined(gradient)
+
+    def compress(
+        self, selection: Selection, *gradient: Array
+    ) -> tuple[Array, SparseVector]:
+        """Return the gradient as one vector, and the entries that are selected of it."""
+        return Feedback.compress(self, selection, *gradient)
+
+    def settle(
+        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
+    ) -> None:
+        """Prepare to subtract from the gradients what was sent, and to add what was rejected."""
+        bounds = [0, *accumulate([vector.size for vector in self._gradients])]
+        self._changes = [
+            (vector, part)
+            for change in self._checked_changes(corrected, sent, rejected)
+            for vector, part in zip(self._gradients, split(change, bounds), strict=True)
+        ]
+
+    def settle_all(self, corrected: Array, rejected: Array | None) -> None:
+        """Prepare to keep what was rejected; see `Feedback.settle_all`."""
+        before = np.concatenate(self._gradients)
+        back = None if rejected is None else whole(rejected)
+        self.settle(before, whole(before), back)
 
     def commit(self) -> None:
-        """Swap in the residual; in place, subtract from the gradients what was sent, and add what was rejected."""
+        """Add the changes to the gradients."""
         super().commit()
-        bounds = [0, *accumulate([home.size for home in self._homes])]
-        for changes in self._changes:
-            for home, part in zip(self._homes, split(changes, bounds), strict=True):
-                kernels_for(home).scatter_add(home, part.indices, part.values)
-        self._homes, self._changes = [], ()
+        for vector, change in self._changes:
+            kernels_for(vector).scatter_add(vector, change.indices, change.values)
+        self._release()
 
     def discard(self) -> None:
-        """Drop what a step that is not kept has prepared; in place, also the references to the gradients."""
+        """Drop what a step that is not kept has prepared, and the references to the gradients."""
         super().discard()
-        self._homes, self._changes = [], ()
+        self._release()
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residual by `factor`; raises RuntimeError in place: rescale the gradient's array instead."""
-        if self.in_place:
-            raise RuntimeError(
-                "the residual is in the gradient's own array (in_place): multiply that by the factor"
-            )
-        super().rescale(factor)
+        """Raise RuntimeError: rescale the gradient's array instead."""
+        raise RuntimeError(
+            "the residual is in the gradient's own array (in_place): multiply that by the factor"
+        )
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
-        return {} if self.in_place else super().dtypes(dtype)
+        return {}
+
+    def _release(self) -> None:
+        self._gradients = []
+        self._changes = []
 
     def _checked_changes(
         self, gradient: Array, sent: SparseVector, rejected: SparseVector | None
-    ) -> tuple[SparseVector, ...]:
-        """Return the vectors to add to the gradient's array: -sent, then rejected."""
+    ) -> list[SparseVector]:
+        """Return the vectors to add to the gradient: -sent, then rejected."""
         self._check_staged(gradient.size, sent, rejected)
         back = (
             SparseVector.empty(sent.length, sent.dtype, beside=sent.values)
@@ -176,7 +201,7 @@ class ErrorFeedback(Feedback):
             check_range(left, "residual")
             check_range(base + back.values, "residual")
         removed = sent.with_values(-sent.values)
-        return (removed, back) if back.nnz else (removed,)
+        return [removed, back] if back.nnz else [removed]
 
 
 def _is_small(values: Array) -> bool:

@@ -20,14 +20,14 @@ Invariant: v after + sent - rejected = v before + u, exactly where the additions
 exact.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.feedback.base import Dtypes, Feedback, Gradient, wide
+from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_bool, to_number
 from mpicomp.vector import SparseVector, places_of
 
@@ -50,25 +50,22 @@ class MomentumCorrection(Feedback):
 
     def __init__(self, momentum: float = 0.9, *, masking: bool = True) -> None:
         super().__init__()
-        self.momentum, self.masking = (
-            to_number("momentum", momentum, least=0, most=1),
-            to_bool("masking", masking),
-        )
+        self.momentum = to_number("momentum", momentum, least=0, most=1)
+        self.masking = to_bool("masking", masking)
 
     @property
     def velocity(self) -> Array | None:
         """u, shape (n,): a read-only view, valid until the next call; None before the first step."""
         return self._view("velocity")
 
-    def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
+    def correct(self, *gradient: Array) -> Array:
         """Return v + u for the new u; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
-        self._stage(gradient, bounds)
-        gradient = self._joined(gradient)
-        before, residual = self._arrays["velocity"], self._arrays["residual"]
-        velocity, corrected = self._spare("velocity"), self._spare("residual")
-        np.multiply(before, self.momentum, out=velocity)
-        velocity += gradient
-        np.add(residual, velocity, out=corrected, casting="same_kind")
+        self._stage(gradient)
+        velocity = self._spare("velocity")
+        corrected = self._spare("residual")
+        np.multiply(self._arrays["velocity"], self.momentum, out=velocity)
+        velocity += self._joined(gradient)
+        np.add(self._arrays["residual"], velocity, out=corrected, casting="same_kind")
         return corrected
 
     def settle(
@@ -101,7 +98,7 @@ class MomentumCorrection(Feedback):
                 yield sent.indices[first:end]
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
-        return {"residual": dtype, "velocity": wide(dtype)}
+        return {"residual": dtype, "velocity": accumulation_dtype(dtype)}
 
 
 def _has_nonzero(values: Array) -> bool:

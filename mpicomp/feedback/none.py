@@ -3,14 +3,13 @@
 Invariant: none; corrected - sent + rejected is lost.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, read_only
-from mpicomp.compressors import Compressor
-from mpicomp.feedback.base import Dtypes, Feedback, Gradient
+from mpicomp.compressors.selection import Selection
+from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.vector import SparseVector
 
 
@@ -21,20 +20,17 @@ class NoFeedback(Feedback):
     True
     """
 
-    def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
+    def correct(self, *gradient: Array) -> Array:
         """Return `gradient` itself; its parts are copied."""
-        self._stage(gradient, bounds)
+        self._stage(gradient)
         return self._joined(gradient)
 
     def compress(
-        self,
-        gradient: Gradient,
-        compressor: Compressor,
-        bounds: Sequence[int] | None = None,
+        self, selection: Selection, *gradient: Array
     ) -> tuple[Array, SparseVector]:
-        """Return the gradient, and the entries that a compressor selects of it."""
-        corrected = self.correct(gradient, bounds)
-        return corrected, compressor.compress(read_only(corrected), gradient=corrected)
+        """Return the gradient, and the entries that are selected of it."""
+        corrected = self.correct(*gradient)
+        return corrected, selection.select(read_only(corrected), gradient=gradient)
 
     def settle(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None

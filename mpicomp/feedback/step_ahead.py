@@ -14,13 +14,12 @@ not change the sum over the ranks. So the virtual iterate xbar = x - mean e obey
 = xbar - eta mean m.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, like, to_device_of, to_values
-from mpicomp.feedback.base import Dtypes, Feedback, Gradient, wide
+from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_number
 from mpicomp.vector import SparseVector
 
@@ -46,10 +45,8 @@ class StepAhead(Feedback):
 
     def __init__(self, rate: float, momentum: float = 0.0) -> None:
         super().__init__()
-        self.rate, self.momentum = (
-            rate,
-            to_number("momentum", momentum, least=0, most=1),
-        )
+        self.rate = rate
+        self.momentum = to_number("momentum", momentum, least=0, most=1)
 
     @property
     def has_gradient_units(self) -> bool:
@@ -85,12 +82,14 @@ class StepAhead(Feedback):
             x,
         )
 
-    def correct(self, gradient: Gradient, bounds: Sequence[int] | None = None) -> Array:
+    def correct(self, *gradient: Array) -> Array:
         """Return eta m + e for the new m; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
-        self._stage(gradient, bounds)
-        corrected, velocity = self._spare("residual"), self._joined(gradient)
+        self._stage(gradient)
+        corrected = self._spare("residual")
+        velocity = self._joined(gradient)
         if self.momentum:
-            summand, velocity = velocity, self._spare("velocity")
+            summand = velocity
+            velocity = self._spare("velocity")
             np.multiply(self._arrays["velocity"], self.momentum, out=velocity)
             velocity += summand
         np.multiply(velocity, self.rate, out=corrected, casting="same_kind")
@@ -112,5 +111,5 @@ class StepAhead(Feedback):
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         return {"residual": dtype} | (
-            {"velocity": wide(dtype)} if self.momentum else {}
+            {"velocity": accumulation_dtype(dtype)} if self.momentum else {}
         )

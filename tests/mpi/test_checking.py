@@ -39,6 +39,7 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
+from mpicomp.feedback import InPlaceErrorFeedback
 
 pytestmark = pytest.mark.small_groups
 
@@ -189,11 +190,19 @@ def test_where_a_mass_leaves_the_range_of_float64_nothing_is_claimed(comm, watch
     np.testing.assert_allclose(exchange(values), values)
 
 
-class Forgetful(ErrorFeedback):
+class Forgetting:
     """Loses what was rejected."""
 
     def settle(self, corrected, sent, rejected=None):
         super().settle(corrected, sent)
+
+
+class Forgetful(Forgetting, ErrorFeedback):
+    pass
+
+
+class ForgetfulInPlace(Forgetting, InPlaceErrorFeedback):
+    pass
 
 
 METHODS = {
@@ -256,14 +265,14 @@ def test_what_rounding_takes_from_a_residual_that_is_much_larger_than_what_was_s
 
 
 @pytest.mark.at_least(2)
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("method", [Forgetful, ForgetfulInPlace])
 def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(
-    comm, watched, in_place
+    comm, watched, method
 ):
     parts = (
         watched,
         TopK(k=3),
-        Forgetful(in_place=in_place),
+        method(),
         partial(gtopk_allreduce, k=2),
     )
     rng = np.random.default_rng(comm.rank)

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import resource
+import sys
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,9 +25,11 @@ from mpicomp import (
     Compressor,
     ErrorFeedback,
     MomentumCorrection,
+    NoFeedback,
     StepAhead,
     TopK,
 )
+from mpicomp.feedback import InPlaceErrorFeedback
 
 pytestmark = pytest.mark.small_groups
 
@@ -176,9 +179,76 @@ def test_an_allocation_that_fails_before_a_sum_in_few_bits(comm, monkeypatch):
     takes_a_step(comm, exchange, mine)
 
 
+ALLOCATORS = "empty", "zeros", "empty_like", "zeros_like", "concatenate", "full"
+
+
+class Exhausted:
+    """NumPy's functions that make arrays; the one of a number raises, outside of messages."""
+
+    def __init__(self, patch):
+        self.left = None
+        for name in ALLOCATORS:
+            patch.setattr(np, name, partial(self.call, getattr(np, name)))
+
+    def call(self, function, *args, **more):
+        if self.left is not None and not self._is_sending():
+            self.left -= 1
+            if self.left < 0:
+                raise MemoryError("none left")
+        return function(*args, **more)
+
+    def _is_sending(self):
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").startswith("collectives.runtime"):
+                return True
+            frame = frame.f_back
+        return False
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize("form", ["list", "dict"])
+@pytest.mark.parametrize(
+    "feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True), NoFeedback]
+)
+def test_memory_that_ends_anywhere_leaves_all_of_a_step_or_none(
+    comm, form, feedback, monkeypatch
+):
+    """The n-th array of a step cannot be allocated on one rank: for each n until there are fewer."""
+    exchange = GradientExchange(comm, TopK(k=9), feedback(), small=10)
+
+    def gradients(step):
+        arrays = named(comm.rank, step)
+        return arrays if form == "dict" else list(arrays.values())
+
+    exchange(gradients(0))
+    exhausted = Exhausted(monkeypatch)
+    raised = True
+    failures = 0
+    while raised:
+        before, steps = state_of(exchange), exchange.steps
+        mine = gradients(1)
+        exhausted.left = failures if is_last(comm) else None
+        error = None
+        try:
+            exchange(mine)
+        except (MemoryError, CollectiveError) as caught:
+            error = caught
+        exhausted.left = None
+        raised = error is not None
+        assert comm.allgather(raised) == [raised] * comm.size
+        if raised:
+            assert isinstance(error, MemoryError) is is_last(comm)
+            assert state_of(exchange) == before
+            assert exchange.steps == steps
+        failures += raised
+    assert failures > 3
+    takes_a_step(comm, exchange, gradients(2))
+
+
 def test_an_error_that_is_its_own_cause(comm):
     class Circular(TopK):
-        def compress_segments(self, corrected, bounds, *, summands=None):
+        def select(self, corrected, bounds, summands=None, gradient=None):
             error = ValueError("of itself")
             raise error from error
 
@@ -248,13 +318,21 @@ def test_a_sum_that_overflows_is_an_overflow_error_on_all_ranks_also_where_such_
 # What leaves its range, and errors of a compressor or a feedback.
 
 
-class Settling(ErrorFeedback):
+class Failing:
     fault = None
 
     def settle(self, corrected, sent, rejected=None):
         super().settle(corrected, sent, rejected)
         if self.fault:
             raise self.fault
+
+
+class Settling(Failing, ErrorFeedback):
+    pass
+
+
+class SettlingInPlace(Failing, InPlaceErrorFeedback):
+    pass
 
 
 class Observing(TopK):
@@ -266,26 +344,21 @@ class Observing(TopK):
             raise self.fault
 
 
-class Failing(TopK):
+class FailingTopK(TopK):
     fault = None
 
-    def compress(self, corrected, *, gradient=None):
+    def select(self, corrected, bounds, summands=None, gradient=None):
         if self.fault:
             raise self.fault
-        return super().compress(corrected)
-
-    def compress_segments(self, corrected, bounds, *, summands=None):
-        if self.fault:
-            raise self.fault
-        return super().compress_segments(corrected, bounds, summands=summands)
+        return super().select(corrected, bounds, summands, gradient)
 
 
 PARTS = {
     "feedback": lambda: {"feedback": Settling()},
-    "feedback in place": lambda: {"feedback": Settling(in_place=True)},
+    "feedback in place": lambda: {"feedback": SettlingInPlace()},
     "observe": lambda: {"compressor": Observing(k=9)},
-    "compress": lambda: {"compressor": Failing(k=9)},
-    "compressed sum": lambda: {"collective": compressed_sum(Failing(k=5))},
+    "compress": lambda: {"compressor": FailingTopK(k=9)},
+    "compressed sum": lambda: {"collective": compressed_sum(FailingTopK(k=5))},
 }
 
 
@@ -295,7 +368,7 @@ def odd_one(settings, bucket, name):
     return (
         bucket.feedback
         if name.startswith("feedback")
-        else [*bucket.compressor.compressors.values()][-1]
+        else [*bucket.selection.compressors.values()][-1]
     )
 
 

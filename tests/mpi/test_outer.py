@@ -322,7 +322,7 @@ def test_a_feedback_that_keeps_its_residual_in_the_gradient_is_refused(comm):
     exchange = GradientExchange(comm, TopK(k=3), ErrorFeedback(in_place=True))
     with pytest.raises(
         ValueError,
-        match=r"feedback of the exchange is ErrorFeedback\(in_place=True.*: expected one",
+        match=r"feedback of the exchange is InPlaceErrorFeedback\(in_place=True.*: expected one",
     ):
         OuterLoop(exchange, np.zeros(2000))
     with pytest.raises(TypeError, match="expected a GradientExchange"):

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from collectives.training.names import canonical, canonical_names
 from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
-from mpicomp.names import canonical, canonical_names
 from mpicomp.settings import OTHER_SETTINGS, check_table, from_table, to_table
 
-_HOLDS = "holds"  # the key under which a segment lists its other keys
+_HOLDS = "holds"  # the row of a table that lists the other keys of a segment
 TABLE = "settings"  # the key of the table
 PLACE = "rank", "ranks", "steps"  # the rows of a table that are no settings
 
@@ -90,7 +90,9 @@ def _table_of(
     name: str, state: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the table of a segment's state; raises ValueError if it is incomplete, or of another rank."""
-    missing = {_HOLDS, TABLE, *map(str, np.ravel(state.get(_HOLDS, [])))} - state.keys()
+    missing = {TABLE} - state.keys()
+    if not missing:
+        missing = set(from_table(state[TABLE]).get(_HOLDS, "").split()) - state.keys()
     if missing:
         raise ValueError(
             f"the state of {name!r} has no {sorted(missing)}: expected all that state_dict() returned"
@@ -113,43 +115,31 @@ def _table_of(
 @contextmanager
 def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Restore the states of buckets if the block raises."""
-    before = [
-        (
-            each.feedback.state_dict(),
-            [each.compressor_of(name).state_dict() for name in each.names],
-        )
-        for each in buckets
-    ]
+    before = [(each.feedback.state_dict(), each.selection.states()) for each in buckets]
     try:
         yield
     except Exception:
-        for bucket, state in zip(buckets, before, strict=True):
-            bucket.feedback.load_state_dict(state[0])
-            for name, own in zip(bucket.names, state[1], strict=True):
-                bucket.compressor_of(name).load_state_dict(own)
+        for bucket, (feedback, compressors) in zip(buckets, before, strict=True):
+            bucket.feedback.load_state_dict(feedback)
+            bucket.selection.load_states(compressors)
         raise
 
 
 def _state(
     bucket: Bucket, saved: Mapping[str, str], settings: Mapping[str, Any]
 ) -> dict[str, Array]:
-    """Return copies of the states as "segment/part.name", for each segment with a list of these, and its table."""
+    """Return copies of the states as "segment/part.name", and for each segment a table of settings."""
     state: dict[str, Array] = {}
     kept = bucket.feedback.state_dict()
-    for place, name in enumerate(bucket.names):
-        held = {
-            f"compressor.{key}": array
-            for key, array in bucket.compressor_of(name).state_dict().items()
-        }
-        held |= {
-            f"feedback.{key}": _of_segment(bucket, place, array)
-            for key, array in kept.items()
-        }
-        held |= {
-            _HOLDS: np.array(sorted(held), np.str_),
-            TABLE: to_table({**settings, **_parts(bucket, name)}),
-        }
-        state |= {f"{saved[name]}/{key}": array for key, array in held.items()}
+    described = _settings_of_parts(bucket)
+    for segment, compressor in enumerate(bucket.selection.states()):
+        own = {f"compressor.{key}": array for key, array in compressor.items()}
+        for key, array in kept.items():
+            own[f"feedback.{key}"] = _of_segment(bucket, segment, array)
+        rows = {**settings, **described[segment], _HOLDS: " ".join(sorted(own))}
+        own[TABLE] = to_table(rows)
+        name = saved[bucket.names[segment]]
+        state |= {f"{name}/{key}": array for key, array in own.items()}
     return state
 
 
@@ -163,29 +153,29 @@ def _load(
     settings: to be found in the tables, besides those of the parts; None for any.
     Raises ValueError if one does not fit.
     """
-    kept: list[dict[str, Any]] = []
-    for name in bucket.names:
-        parts = _parts(bucket, name)
+    compressors = []
+    feedbacks = []
+    described = _settings_of_parts(bucket)
+    for name, rows in zip(bucket.names, described, strict=True):
         # first those of the parts, so that another compressor is named
         if settings is not None:
-            rows = parts | {
-                key: value for key, value in settings.items() if key not in PLACE
-            }
+            rows |= {key: value for key, value in settings.items() if key not in PLACE}
             check_table(
                 f"the state of {name!r}", state[name][TABLE], rows, OTHER_SETTINGS
             )
-        by_part: dict[str, dict[str, Any]] = {part: {} for part in parts}
+        by_part: dict[str, dict[str, Any]] = {"compressor": {}, "feedback": {}}
         for key, array in state[name].items():
             part, _, own = key.partition(".")
             if part in by_part:
                 by_part[part][own] = array
-            elif key not in (_HOLDS, TABLE):
+            elif key != TABLE:
                 raise ValueError(
-                    f"the state of {name!r} has {key!r}: expected parts of {sorted(parts)}"
+                    f"the state of {name!r} has {key!r}: expected parts of {sorted(by_part)}"
                 )
-        bucket.compressor_of(name).load_state_dict(by_part["compressor"])
-        kept.append(by_part["feedback"])
-    bucket.feedback.load_state_dict(_joined(bucket, kept))
+        compressors.append(by_part["compressor"])
+        feedbacks.append(by_part["feedback"])
+    bucket.selection.load_states(compressors)
+    bucket.feedback.load_state_dict(_joined(bucket, feedbacks))
     dtype = bucket.tensors[0].dtype if bucket.tensors else None
     if dtype is not None and not bucket.feedback.fits(bucket.length, dtype):
         raise ValueError(
@@ -246,5 +236,10 @@ def _of_segment(bucket: Bucket, place: int, array: Array) -> Array:
     )
 
 
-def _parts(bucket: Bucket, name: str) -> dict[str, Any]:
-    return {"feedback": bucket.feedback, "compressor": bucket.compressor_of(name)}
+def _settings_of_parts(bucket: Bucket) -> list[dict[str, str]]:
+    """Return the settings of feedback and compressor of each segment, as text by part."""
+    feedback = repr(bucket.feedback)
+    return [
+        {"feedback": feedback, "compressor": compressor}
+        for compressor in bucket.selection.settings
+    ]

@@ -9,46 +9,52 @@ additions are exact. All feedback methods are linear in these arrays, except for
 velocities, so the sums develop as on P ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from collectives.training.checkpoint import TABLE
 from mpicomp.arrays import Array, to_numpy
-from mpicomp.checkpoint import TABLE
-from mpicomp.feedback.base import wide
+from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.settings import check_table, from_table, to_choice, to_integer, to_table
 
+Load = Callable[[int], Mapping[str, Any] | None]
 CONSERVED = "sum", "mean"
-_BY_RANK = "compressor", "holds", TABLE  # parts that may differ by rank: a seed
+_BY_RANK = "compressor", TABLE  # parts that may differ by rank: a seed
 
 
 def redistributed(
     settings: Mapping[str, Any],
     ranks: int,
-    load: Callable[[int], Mapping[str, Any]],
+    load: Load,
     conserve: str,
 ) -> dict[str, Array]:
     """Return the state of one rank of the new job, as `whole_state` would: from states that `ranks` ranks saved.
 
     settings: of the new job, with its "rank" and "ranks". load(rank): returns the
-    `whole_state` of a rank; called for the ranks that this one continues. conserve:
-    "sum" or "mean" over the ranks.
+    `whole_state` of a rank, or None if it is lost, and its residual with it; called for
+    the ranks that this one continues, or for another one if none of them has a state.
+    conserve: "sum" or "mean" over the ranks.
 
-    Raises ValueError for states of other ranks than requested, or of different steps,
-    and OverflowError if a sum leaves the range of its dtype.
+    Raises ValueError for states of other ranks than requested, of different steps, or
+    if there is none, and OverflowError if a sum leaves the range of its dtype.
     """
     ranks = to_integer("ranks", ranks)
     to_choice("conserve", conserve, CONSERVED)
     rank, size = settings["rank"], settings["ranks"]
-    state = _loaded(load, rank % ranks, ranks)
+    source, state = _first_saved([rank % ranks, *range(ranks)], load, ranks)
     dtypes = {key: array.dtype for key, array in state.items() if _differs(key, array)}
-    start = np.array if rank < ranks else np.zeros_like
-    state |= {key: start(state[key], wide(dtype)) for key, dtype in dtypes.items()}
+    start = np.array if source == rank else np.zeros_like
+    state |= {
+        key: start(state[key], accumulation_dtype(dtype))
+        for key, dtype in dtypes.items()
+    }
     for source in range(rank + size, ranks, size):
         other = _loaded(load, source, ranks)
-        _check_same_step(state, other, rank, source, differing=dtypes.keys())
-        state |= {key: state[key] + other[key] for key in dtypes}
+        if other is not None:
+            _check_same_step(state, other, rank, source, differing=dtypes.keys())
+            state |= {key: state[key] + other[key] for key in dtypes}
     if conserve == "mean" and size != ranks:
         state |= {key: state[key] * size / ranks for key in dtypes}
     state |= {
@@ -69,11 +75,22 @@ def _differs(key: str, array: Array) -> bool:
     return key.rpartition("/")[2].startswith("feedback.") and array.ndim > 0
 
 
-def _loaded(
-    load: Callable[[int], Mapping[str, Any]], rank: int, ranks: int
-) -> dict[str, Array]:
-    """Return the state of a rank; raises ValueError if it is of another rank, or number of ranks."""
+def _first_saved(
+    sources: Iterable[int], load: Load, ranks: int
+) -> tuple[int, dict[str, Array]]:
+    """Return the first of some ranks with a state, and that."""
+    for source in sources:
+        state = _loaded(load, source, ranks)
+        if state is not None:
+            return source, state
+    raise ValueError(f"load returned None for all {ranks} ranks: expected a state")
+
+
+def _loaded(load: Load, rank: int, ranks: int) -> dict[str, Array] | None:
+    """Return the state of a rank, None if it is lost; ValueError if it is of another rank, or number of ranks."""
     given = load(rank)
+    if given is None:
+        return None
     state = {name: np.asarray(to_numpy(given[name])) for name in given}
     remedy = "load(rank) returns the state that this rank saved, and ranks is the number of ranks that saved one"
     for key in _tables(state):

@@ -1,0 +1,74 @@
+"""The three forms of a gradient: one array, a list of arrays that are one vector, or arrays by name."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from collectives.training.names import canonical
+from mpicomp.tensors import ALONE, ARRAY, DICT, LIST
+
+
+def by_name(gradient: Any) -> tuple[str, dict[str, Any]]:
+    """Return the form of a gradient, and its arrays by name."""
+    if isinstance(gradient, Mapping):
+        return DICT, dict(gradient)
+    if isinstance(gradient, list | tuple):
+        return LIST, {
+            f"item {place} of the list": array for place, array in enumerate(gradient)
+        }
+    return ARRAY, {ALONE: gradient}
+
+
+def in_form(form: str, results: dict[str, Any], names: Mapping[str, Any]) -> Any:
+    """Return results by name in a form, with those of `names` first."""
+    if form == DICT:
+        return {name: results[name] for name in names} | results
+    return [results[name] for name in names] if form == LIST else results[ALONE]
+
+
+def check_same_form(
+    form: str, arrays: Mapping[str, Any], first: str, names: Collection[str]
+) -> None:
+    """Raise TypeError, KeyError or ValueError for gradients of another form or with other names than the first ones."""
+    if form != first:
+        raise TypeError(
+            f"got {form}: expected {first}, as in the first step of this exchange"
+        )
+    for name in arrays:
+        if name not in names:
+            raise KeyError(
+                f"{name!r} is none of the tensors of the first step: {_remedy(str(name), names)}"
+            )
+    if form == LIST and len(arrays) < len(names):
+        raise ValueError(
+            f"got {len(arrays)} arrays: expected {len(names)}, as in the first step of this exchange"
+        )
+
+
+def _remedy(name: str, names: Collection[str]) -> str:
+    other = next((each for each in names if canonical(each) == canonical(name)), None)
+    if other is None:
+        return "use another exchange for it; if it is held, call hold() without it"
+    return f"it was registered as {other!r}; take the names of all calls from one model, wrapped or not"
+
+
+def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradients."""
+    given, outs = by_name(out)
+    if given != form:
+        raise TypeError(
+            f"out is {type(out).__name__}: expected {form}, as the gradients are"
+        )
+    if form == LIST and len(outs) != len(arrays):
+        raise ValueError(
+            f"out is {len(outs)} arrays: expected a list of {len(arrays)}, as the gradients are"
+        )
+    for name, buffer in outs.items():
+        if name not in arrays:
+            raise ValueError(
+                f"out has {name!r}: expected names of the gradients that are given"
+            )
+        if buffer is None and arrays[name] is None:
+            raise ValueError(
+                f"out is None for {name!r}: expected an array for its mean; pass zeros as its gradient"
+            )
+    return outs

@@ -1,0 +1,198 @@
+"""The selection from a vector of segments, such as the tensors of a bucket, by a table of their compressors."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from mpicomp.arrays import Array, kernels_for
+from mpicomp.compressors.base import (
+    Compressor,
+    Snapshot,
+    Summands,
+    are_joinable,
+    check_selected,
+    join,
+)
+from mpicomp.compressors.dense import Dense
+from mpicomp.vector import SparseVector, concatenate, places_of, split
+
+
+class Row(NamedTuple):
+    """A compressor and its consecutive segments, from `first` to before `end`."""
+
+    compressor: Compressor
+    first: int
+    end: int
+
+
+class Selection:
+    """Select from each segment of a vector by the compressor of its row.
+
+    names: of the segments, in errors; None names none. bounds: the first position of
+    each segment, and the length. compressors: one for each segment. Consecutive ones
+    that differ in rows only are joined, so that a segment costs no call; the others
+    serve their own segment.
+
+    >>> two = Selection(["a", "b"], [0, 2, 4], [TopK(k=1), TopK(k=2)])
+    >>> two.select(gradient).indices.tolist(), len(two.table)
+    ([1, 2, 3], 1)
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str | None],
+        bounds: Sequence[int],
+        compressors: Sequence[Compressor],
+    ) -> None:
+        self.names = list(names)
+        self.bounds = list(bounds)
+        self.settings = [repr(compressor) for compressor in compressors]
+        self.table: list[Row] = []
+        first = 0
+        for end in range(1, len(compressors) + 1):
+            if end < len(compressors) and are_joinable(*compressors[end - 1 : end + 1]):
+                continue
+            self.table.append(Row(join(compressors[first:end]), first, end))
+            first = end
+
+    @property
+    def compressors(self) -> dict[str | None, Compressor]:
+        """The compressor of each segment, by name."""
+        return {
+            name: row.compressor
+            for row in self.table
+            for name in self.names[row.first : row.end]
+        }
+
+    @property
+    def whole(self) -> list[tuple[int, int]]:
+        """Ranges of the vector of which every rank sends all values."""
+        return [
+            (self.bounds[row.first], self.bounds[row.end])
+            for row in self.table
+            if isinstance(row.compressor.chain()[-1], Dense)
+        ]
+
+    def select(
+        self,
+        corrected: Array,
+        summands: Summands | None = None,
+        gradient: Sequence[Array] | None = None,
+    ) -> SparseVector:
+        """Return the entries selected in all segments, as one vector; errors name the segment.
+
+        See `Compressor.select`.
+        """
+        vectors = []
+        for row in self.table:
+            span = slice(self.bounds[row.first], self.bounds[row.end])
+            segments = slice(row.first, row.end)
+            bounds = self._bounds_of(row)
+            own = None
+            if summands is not None:
+                residual, scale, parts = summands
+                own = residual[span], scale, parts[segments]
+            new = None if gradient is None else gradient[segments]
+            try:
+                vector = row.compressor.select(corrected[span], bounds, own, new)
+                check_selected(vector, corrected[span], row.compressor)
+            except Exception as error:
+                self._name_segment(error, row, corrected)
+                raise
+            vectors.append(vector)
+        return concatenate(vectors) if len(vectors) > 1 else vectors[0]
+
+    def select_outside(
+        self, corrected: Array, first: int, end: int, gradient: Sequence[Array] | None
+    ) -> SparseVector:
+        """Return all values of a range, and the entries selected outside of it, where zeros stand in the range."""
+        own = corrected[first:end]
+        outside = corrected.copy()
+        outside[first:end] = 0
+        selected = self.select(outside, gradient=gradient)
+        self.check_finite(corrected)
+        low, high = places_of(selected, [first, end])
+        consecutive = kernels_for(own).consecutive(first, end, selected.indices.dtype)
+        indices = selected.indices[:low], consecutive, selected.indices[high:]
+        values = selected.values[:low], own, selected.values[high:]
+        return SparseVector.trusted(
+            np.concatenate(indices), np.concatenate(values), selected.length
+        )
+
+    def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
+        """Pass each compressor its part of the mean; see `Compressor.observe`."""
+        if len(self.table) == 1:
+            self.table[0].compressor.observe(aggregate, votes)
+            return
+        edges = [0, *(self.bounds[row.end] for row in self.table)]
+        parts = split(aggregate, edges)
+        shares = parts
+        if votes is not None:
+            shares = split(aggregate.with_values(votes), edges)
+        for row, part, share in zip(self.table, parts, shares, strict=True):
+            row.compressor.observe(part, None if votes is None else share.values)
+
+    def snapshot(self) -> list[Snapshot]:
+        """Return the attributes of all compressors; of one that several vectors share, as the first one found it."""
+        return [
+            snapshot
+            for row in reversed(self.table)
+            for snapshot in row.compressor.snapshot()
+        ]
+
+    def reset(self) -> None:
+        """Clear the stored information about single positions; see `Compressor.reset`."""
+        for row in self.table:
+            row.compressor.reset()
+
+    def states(self) -> list[dict[str, Array]]:
+        """Return the state of the compressor of each segment; see `Compressor.state_dict`."""
+        states = []
+        for row in self.table:
+            states += row.compressor.segment_states(self._bounds_of(row))
+        return states
+
+    def load_states(self, states: Sequence[dict[str, Array]]) -> None:
+        """Load the state of the compressor of each segment; see `Compressor.load_state_dict`."""
+        for row in self.table:
+            bounds = self._bounds_of(row)
+            row.compressor.load_segment_states(states[row.first : row.end], bounds)
+
+    def check_finite(self, vector: Array) -> None:
+        """Raise ValueError that names the first value that is not finite, by segment and its index there."""
+        try:
+            kernels_for(vector).raise_not_finite(vector)
+        except ValueError:
+            self._check_segments(vector, 0, len(self.names))
+            raise
+
+    def _bounds_of(self, row: Row) -> list[int]:
+        start = self.bounds[row.first]
+        return [bound - start for bound in self.bounds[row.first : row.end + 1]]
+
+    def _name_segment(self, error: Exception, row: Row, vector: Array) -> None:
+        """Add the segment to an error's text: the only one, or the one with a value that is not finite."""
+        if isinstance(error, ValueError) and row.end - row.first > 1:
+            try:
+                self._check_segments(vector, row.first, row.end)
+            except ValueError as named:
+                error.args = named.args
+        elif row.end - row.first == 1:
+            _prefix(error, self.names[row.first])
+
+    def _check_segments(self, vector: Array, first: int, end: int) -> None:
+        edges = pairwise(self.bounds[first : end + 1])
+        for name, (low, high) in zip(self.names[first:end], edges, strict=True):
+            try:
+                kernels_for(vector).raise_not_finite(vector[low:high])
+            except ValueError as error:
+                _prefix(error, name)
+                raise
+
+
+def _prefix(error: Exception, name: str | None) -> None:
+    """Add the name of a segment to an error's text."""
+    if name is not None and error.args and isinstance(error.args[0], str):
+        error.args = (f"in {name}: {error.args[0]}", *error.args[1:])
