@@ -131,15 +131,15 @@ MUTANTS = [
     Mutant(
         "settle: what a collective rejects is lost",
         "collectives/training/step.py",
-        "compressed.sent, received.rejected)",
-        "compressed.sent, None)",
+        "feedback.settle(compressed.corrected, compressed.sent, received.rejected)",
+        "feedback.settle(compressed.corrected, compressed.sent, None)",
         f"{ON_RANKS} tests/mpi/test_conservation.py",
     ),
     Mutant(
         "segments: entries of several tensors compete",
-        "mpicomp/compressors/segments.py",
-        "bounds = [bound - span.start for bound in self.bounds[first : end + 1]]",
-        "bounds = [0, span.stop - span.start]",
+        "mpicomp/compressors/selection.py",
+        "vector = row.compressor.select(corrected[span], bounds, own, new)",
+        "vector = row.compressor.select(corrected[span], [0, bounds[-1]], own, new)",
         f"{ON_RANKS} tests/mpi/test_named.py",
     ),
 ]
