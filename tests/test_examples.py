@@ -41,6 +41,11 @@ def checked(example, *arguments, size=2, cwd, checks):
     return done.stdout
 
 
+@pytest.mark.parametrize("name", ["exchange", "gtopk", "few_bits"])
+def test_the_files_to_read_have_the_bits_of_the_library(name, tmp_path):
+    checked(f"simple/{name}.py", size=4, cwd=tmp_path, checks=1)
+
+
 def test_torch_in_ddp_resumes_bit_for_bit(tmp_path):
     pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
     pytest.importorskip("sklearn")
