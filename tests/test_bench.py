@@ -6,7 +6,7 @@ import math
 import kernels
 import numpy as np
 import pytest
-from commands import written
+from commands import left, written
 from mpi4py import MPI
 
 from collectives.runtime.collective import COLLECTIVES
@@ -20,6 +20,7 @@ from mpicomp_bench.bench.collective import (
 )
 from mpicomp_bench.bench.compressors import COMPRESSORS
 from mpicomp_bench.bench.data import draw
+from mpicomp_bench.bench.exchange import EXCHANGES
 from mpicomp_bench.bounds import index_bits
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.measuring import Contestant, interleave
@@ -158,6 +159,29 @@ def test_exchange_of_a_model_has_its_tensors_beside_one_vector(bench):
         *(f"one vector{each}" for each in returned),
         "54 tensors, a round of OuterLoop",
     ]
+
+
+@pytest.mark.parametrize("given", [("--tensors", "gpt"), ("--length", "5000")])
+def test_whole_steps_are_compared_by_their_method(bench, given):
+    """All that README and pages recommend: few bits, a basis, local steps; and a compressor by the tensor's name."""
+    names = ["few-bits-4", "in-basis-two-bit-8", "local-few-bits-10", "adacomp"]
+    rows = bench("exchange", *given, "--methods", *names, "--repeats", "1")["rows"]
+    names[2] += ", a round"
+    assert [row["name"] for row in rows] == names
+    consistent(rows)
+
+
+@pytest.mark.parametrize("name", ["few-bit-4", "fp16", "dense"])
+def test_a_method_that_is_no_exchange_is_refused(name, capsys):
+    status, error = left(["bench", "exchange", "--methods", name], capsys)
+    assert status == 2
+    assert f"argument --methods: got '{name}': expected one of few-bits, topk" in error
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_of_the_methods_can_be_timed(name, bench):
+    (row,) = bench("exchange", "--length", "5000", "--methods", name)["rows"]
+    assert row["seconds"] > 0
 
 
 SOME = ["compressors", "--length", "2000", "--densities", "0.1", "0.01"]
