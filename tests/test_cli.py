@@ -21,7 +21,7 @@ from mpicomp_bench import files, info, main
 from mpicomp_bench.options import WIDTH, above_zero, not_negative, positive, share
 
 # what must be given
-NEEDED = {"mpicomp explain": ["--ranks=4", "--length=100", "--density=0.1"]}
+NEEDED = {"mpicomp explain": ["--ranks=4", "--length=100"]}
 OPTIONS = [
     pytest.param(
         prog, action, id=f"{prog.removeprefix('mpicomp ')} {action.option_strings[0]}"
@@ -170,7 +170,7 @@ def test_a_wrong_value_is_refused_with_what_is_expected(prog, action, capsys):
     [
         (
             positive,
-            ["0", "-3", "x", "2.5", "nan", "inf", "", "2e18"],
+            ["0", "-3", "x", "2.5", "nan", "inf", "", "2e18", "M", "0.1k1", "2Q"],
             "a whole number of at least 1",
         ),
         (share, ["0", "2", "-0.1", "nan", "few"], "0 < density <= 1"),
@@ -190,6 +190,7 @@ def test_a_length_may_be_written_as_one_reads_it():
     assert (
         positive("25_000_000") == positive("25e6") == positive("25000000") == 25_000_000
     )
+    assert positive("25M") == positive("0.025B") == positive("25000k") == 25_000_000
     assert positive("9007199254740993") == 9007199254740993
 
 
