@@ -3,6 +3,7 @@
 import json
 import math
 
+import few_bits
 import kernels
 import numpy as np
 import pytest
@@ -182,6 +183,19 @@ def test_a_method_that_is_no_exchange_is_refused(name, capsys):
 def test_every_exchange_of_the_methods_can_be_timed(name, bench):
     (row,) = bench("exchange", "--length", "5000", "--methods", name)["rows"]
     assert row["seconds"] > 0
+
+
+def test_the_parts_of_a_sum_in_few_bits(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "rows.json"
+    quick = ["--length", "5000", "--repeats", "2", "--json", str(file)]
+    monkeypatch.setattr("sys.argv", ["few_bits.py", *quick])
+    assert few_bits.main() == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    consistent(rows)
+    names = [row["name"] for row in rows]
+    assert names[::2][:2] == ["8 bits direct", "4 bits direct"]
+    assert {"8 bits: write the sum", "4 bits: as many bytes by MPI"} <= set(names)
 
 
 SOME = ["compressors", "--length", "2000", "--densities", "0.1", "0.01"]
