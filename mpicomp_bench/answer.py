@@ -29,7 +29,10 @@ NOT_MEASURED = (
     "says otherwise."
 )
 NEVER_ON_A_GPU = "Never measured on a GPU: what a method computes is predicted."
-OTHER_RANKS = "Warning: steps are of {ranks} ranks and {parameters} parameters; with {yours} ranks they may be more."
+OTHER_RANKS = (
+    "Warning: steps are of {ranks} ranks and {parameters} parameters; with {yours} ranks they may be more, most of all "
+    "of local steps (docs/choosing.md#loss-per-step)."
+)
 MUON = (
     "With Muon for hidden matrices a dense step was worth {times:.2g} of AdamW, in {steps} steps of models with "
     "{parameters} parameters{far}: --optimizer muon (docs/slow_links.md)."

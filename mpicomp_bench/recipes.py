@@ -41,8 +41,11 @@ ADAMW = "optimizer = torch.optim.AdamW(network.parameters(), {rate:g} * learning
 MUON = """\
 *hidden, head = [each.weight for each in network.modules() if isinstance(each, torch.nn.Linear)]
 others = [each for each in network.parameters() if all(each is not weight for weight in hidden)]
+# learning_rate is that of dense Muon: try 2, 4 and 8 times AdamW's
 # on a CPU without bfloat16 (see mpicomp info): new_muon of examples/muon.py, 4 to 27 times as fast
-muon = torch.optim.Muon(hidden, {rate:g} * learning_rate, adjust_lr_fn="match_rms_adamw")
+muon = torch.optim.Muon(
+    hidden, {rate:g} * learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+)
 adamw = torch.optim.AdamW(others, {rate:g} * learning_rate)
 """
 OF_SIGNS = """\

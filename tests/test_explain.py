@@ -1,6 +1,7 @@
 """`mpicomp explain`; the formulas are tested in tests/test_choice.py."""
 
 import ast
+import builtins
 import importlib
 import json
 import pathlib
@@ -12,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from commands import left
+from test_pages import bound
 
 from collectives import gtopk_allreduce, quantised_allreduce
 from collectives.planning.choice import dense_seconds
@@ -471,7 +473,7 @@ def test_the_answer_says_on_what_it_rests(capsys):
     )
     said = capsys.readouterr().out
     assert (
-        "Warning: steps are of 4 and 2 ranks and 3e+06 and 8e+05 parameters; with 8 ranks they may be more."
+        "Warning: steps are of 4 and 2 ranks and 3e+06 and 8e+05 parameters; with 8 ranks they may be more,"
         in said
     )
     assert "on 4 and 2 ranks, 3e+06 and 8e+05 parameters, 300 steps with muon" in said
@@ -486,8 +488,16 @@ def test_one_rank_sends_nothing_and_keeps_dense(capsys):
 
 @pytest.mark.parametrize("name", [*advice.MESSAGES, advice.ALONE])
 def test_the_lines_of_a_method_name_what_there_is(name):
-    """They run in tests/pytorch/test_recipes.py."""
-    for node in ast.walk(ast.parse(advice.lines_of(name, training("muon")))):
+    """They run in tests/pytorch/test_recipes.py, with the names that are the user's."""
+    tree = ast.parse(advice.lines_of(name, training("muon")))
+    of_the_user = {"network", "learning_rate", "batches", "loss_of", "optimizer"}
+    used = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    assert used - bound(tree) - vars(builtins).keys() <= of_the_user
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in (
             "collectives",
             "collectives.torch",
