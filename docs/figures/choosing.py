@@ -150,13 +150,10 @@ def table() -> list[str]:
     lines = []
     for network, link in LINKS:
         if links_of(network).rate > advice.FASTEST:
-            lines.append(
-                [
-                    link,
-                    *["NCCL or MPI: dense, 16 bits. Stop here (predicted only)"]
-                    * len(heads),
-                ]
-            )
+            kept = [
+                keep(training(about, links_of(network), "adamw")) for about in TRAININGS
+            ]
+            lines.append([link, *kept])
             continue
         for optimizer, name in OPTIMISERS.items():
             cells = [
@@ -165,6 +162,14 @@ def table() -> list[str]:
             ]
             lines.append([f"{link}, {name}", *cells])
     return lines_of(["link, optimiser", *heads], lines)
+
+
+def keep(asked: advice.Training) -> str:
+    """Return what `mpicomp explain --train` keeps over links on which nothing was measured."""
+    taken = advice.recommended(advice.ranked(asked), asked)
+    assert taken in (advice.DENSE, advice.SIXTEEN)
+    bits = "16" if taken == advice.SIXTEEN else "16 or 32"
+    return f"NCCL or MPI: dense, {bits} bits. Stop here (predicted only)"
 
 
 def cell(asked: advice.Training) -> str:
