@@ -129,6 +129,8 @@ def test_explain_starts_no_mpi():
         ("25Gbit/s", 10e-6, 2.95e9),
         ("100 Mbit/s", 100e-6, 11.8e6),
         ("40 Gbps", 10e-6, 4.72e9),
+        ("10GbE", 20e-6, 1.18e9),
+        ("10 Gbit/s: 50 us", 50e-6, 1.18e9),
         ("100 Gbit/s", 2e-6, 12e9),
         ("EDR", 1.5e-6, 12e9),
         ("ndr", 1.5e-6, 48e9),

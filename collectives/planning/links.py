@@ -37,7 +37,8 @@ LONG_ENOUGH = 1e-3  # seconds of a message from which no longer one is sent
 # bytes of the messages that measure the rate
 SHORTEST, LONGEST, GROWTH = 1 << 16, 1 << 24, 4
 _OWN = re.compile(
-    r"(\d+(?:\.\d+)?) *([kmg])(?:bit(?:/s|ps)?|bps)(?::(\d+(?:\.\d+)?)(ns|us|ms|s))?"
+    r"(\d+(?:\.\d+)?) *([kmg])(?:bit(?:/s|ps)?|bps|be)"
+    r"(?:: *(\d+(?:\.\d+)?) *(ns|us|ms|s))?"
 )
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 # of the bits on a link; the rest are headers and gaps of TCP over Ethernet
