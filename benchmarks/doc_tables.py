@@ -4,6 +4,7 @@
     benchmarks/tables.sh choice docs/results
     benchmarks/tables.sh steps docs/results
     python benchmarks/threads.py --json docs/results/threads.json
+    mpirun -n 4 python -m mpi4py benchmarks/few_bits.py --json docs/results/quantised-4.json             # and on 2
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all

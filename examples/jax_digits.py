@@ -19,11 +19,15 @@ from itertools import pairwise
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
 
-import jax
 import numpy as np
-from jax import numpy as jnp
 from mpi4py import MPI
-from sklearn.datasets import load_digits
+
+try:
+    import jax
+    from jax import numpy as jnp
+    from sklearn.datasets import load_digits
+except ImportError as error:
+    sys.exit(f"{error}; in the checkout: pip install '.[jax,examples]'")
 
 from collectives import GradientExchange
 from collectives.jax import exchange_pytree

@@ -22,8 +22,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 from mpi4py import MPI
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+
+try:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+except ImportError as error:
+    sys.exit(f"{error}; in the checkout: pip install '.[examples]'")
 
 from collectives import GradientExchange, OuterLoop, dense_allreduce, traffic
 from mpicomp import ChunkedTopK, ErrorFeedback, Quantised

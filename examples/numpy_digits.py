@@ -25,9 +25,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 from mpi4py import MPI
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from tqdm import tqdm
+
+try:
+    import matplotlib as mpl
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"{error}; in the checkout: pip install '.[examples]'")
 
 from collectives import GradientExchange, dense_allreduce, gtopk_allreduce, traffic
 from mpicomp import NoFeedback, TopK
@@ -295,8 +300,6 @@ def print_table(runs, comm):
 
 
 def plot(runs, path):
-    import matplotlib as mpl
-
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

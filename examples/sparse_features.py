@@ -14,8 +14,8 @@ float32 in any order, and both models end with the same bits; without it they wo
 differ by rounding, as MPI adds in another order.
 
 Source of the setting: SparCML (Renggli et al., SC 2019, arXiv 1802.08021), with the URL
-and Webspam data sets. It checks itself at the end and exits with status 1 when a check
-fails.
+and Webspam data sets. Needs scipy. It checks itself at the end and exits with status 1
+when a check fails.
 """
 
 import argparse
@@ -32,8 +32,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
-import scipy.sparse
 from mpi4py import MPI
+
+try:
+    import scipy.sparse
+except ImportError as error:
+    sys.exit(f"{error}; in the checkout: pip install '.[examples]'")
 
 from collectives import dense_allreduce, sparse_allreduce, traffic
 from mpicomp import SparseVector

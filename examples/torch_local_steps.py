@@ -5,7 +5,8 @@
 There is no DistributedDataParallel and no process group of torch: each rank takes ten
 steps of Muon and AdamW on its own data, then `OuterLoop` exchanges the change of its
 parameters, 4 bits of every value. AdamW with a dense allreduce of every gradient is the
-baseline. A checkpoint is the anchor, the model that is the same on all ranks.
+baseline. A checkpoint is the anchor, the model that is the same on all ranks. Muon is
+PyTorch's, or on a processor without bfloat16 that of muon.py beside this file.
 
 The data are the digits that come with scikit-learn. Needs torch 2.9 and scikit-learn.
 It checks itself at the end and exits with status 1 when a check fails.
@@ -17,10 +18,15 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
 
-import torch
 from mpi4py import MPI
-from sklearn.datasets import load_digits
-from torch import nn
+
+try:
+    import torch
+    from muon import new_muon
+    from sklearn.datasets import load_digits
+    from torch import nn
+except ImportError as error:
+    sys.exit(f"{error}; in the checkout: pip install '.[torch,examples]'")
 
 from collectives import GradientExchange, dense_allreduce, traffic
 from collectives.torch import outer_loop
@@ -49,10 +55,13 @@ def muon_and_adamw(network, rate):
         if all(each is not weight for weight in hidden)
     ]
     # AdamW's rates fit
-    muon = torch.optim.Muon(
-        hidden, rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
-    )
-    return muon, torch.optim.AdamW(others, rate)
+    return new_muon(hidden, rate), torch.optim.AdamW(others, rate)
+
+
+def progress(comm, method, step, steps):
+    """Print every fiftieth step on rank 0."""
+    if comm.rank == 0 and (step + 1) % 50 == 0:
+        print(f"{method}: step {step + 1} of {steps}", flush=True)
 
 
 def backward(network, data, step, rank):
@@ -73,6 +82,7 @@ def train_with_local_steps(comm, data, steps):
         for optimizer in optimizers:
             optimizer.step()
         outer.step()
+        progress(comm, "local steps of Muon", step, steps)
     return outer, network
 
 
@@ -85,6 +95,7 @@ def train_dense(comm, data, steps):
         for parameter in network.parameters():
             parameter.grad = dense_allreduce(parameter.grad, comm) / comm.size
         optimizer.step()
+        progress(comm, "dense AdamW", step, steps)
     return network
 
 

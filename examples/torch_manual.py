@@ -30,11 +30,15 @@ from dataclasses import dataclass
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
 
-import torch
 from mpi4py import MPI
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.nn import functional
+
+try:
+    import torch
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.nn import functional
+except ImportError as error:
+    sys.exit(f"{error}; in the checkout: pip install '.[torch,examples]'")
 
 from collectives import GradientExchange, traffic
 from mpicomp import TopK

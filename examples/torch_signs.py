@@ -22,12 +22,16 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
 
-import torch
-import torch.distributed as dist
 from mpi4py import MPI
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+try:
+    import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+except ImportError as error:
+    sys.exit(f"{error}; in the checkout: pip install '.[torch,examples]'")
 
 from collectives import GradientExchange
 from collectives.torch import attach, init_process_group

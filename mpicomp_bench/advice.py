@@ -8,6 +8,7 @@ on one core, counted in reads of the vector at `MEMORY`, at the memory rate of a
 Messages: by the formulas of algorithm="auto" (`collectives.planning.choice`), which add and copy
 inside a node at that rate as well. Nothing overlaps; for PyTorch's own methods
 `overlapped` is the least time if their sums are hidden behind the backward pass.
+`mpicomp explain` predicts an exchange by the same functions.
 """
 
 import json
@@ -17,9 +18,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.planning.choice import choose, constants_of, predicted
-from collectives.planning.formulas import Case, dense_mpi, upper
-from collectives.planning.links import NETWORKS, Links, seconds
+from collectives.planning.choice import (
+    choose,
+    constants_of,
+    dense_seconds,
+    predicted,
+)
+from collectives.planning.formulas import Case, upper
+from collectives.planning.links import NETWORKS, Links
 from mpicomp_bench import recipes
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import outer_settings
@@ -52,19 +58,15 @@ class Training(NamedTuple):
         return -(-self.ranks // self.per_node)
 
     @property
-    def on_node(self) -> int:
-        """The ranks of a node."""
-        return -(-self.ranks // self.nodes)
-
-    @property
     def case(self) -> Case:
         """The dense sum."""
-        return Case(self.ranks, self.parameters, self.parameters, self.on_node)
+        on_node = evenly(self.ranks, self.per_node)
+        return Case(self.ranks, self.parameters, self.parameters, on_node)
 
     @property
     def hardware(self) -> Links:
         """The links, for ranks with this rate of memory."""
-        return replace(self.links, crowding=MEMORY / self.memory)
+        return with_memory(self.links, self.memory)
 
     @property
     def is_measured(self) -> bool:
@@ -81,88 +83,76 @@ def measured() -> dict[str, Any]:
     return found
 
 
-def dense(training: Training) -> float:
-    """Return the seconds of a dense sum: by a ring over all ranks, node by node, or one of each share over the nodes.
-
-    A node's link carries the messages of one rank in the first, and of all its ranks,
-    each of its share, in the second.
-    """
-    case, nodes, on_node, links = (
-        training.case,
-        training.nodes,
-        training.on_node,
-        training.hardware,
-    )
-    ring = seconds(dense_mpi(case), links.inside() if nodes == 1 else links.between(1))
-    if not 1 < nodes < case.ranks:
-        return ring
-    node = dense_mpi(replace(case, ranks=on_node))
-    lane = dense_mpi(
-        replace(case, ranks=nodes, length=-(-case.length // on_node), per_node=1)
-    )
-    by_lanes = seconds(node, links.inside()) + seconds(lane, links.between(on_node))
-    return min(ring, by_lanes)
+def evenly(ranks: int, per_node: int) -> int:
+    """Return the ranks of the fullest node, if nodes have at most `per_node` and differ by one."""
+    return -(-ranks // -(-ranks // per_node))
 
 
-def sixteen_bits(training: Training) -> float:
+def with_memory(links: Links, memory: float) -> Links:
+    """Return links for ranks that read and write so many bytes a second."""
+    return replace(links, crowding=MEMORY / memory)
+
+
+def sixteen_bits(case: Case, links: Links) -> float:
     """Return the seconds of a dense sum in 16 bits: as of half as many values."""
-    return dense(training._replace(parameters=-(-training.parameters // 2)))
+    return dense_seconds(replace(case, length=-(-case.length // 2)), links)
 
 
-def powersgd(training: Training) -> float:
+def powersgd(case: Case, links: Links) -> float:
     """Return the seconds of the sums of PowerSGD: two of factors, and one of what is no matrix."""
-    sent = measured_of(POWERSGD, training)["bits"] / 32
-    factors = max(1, round(sent * training.parameters))
-    return dense(training._replace(parameters=factors)) + 2 * dense(
-        training._replace(parameters=1)
-    )
+    share = measured()["methods"]["adamw"][POWERSGD]["bits"] / 32
+    factors = replace(case, length=max(1, round(share * case.length)))
+    short = replace(case, length=1)
+    return dense_seconds(factors, links) + 2 * dense_seconds(short, links)
 
 
-def few_bits(bits: int) -> Callable[[Training], float]:
-    """Return the prediction for every value in so many bits."""
-    return lambda training: by_auto(
-        "quantised_allreduce", replace(training.case, bits=bits), training
-    )
+def few_bits(case: Case, links: Links) -> float:
+    """Return the seconds of a sum of every value in 4 bits."""
+    coded = replace(case, entries=case.length, bits=4)
+    return by_auto("quantised_allreduce", coded, links)
 
 
-def sparse(density: float, bits: float) -> Callable[[Training], float]:
-    """Return the prediction for the sum of a fraction of the entries, of so many bits each."""
+def sparse(density: float) -> Callable[[Case, Links], float]:
+    """Return the prediction for the sum of a fraction of the entries, of two bits each."""
 
-    def messages(training: Training) -> float:
-        case = replace(
-            training.case, entries=max(1.0, training.parameters * density), bits=bits
-        )
-        return by_auto("sparse_allreduce", case, training)
+    def messages(case: Case, links: Links) -> float:
+        entries = max(1.0, case.length * density)
+        coded = replace(case, entries=entries, bits=2)
+        return by_auto("sparse_allreduce", coded, links)
 
     return messages
 
 
-def by_auto(collective: str, case: Case, training: Training) -> float:
-    """Return the seconds of a collective by the algorithm that "auto" takes, and of the agreement to keep the step."""
-    links = training.hardware
-    name = choose(collective, case, replace(links, crowding=max(1.0, links.crowding)))
-    return predicted(collective, case, links)[name][0] + constants_of(
-        training.case, links
-    )[0] * upper(case.ranks)
+def auto(collective: str, case: Case, links: Links) -> str:
+    """Return the algorithm that "auto" takes; it knows of cores, and not of faster ranks."""
+    return choose(collective, case, replace(links, crowding=max(1.0, links.crowding)))
+
+
+def by_auto(collective: str, case: Case, links: Links) -> float:
+    """Return the seconds of a collective by "auto", and of the agreement to keep the step."""
+    name = auto(collective, case, links)
+    agreement = constants_of(case, links)[0] * upper(case.ranks)
+    return predicted(collective, case, links)[name][0] + agreement
 
 
 # the seconds of the messages of an exchange
-MESSAGES: dict[str, Callable[[Training], float]] = {
-    DENSE: dense,
+MESSAGES: dict[str, Callable[[Case, Links], float]] = {
+    DENSE: dense_seconds,
     SIXTEEN: sixteen_bits,
     POWERSGD: powersgd,
-    "few-bits-4": few_bits(4),
-    IN_BASIS: sparse(8 / 256, 2),
-    "local-sparse-10": sparse(128 / 4096, 2),
-    "local-few-bits-10": few_bits(4),
+    "few-bits-4": few_bits,
+    IN_BASIS: sparse(8 / 256),
+    "local-sparse-10": sparse(128 / 4096),
+    "local-few-bits-10": few_bits,
 }
 
 
-def reads_of(name: str, every: int) -> float:
-    """Return the reads of the vector that a step computes beside the training; every: steps between exchanges."""
+def compression(name: str, case: Case, links: Links, every: int = 1) -> float:
+    """Return the seconds that an exchange computes in a step; every: steps between exchanges."""
     of_round = f"{name.removesuffix(f'-{every}')}-1" if every > 1 else name
-    known = {DENSE: 0.0, SIXTEEN: CASTS} | measured()["reads"]
-    return float(known[of_round]) / every
+    reads = {DENSE: 0.0, SIXTEEN: CASTS} | measured()["reads"]
+    memory = MEMORY / links.crowding
+    return float(reads[of_round]) / every * case.length * case.value_nbytes / memory
 
 
 def measured_of(name: str, training: Training) -> Row:
@@ -182,7 +172,8 @@ def ranked(training: Training) -> list[Row]:
     baseline = rows[0]["seconds"]
     if training.nodes > 1:
         batches = training.nodes * training.computing
-        alone = row(DENSE, training._replace(ranks=training.on_node, computing=batches))
+        one = training._replace(ranks=training.case.per_node, computing=batches)
+        alone = row(DENSE, one)
         rows.append({**alone, "method": ALONE, "overlapped": None})
     return sorted(
         ({**each, "gain": baseline / each["seconds"]} for each in rows),
@@ -193,13 +184,14 @@ def ranked(training: Training) -> list[Row]:
 def row(name: str, training: Training) -> Row:
     """Return the row of a method. overlapped: None where it is not one of PyTorch's."""
     every = outer_settings(name).get("every", 1)
-    messages = MESSAGES[name](training) / every if training.ranks > 1 else 0.0
-    compression = reads_of(name, every) * 4 * training.parameters / training.memory
-    alone = training.computing + compression
+    about = training.case, training.hardware
+    messages = MESSAGES[name](*about) / every if training.ranks > 1 else 0.0
+    computed = compression(name, *about, every)
+    alone = training.computing + computed
     parts = {
         "step": alone + messages,
         "computing": training.computing,
-        "compression": compression,
+        "compression": computed,
     }
     measurements = {
         each: measured_of(name, training)[each]

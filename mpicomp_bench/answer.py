@@ -29,10 +29,20 @@ NOT_MEASURED = (
     "says otherwise."
 )
 NEVER_ON_A_GPU = "Never measured on a GPU: what a method computes is predicted."
-OTHER_RANKS = "Warning: steps are of {ranks} ranks and {parameters} parameters; with {yours} ranks they may be more."
+OTHER_RANKS = (
+    "Warning: steps are of {ranks} ranks and {parameters} parameters; with {yours} ranks they may be more, most of all "
+    "of local steps (docs/choosing.md#loss-per-step)."
+)
 MUON = (
-    "With Muon for hidden matrices a dense step is worth {times:.2g} of AdamW: "
-    "--optimizer muon (docs/slow_links.md)."
+    "With Muon for hidden matrices a dense step was worth {times:.2g} of AdamW, in {steps} steps of models with "
+    "{parameters} parameters{far}: --optimizer muon (docs/slow_links.md)."
+)
+FAR = "; expect far less with {yours:.2g} (others gained 0.03 nats with 1.5e8)"
+LARGE = 10  # times the largest model that was measured
+PASSES = 10  # over the parameters: forward, backward, and AdamW's over its states
+TOO_FAST = (
+    "{passes} passes over {training.parameters:.3g} parameters take longer than a step of {training.computing:g} s: on "
+    "a GPU give --memory 1000."
 )
 NEWTON_SCHULZ = (
     "Muon's arithmetic is not added: --step has to be that of a step with Muon, which takes 5 m / B of forward and "
@@ -42,7 +52,11 @@ OVERLAPS = (
     "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if its sums are hidden "
     "behind the backward pass as far as possible, {chosen} {seconds:.3g} s. Time both."
 )
-START = "Start: mpirun -n RANKS python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch\n"
+START = """\
+Start: mpirun -n RANKS python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch
+NumPy and JAX: the same exchange, by mean = exchange(gradient), or outer = OuterLoop(exchange, parameters, every=10)
+(docs/exchange.md, docs/slow_links.md, docs/frameworks.md#jax-and-numpy)
+"""
 COLUMNS: list[Column] = [
     ("", "<19", text("method")),
     ("seconds a step", ">14", figure("step", ".3f")),
@@ -76,11 +90,10 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
     chosen = recommended(rows, training)
     on_gpu = [NEVER_ON_A_GPU] if training.memory >= GPU else []
     notes = [NOT_MEASURED] if training.links.rate > FASTEST else on_gpu
-    notes.append(
-        NEWTON_SCHULZ
-        if training.optimizer == "muon"
-        else MUON.format(times=measured()["muon"])
-    )
+    muon = training.optimizer == "muon"
+    notes.append(NEWTON_SCHULZ if muon else gain_of_muon(training))
+    if training.computing < PASSES * 4 * training.parameters / training.memory:
+        notes.append(TOO_FAST.format(training=training, passes=PASSES))
     if training.ranks not in (1, *measured()["ranks"]):
         notes.append(OTHER_RANKS.format(**rests_on(), yours=training.ranks))
     own = next(each["seconds"] for each in rows if each["method"] == chosen)
@@ -94,6 +107,13 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
         }
         notes.append(OVERLAPS.format(**about))
     return notes
+
+
+def gain_of_muon(training: Training) -> str:
+    """Return what Muon gained where it was measured, and that it is far from there."""
+    far = training.parameters > LARGE * max(measured()["parameters"])
+    about = FAR.format(yours=training.parameters) if far else ""
+    return MUON.format(**rests_on(), times=measured()["muon"], far=about)
 
 
 def answer(rows: list[Row], training: Training) -> str:
@@ -147,7 +167,10 @@ def report(training: Training) -> str:
         and first not in (*THEIRS, ALONE)
     ):
         printed.append(("For a trial of your own, the fastest as predicted", first))
-    parts += [f"{when}: {name}\n\n{lines_of(name, training)}" for when, name in printed]
+    parts += [
+        f"{when}, for PyTorch: {name}\n\n{lines_of(name, training)}"
+        for when, name in printed
+    ]
     counts = {name: span([each[name] for each in rows]) for name in ("seeds", "trials")}
     if any(name not in (*THEIRS, ALONE) for _, name in printed):
         parts.append(START)

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, TextIO
@@ -10,13 +10,23 @@ from typing import Any, TextIO
 import numpy as np
 
 from collectives.planning import formulas
-from collectives.planning.choice import choose, constants_of, predicted
+from collectives.planning.choice import constants_of, dense_seconds, predicted
 from collectives.planning.formulas import Case, upper
 from collectives.planning.links import NETWORKS, Cost, Links, links_of, seconds
 from collectives.runtime.collective import COLLECTIVES, Collective
 from mpicomp.vector import MAX_LENGTH, SparseVector
 from mpicomp_bench import answer
-from mpicomp_bench.advice import MEMORY, Training
+from mpicomp_bench.advice import (
+    MEMORY,
+    SIXTEEN,
+    Training,
+    auto,
+    by_auto,
+    compression,
+    evenly,
+    sixteen_bits,
+    with_memory,
+)
 from mpicomp_bench.bounds import least_nbytes
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.network import Network
@@ -26,27 +36,41 @@ ABOUT = """\
 For every algorithm: seconds, bytes that the busiest rank sends, rounds; beside the least bytes, the
 entropy of what has to be sent. The formulas are those of algorithm="auto"; no MPI is started. Every
 rank has a core of its own. Where ranks share a node, algorithms that ignore nodes count its link as
-shared by all of them.
+shared by all of them; a dense sum is the faster of a ring over the ranks and one over the nodes.
 
-The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects,
-keeps the residual and writes the mean, and smaller again for a training step (--step).
+The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects
+or codes, keeps the residual and writes the mean (as measured on one core), and smaller again for a
+training step (--step).
 
 --train asks which method trains the fastest over these links: it ranks one node alone, dense
 sums, 16 bits, PowerSGD, 4 bits, coefficients in a basis and local steps by the predicted time for
 the progress of a dense step, and prints the lines for PyTorch. The steps were measured. Above 1
 Gbit/s and on GPUs nothing was: there it recommends no method of its own.
+
+--step: train on one rank, without communication, and take the median time of some 20 steps
+(forward and backward pass and optimiser), the first few left out. On a GPU call
+torch.cuda.synchronize() before each reading of the clock.
+
+Networks: fdr, edr, hdr and ndr are InfiniBand of 54, 100, 200 and 400 Gbit/s; the others Ethernet
+with TCP, of the rate in the name. A rate of your own may have a delay: 10gbit:50us.
 """
 
 EXAMPLES = """\
-mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit --step 0.2
-mpicomp explain --train --parameters 1e8 --step 0.2 --ranks 16 --network 1gbit --optimizer muon
+mpicomp explain --ranks 64 --length 25M --density 0.001 --network 10gbit --step 0.2
+mpicomp explain --train --parameters 25M --step 0.3 --ranks 8 --network 1gbit --optimizer muon
 """
 
 # simulated: so many ranks at most, so many entries of each
 MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000
 FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
-# over all values, of an exchange with `out=`
-PASSES = {"selection": 1, "feedback": 2, "mean": 1}
+OF_ALL = "quantised_allreduce", "dense_allreduce"  # sums of all values
+# what a GradientExchange computes, by its collective or bits: as measured of a method
+COMPUTES = {
+    "sparse_allreduce": "topk-0.01",
+    "gtopk_allreduce": "topk-0.01",
+    "8 bits": "few-bits-8",
+    "4 bits": "few-bits-4",
+}
 HALVED = "mpi, 16 bits"  # dense messages, such as those of PyTorch's fp16 hook
 
 
@@ -71,9 +95,9 @@ def add_to(commands: Any) -> None:
         "--length",
         type=values,
         metavar="N",
-        help="values of a gradient (required without --train)",
+        help="values of a gradient, such as 25M (required without --train)",
     )
-    about = "fraction of entries each rank contributes (required without --train)"
+    about = "fraction of entries each rank contributes (only sums of all values)"
     add("--density", type=share, metavar="D", help=about)
     add(
         "--per-node",
@@ -82,7 +106,7 @@ def add_to(commands: Any) -> None:
         metavar="R",
         help="ranks on a node (%(default)s)",
     )
-    about = f"links between nodes: {', '.join(NETWORKS)}, or such as 50mbit or 10gbit:50us (%(default)s)"
+    about = f"links between nodes: {', '.join(NETWORKS)}, or a rate such as 25Gbit/s; see below (%(default)s)"
     add("--network", type=links, default="1gbit", metavar="NAME", help=about)
     about = "one way between nodes, half of a ping, such as 5ms (that of the network)"
     add("--delay", type=delay, metavar="T", help=about)
@@ -90,7 +114,7 @@ def add_to(commands: Any) -> None:
         "--step",
         type=above_zero,
         metavar="S",
-        help="seconds of computing in a training step (no rows)",
+        help="seconds of computing in a training step; how to measure: below (no rows)",
     )
     add("--json", action="store_true", help="print JSON (a table)")
     add = explain.add_argument_group(
@@ -101,7 +125,7 @@ def add_to(commands: Any) -> None:
         "--parameters",
         type=values,
         metavar="N",
-        help="of the model (required with --train)",
+        help="of the model, such as 125M (required with --train)",
     )
     add(
         "--optimizer",
@@ -135,6 +159,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     """Print the predictions."""
     if fault := refused(options):
         options.parser.error(fault)
+    options.memory *= 1e9
     if options.delay is not None:
         options.network = replace(options.network, latency=options.delay)
     return advise(options, out) if options.train else explain_sum(options, out)
@@ -142,15 +167,14 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
 def refused(options: argparse.Namespace) -> str | None:
     """Return why options do not belong together, or None."""
-    needed = ("parameters", "step") if options.train else ("length", "density")
-    without = (
-        " with --train"
-        if options.train
-        else ", or --train with --parameters and --step"
-    )
-    if missing := [name for name in needed if getattr(options, name) is None]:
+    if not options.train and options.length is None:
+        return "got no --length: expected the values of a gradient, or --train with --parameters and --step"
+    if options.train and options.parameters is None:
+        return "got no --parameters: expected those of the model, such as 125M"
+    if options.train and options.step is None:
         return (
-            f"got no --{missing[0]}: expected --{needed[0]} and --{needed[1]}{without}"
+            "got no --step: expected the median seconds of a step on one rank, forward and backward pass and optimiser "
+            "without communication; see `mpicomp explain --help`"
         )
     others = ("length", "density") if options.train else ("parameters",)
     if given := [name for name in others if getattr(options, name) is not None]:
@@ -168,18 +192,19 @@ def advise(options: argparse.Namespace, out: TextIO) -> int:
         options.network,
         options.per_node,
     )
-    training = Training(
-        *about, memory=1e9 * options.memory, optimizer=options.optimizer
-    )
+    training = Training(*about, options.memory, options.optimizer)
     out.write(answer.as_json(training) if options.json else answer.report(training))
     return 0
 
 
 def explain_sum(options: argparse.Namespace, out: TextIO) -> int:
     """Print the predictions for one sum, and for an exchange and a step with it."""
-    entries = max(1, round(options.length * options.density))
-    case = Case(options.ranks, options.length, entries, options.per_node)
-    found = list(explained(case, options.network, options.step))
+    density, on_node = options.density, evenly(options.ranks, options.per_node)
+    entries = max(1, round(options.length * (density or 1)))
+    case = Case(options.ranks, options.length, entries, on_node)
+    links = with_memory(options.network, options.memory)
+    collectives = None if density else OF_ALL
+    found = list(explained(case, links, options.step, collectives=collectives))
     if options.json:
         union = case.union(case.ranks)
         head = {
@@ -200,26 +225,23 @@ def explained(
     links: Links,
     step: float | None = None,
     *,
+    collectives: Collection[str] | None = None,
     most_counted: int = MOST_COUNTED,
 ) -> Iterator[Row]:
     """Yield a row for each algorithm of each collective, the fastest first, for an exchange, and for a step.
 
-    most_counted: the most ranks for which algorithms without a formula are counted on
-    the simulated network.
+    collectives: their names; None for all. most_counted: the most ranks for which
+    algorithms without a formula are counted on the simulated network.
     """
-    constants = constants_of(case, links)
-    dense = seconds(dense_allreduce(case), constants)
-    halved = (
-        seconds(cost := dense_in_16_bits(case), constants)
-        + case.length * case.value_nbytes / MEMORY
-    )
-    chosen: dict[str, float] = {}
-    for collective, declared in COLLECTIVES.items():
+    dense, half = dense_seconds(case, links), replace(case, length=-(-case.length // 2))
+    halved = sixteen_bits(case, links) + compression(SIXTEEN, case, links)
+    exchanges: dict[str, float] = {}
+    for collective in COLLECTIVES if collectives is None else collectives:
         in_bits = FEW_BITS if collective == "quantised_allreduce" else (None,)
         for bits in in_bits:
             own = replace(case, entries=case.length, bits=bits) if bits else case
             suffix = f", {bits} bits" if bits else ""
-            costs = costs_of(declared, own, links, most_counted)
+            costs = costs_of(COLLECTIVES[collective], own, links, most_counted)
             for name in sorted(costs, key=lambda name: costs[name][0]):
                 yield row(collective, f"{name}{suffix}", *costs[name], dense)
             if not bits and (collective in formulas.FORMULAS or collective in OTHERS):
@@ -227,20 +249,23 @@ def explained(
                     collective, "least bytes", None, least(collective, case), dense
                 )
             if collective in formulas.FORMULAS:
-                name = choose(collective, own, links)
-                chosen[f"{bits} bits" if bits else collective] = costs[name][0]
+                name = auto(collective, own, links)
+                exchanges[f"{bits} bits" if bits else collective] = by_auto(
+                    collective, own, links
+                )
                 yield {
                     **row(collective, f"auto{suffix}", *costs[name], dense),
                     "by": name,
                 }
-    yield row("dense_allreduce", HALVED, halved, cost, dense)
-    yield from whole_steps(
-        case,
-        chosen,
-        {"dense": dense, "dense, 16 bits": halved},
-        constants[0] * upper(case.ranks),
-        step,
-    )
+    yield row("dense_allreduce", HALVED, halved, formulas.dense_mpi(half), dense)
+    for name in exchanges:
+        exchanges[name] += compression(COMPUTES[name], case, links)
+        yield row("GradientExchange", name, exchanges[name], NOTHING, dense)
+    if step:
+        whole = {"dense": dense, "dense, 16 bits": halved}
+        whole |= {f"by {name}": taken for name, taken in exchanges.items()}
+        for name, taken in whole.items():
+            yield row(f"step of {step:g} s", name, step + taken, NOTHING, step + dense)
 
 
 def costs_of(
@@ -254,6 +279,8 @@ def costs_of(
     elif collective.name in OTHERS:
         name, formula = OTHERS[collective.name]
         found[name] = seconds(cost := formula(case), constants), cost
+        if name == "mpi":
+            found[name] = dense_seconds(case, links), cost
     if case.ranks <= most_counted and not case.bits:
         for name in collective.algorithms.keys() - found.keys() - NOT_COUNTED:
             found[name] = (
@@ -286,18 +313,6 @@ def row(
     return {"operation": collective, "algorithm": algorithm, **figures}
 
 
-def dense_allreduce(case: Case) -> Cost:
-    """The cost of `collectives.dense`: the call signatures, and MPI's own allreduce."""
-    rounds, nbytes = upper(case.ranks), formulas.dense_mpi(case)[2]
-    return 2 * rounds, 2 * rounds, nbytes, 0
-
-
-def dense_in_16_bits(case: Case) -> Cost:
-    """The cost of a dense allreduce of values in 16 bits, by an MPI that has this type."""
-    rounds, messages, nbytes, _ = dense_allreduce(case)
-    return rounds, messages, nbytes * 2 / max(case.value_nbytes, 4), 0
-
-
 def compressed(case: Case) -> Cost:
     """The cost of `compressed_allreduce`, for as many entries of the compressed sum as each rank has.
 
@@ -319,41 +334,8 @@ OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {
         formulas.FORMULAS["sparse_allreduce"]["allgather"],
     ),
     "compressed_allreduce": ("split_allgather", compressed),
-    "dense_allreduce": ("mpi", dense_allreduce),
+    "dense_allreduce": ("mpi", formulas.dense_mpi),
 }
-
-
-def whole_steps(
-    case: Case,
-    chosen: dict[str, float],
-    dense: dict[str, float],
-    agreeing: float,
-    compute: float | None,
-) -> Iterator[Row]:
-    """Yield the rows of an exchange by each collective, of its parts, and of a training step.
-
-    chosen: seconds of the collectives; those in few bits, by their bits, have no
-    selection. dense: of dense sums. agreeing: seconds of the rounds in which the ranks
-    agree to keep the step.
-    """
-    per_pass, steps = case.length * case.value_nbytes / MEMORY, {**dense}
-    for name, passes in PASSES.items():
-        yield row("GradientExchange", name, passes * per_pass, NOTHING, dense["dense"])
-    for collective, taken in chosen.items():
-        passes = sum(PASSES.values()) - PASSES["selection"] * collective.endswith(
-            " bits"
-        )
-        steps[f"by {collective}"] = whole = passes * per_pass + agreeing + taken
-        yield row("GradientExchange", collective, whole, NOTHING, dense["dense"])
-    if compute:
-        for name, taken in steps.items():
-            yield row(
-                f"step of {compute:g} s",
-                name,
-                compute + taken,
-                NOTHING,
-                compute + dense["dense"],
-            )
 
 
 # of the algorithms of a collective, for so many entries
@@ -397,9 +379,12 @@ def table(case: Case, found: list[Row]) -> str:
     """Return the rows as a table."""
     where = f"{case.ranks} rank{'s' * (case.ranks > 1)} on {case.nodes} node{'s' * (case.nodes > 1)}"
     union = case.union(case.ranks)
+    sent = (
+        f"{case.entries:.0f} of {case.length} entries each; "
+        f"their union: {union:.0f} ({union / case.length:.2%})"
+    )
     lines = [
-        f"{where}; {case.entries:.0f} of {case.length} entries each; "
-        f"their union: {union:.0f} ({union / case.length:.2%})",
+        f"{where}; {sent if case.entries < case.length else f'{case.length} values'}",
         f"{'':22}{'':26} {'ms':>12} {'bytes':>16} {'rounds':>7} {'dense /':>8}",
     ]
     for each in found:

@@ -4,14 +4,20 @@ import argparse
 import json
 import os
 import platform
+from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TextIO
 
 from collectives.agreement import ulfm
 from collectives.agreement.first_call import missing_probes
 from collectives.runtime import cuda_aware
-from collectives.runtime.launcher import singleton_warning
+from collectives.runtime.launcher import LAUNCHER_SIZES, singleton_warning
 from mpicomp.kernels.host.bits import cache_folder
+
+CPUINFO = Path("/proc/cpuinfo")
+# its flags of processors that compute in bfloat16: x86 and Arm
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 EXAMPLES = """
 mpirun -n 4 mpicomp info
@@ -60,7 +66,9 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         }
         found |= {
             "ranks": f"{world.size} on {hosts} host{'s' if hosts > 1 else ''}",
+            "launcher": launcher(world.size, os.environ),
             **device(),
+            "bfloat16": bfloat16(CPUINFO),
         }
         found["kernels"] = (
             f"cached in {cache_folder()}"
@@ -103,6 +111,25 @@ def recovery(hosts: int) -> str:
     return "the job continues when a rank dies (ULFM)" + (
         ", on one host" if wrong else "; the failure detector is set"
     )
+
+
+def launcher(size: int, environment: Mapping[str, str]) -> str:
+    """Return whether the launcher that started the ranks fits MPI, which sees `size`."""
+    if singleton_warning(size, environment):
+        return "does not fit this MPI: see the warning"
+    said = [name for name in LAUNCHER_SIZES if name in environment]
+    if not said:
+        return "none; mpirun -n 2 mpicomp info says whether yours fits"
+    return f"fits this MPI: {said[0]}={size}, and MPI sees as many ranks"
+
+
+def bfloat16(cpuinfo: Path) -> str:
+    """Return whether this processor computes in bfloat16, as PyTorch's Muon does."""
+    known = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    flags = sorted(BFLOAT16.intersection(known))
+    if flags:
+        return f"computed by this processor ({', '.join(flags)})"
+    return "emulated on this processor: a step of torch.optim.Muon takes 4 to 27 times as long as examples/muon.py"
 
 
 def library_and_version(described: str) -> str:

@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 MOST = 10**18  # so many numbers of 8 bytes have an address each, if no memory
+POWERS = {"K": 3, "M": 6, "G": 9, "B": 9, "T": 12}  # of ten, behind a number
 WIDTH = 100  # columns of a help text
 
 
@@ -56,9 +57,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str, most: int = MOST) -> int:
-    """Return the whole number in a text, exactly: 25_000_000 and 25e6 are the same."""
+    """Return the whole number in a text, exactly: 25_000_000, 25e6 and 25M are the same."""
+    power = POWERS.get(text[-1:].upper(), 0)
     try:
-        number = Decimal(text)
+        number = Decimal(text[:-1] if power else text).scaleb(power)
         if not 1 <= number <= most or number != int(number):
             raise ValueError
     except (ValueError, ArithmeticError):

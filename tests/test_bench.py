@@ -3,10 +3,11 @@
 import json
 import math
 
+import few_bits
 import kernels
 import numpy as np
 import pytest
-from commands import written
+from commands import left, written
 from mpi4py import MPI
 
 from collectives.runtime.collective import COLLECTIVES
@@ -20,6 +21,7 @@ from mpicomp_bench.bench.collective import (
 )
 from mpicomp_bench.bench.compressors import COMPRESSORS
 from mpicomp_bench.bench.data import draw
+from mpicomp_bench.bench.exchange import EXCHANGES
 from mpicomp_bench.bounds import index_bits
 from mpicomp_bench.info import library_and_version
 from mpicomp_bench.measuring import Contestant, interleave
@@ -158,6 +160,42 @@ def test_exchange_of_a_model_has_its_tensors_beside_one_vector(bench):
         *(f"one vector{each}" for each in returned),
         "54 tensors, a round of OuterLoop",
     ]
+
+
+@pytest.mark.parametrize("given", [("--tensors", "gpt"), ("--length", "5000")])
+def test_whole_steps_are_compared_by_their_method(bench, given):
+    """All that README and pages recommend: few bits, a basis, local steps; and a compressor by the tensor's name."""
+    names = ["few-bits-4", "in-basis-two-bit-8", "local-few-bits-10", "adacomp"]
+    rows = bench("exchange", *given, "--methods", *names, "--repeats", "1")["rows"]
+    names[2] += ", a round"
+    assert [row["name"] for row in rows] == names
+    consistent(rows)
+
+
+@pytest.mark.parametrize("name", ["few-bit-4", "fp16", "dense"])
+def test_a_method_that_is_no_exchange_is_refused(name, capsys):
+    status, error = left(["bench", "exchange", "--methods", name], capsys)
+    assert status == 2
+    assert f"argument --methods: got '{name}': expected one of few-bits, topk" in error
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_of_the_methods_can_be_timed(name, bench):
+    (row,) = bench("exchange", "--length", "5000", "--methods", name)["rows"]
+    assert row["seconds"] > 0
+
+
+def test_the_parts_of_a_sum_in_few_bits(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "rows.json"
+    quick = ["--length", "5000", "--repeats", "2", "--json", str(file)]
+    monkeypatch.setattr("sys.argv", ["few_bits.py", *quick])
+    assert few_bits.main() == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    consistent(rows)
+    names = [row["name"] for row in rows]
+    assert names[::2][:2] == ["8 bits direct", "4 bits direct"]
+    assert {"8 bits: write the sum", "4 bits: as many bytes by MPI"} <= set(names)
 
 
 SOME = ["compressors", "--length", "2000", "--densities", "0.1", "0.01"]

@@ -21,7 +21,7 @@ from mpicomp_bench import files, info, main
 from mpicomp_bench.options import WIDTH, above_zero, not_negative, positive, share
 
 # what must be given
-NEEDED = {"mpicomp explain": ["--ranks=4", "--length=100", "--density=0.1"]}
+NEEDED = {"mpicomp explain": ["--ranks=4", "--length=100"]}
 OPTIONS = [
     pytest.param(
         prog, action, id=f"{prog.removeprefix('mpicomp ')} {action.option_strings[0]}"
@@ -57,9 +57,12 @@ def test_info_prints_the_versions_and_mpi(capsys):
         "mpi4py",
         "MPI",
         "ranks",
+        "launcher",
         "arrays",
+        "bfloat16",
     }
     assert lines["ranks"] == "1 on 1 host"
+    assert lines["launcher"].startswith("none; mpirun -n 2 mpicomp info says")
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["warning"]) == ("1 on 1 host", None)
@@ -92,6 +95,33 @@ def test_a_launcher_of_another_mpi_is_noticed(name, monkeypatch):
     out = io.StringIO()
     assert info.run(argparse.Namespace(json=False, recovery=False), out) == 1
     assert "warning: the launcher says" in out.getvalue()
+
+
+def test_a_launcher_that_fits_is_named():
+    fits = info.launcher(4, {"PMI_SIZE": "4", "HOME": "/"})
+    assert fits == "fits this MPI: PMI_SIZE=4, and MPI sees as many ranks"
+    assert info.launcher(1, {"PMI_SIZE": "4"}).startswith("does not fit this MPI")
+    job = {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}
+    assert "OMPI_COMM_WORLD_SIZE=4" in info.launcher(4, job)
+    assert info.launcher(1, {}).startswith("none; ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "fpu avx512_bf16 amx_bf16",
+            "computed by this processor (amx_bf16, avx512_bf16)",
+        ),
+        ("fp asimd bf16", "computed by this processor (bf16)"),
+        ("fpu avx2 avx512f", "emulated on this processor: a step of torch.optim.Muon"),
+    ],
+)
+def test_info_says_whether_the_processor_computes_in_bfloat16(flags, said, tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    assert info.bfloat16(file).startswith(said)
+    assert info.bfloat16(tmp_path / "missing").startswith("emulated")
 
 
 def test_the_innermost_launcher_is_believed():
@@ -170,7 +200,7 @@ def test_a_wrong_value_is_refused_with_what_is_expected(prog, action, capsys):
     [
         (
             positive,
-            ["0", "-3", "x", "2.5", "nan", "inf", "", "2e18"],
+            ["0", "-3", "x", "2.5", "nan", "inf", "", "2e18", "M", "0.1k1", "2Q"],
             "a whole number of at least 1",
         ),
         (share, ["0", "2", "-0.1", "nan", "few"], "0 < density <= 1"),
@@ -190,6 +220,7 @@ def test_a_length_may_be_written_as_one_reads_it():
     assert (
         positive("25_000_000") == positive("25e6") == positive("25000000") == 25_000_000
     )
+    assert positive("25M") == positive("0.025B") == positive("25000k") == 25_000_000
     assert positive("9007199254740993") == 9007199254740993
 
 

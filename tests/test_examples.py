@@ -61,7 +61,9 @@ def test_torch_with_steps_by_signs(tmp_path):
 def test_torch_with_local_steps(tmp_path):
     pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
     pytest.importorskip("sklearn")
-    checked("torch_local_steps.py", cwd=tmp_path, checks=4)
+    printed = checked("torch_local_steps.py", cwd=tmp_path, checks=4)
+    assert "dense AdamW: step 50 of 200" in printed
+    assert "local steps of Muon: step 200 of 200" in printed
 
 
 def test_torch_without_ddp(tmp_path):
@@ -128,9 +130,43 @@ def test_an_example_that_has_not_learnt_ends_with_status_1(tmp_path):
     assert done.stdout.count("FAILED") == 1
 
 
+EXAMPLES = [
+    path
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if "__main__" in path.read_text()  # and no module beside one
+]
+WITHOUT = """
+import runpy, sys
+for name in "jax", "scipy", "sklearn", "torch":
+    sys.modules[name] = None  # importing it raises ImportError
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name
+    "path",
+    [path for path in EXAMPLES if "except ImportError" in path.read_text()],
+    ids=lambda path: path.name,
 )
+def test_an_example_names_what_is_not_installed_in_a_line(path):
+    done = python("-c", WITHOUT, path)
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert re.search(
+        r"(jax|scipy|sklearn|torch).*: pip install '\.\[.*examples\]'", said
+    )
+
+
+def test_the_muon_of_the_page_is_that_of_the_examples():
+    """And of thirty lines, without those that are blank or text."""
+    code = (ROOT / "examples" / "muon.py").read_text()
+    code = code[code.index("class Muon(") : code.index("def has_bfloat16(")].rstrip()
+    assert code in (ROOT / "docs" / "slow_links.md").read_text()
+    lines = [line for line in code.splitlines() if line.strip(" \n")]
+    assert len([line for line in lines if '"""' not in line]) <= 30
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_opens_with_its_run_line_and_stands_in_the_readme(path):
     words, blank, line, *_ = path.read_text().split("\n")
     assert words.startswith('"""')

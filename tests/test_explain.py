@@ -1,22 +1,27 @@
 """`mpicomp explain`; the formulas are tested in tests/test_choice.py."""
 
 import ast
+import builtins
 import importlib
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from commands import left
+from test_pages import bound
 
 from collectives import gtopk_allreduce, quantised_allreduce
-from collectives.planning.formulas import FORMULAS, ON_NODES
+from collectives.planning.choice import dense_seconds
+from collectives.planning.formulas import FORMULAS, ON_NODES, Case
 from collectives.planning.links import NETWORKS, links_of
 from mpicomp import SparseVector
 from mpicomp_bench import advice, main
-from mpicomp_bench.explain import FEW_BITS, HALVED, PASSES
+from mpicomp_bench.explain import COMPUTES, FEW_BITS, HALVED
 from mpicomp_bench.network import Network
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -49,10 +54,7 @@ def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(cap
         for name in (*quantised_allreduce.algorithms, "auto")
         for bits in FEW_BITS
     }
-    known |= {
-        ("GradientExchange", name)
-        for name in (*PASSES, "sparse_allreduce", "gtopk_allreduce")
-    }
+    known |= {("GradientExchange", name) for name in COMPUTES}
     known |= {
         ("step of 0.2 s", by)
         for by in (
@@ -124,6 +126,14 @@ def test_explain_starts_no_mpi():
         ("40gbit", 10e-6, 4.72e9),
         ("50mbit:20ms", 20e-3, 5.9e6),
         ("50mbit", 1e-4, 5.9e6),
+        ("25Gbit/s", 10e-6, 2.95e9),
+        ("100 Mbit/s", 100e-6, 11.8e6),
+        ("40 Gbps", 10e-6, 4.72e9),
+        ("10GbE", 20e-6, 1.18e9),
+        ("10 Gbit/s: 50 us", 50e-6, 1.18e9),
+        ("100 Gbit/s", 2e-6, 12e9),
+        ("EDR", 1.5e-6, 12e9),
+        ("ndr", 1.5e-6, 48e9),
     ],
 )
 def test_a_network_of_ones_own_has_a_rate_and_a_delay(text, delay, rate):
@@ -168,6 +178,63 @@ def test_sums_in_few_bits_are_predicted_with_the_rounds_and_bytes_of_the_network
         assert row["bytes"] == pytest.approx(
             max(link.traffic.nbytes for link in simulated.links), rel=0.04, abs=2000
         )
+
+
+def test_sums_of_all_values_need_no_density(capsys):
+    asked = ["explain", "--ranks=8", "--length=25M", "--network=1gbit"]
+    assert main([*asked, "--json"]) == 0
+    rows = by_name(json.loads(capsys.readouterr().out))
+    assert {operation for operation, _ in rows} == {
+        "quantised_allreduce",
+        "dense_allreduce",
+        "GradientExchange",
+    }
+    assert main([*asked, "--density=0.01", "--json"]) == 0
+    same = by_name(json.loads(capsys.readouterr().out))
+    assert rows["GradientExchange", "4 bits"] == same["GradientExchange", "4 bits"]
+    assert main(asked) == 0
+    assert capsys.readouterr().out.startswith("8 ranks on 8 nodes; 25000000 values\n")
+
+
+@pytest.mark.parametrize("memory", ["15", "1000"])
+@pytest.mark.parametrize("network", ["100mbit", "1gbit", "10gbit:50us", "100gbit"])
+@pytest.mark.parametrize(
+    ("ranks", "per_node"), [(1, 1), (2, 1), (2, 2), (7, 3), (16, 4), (64, 1), (64, 8)]
+)
+def test_a_sum_and_a_training_have_one_answer(capsys, ranks, per_node, network, memory):
+    """The seconds of a step by `mpicomp explain` are those of `mpicomp explain --train`."""
+    common = [f"--ranks={ranks}", f"--per-node={per_node}", f"--network={network}"]
+    common += ["--step=0.5", f"--memory={memory}", "--json"]
+    for length in "1e5", "1e8":
+        assert main(["explain", *common, f"--length={length}"]) == 0
+        rows = by_name(json.loads(capsys.readouterr().out))
+        assert main(["explain", "--train", *common, f"--parameters={length}"]) == 0
+        methods = by_method(json.loads(capsys.readouterr().out))
+        steps = {
+            method: rows["step of 0.5 s", name]["seconds"]
+            for method, name in {
+                "dense": "dense",
+                "fp16": "dense, 16 bits",
+                "few-bits-4": "by 4 bits",
+            }.items()
+        }
+        if ranks == 1:
+            assert steps["dense"] == pytest.approx(0.5, rel=0.2)
+            continue
+        for method, seconds in steps.items():
+            assert methods[method]["step"] == pytest.approx(seconds), method
+
+
+def test_a_ring_in_the_order_of_nodes_crosses_a_link_once(capsys):
+    """Eight ranks a node share a link that a ring over all ranks crosses as often as one rank a node does."""
+
+    def dense(*more):
+        asked = ["explain", "--length=1e8", "--network=10gbit", "--json", *more]
+        assert main(asked) == 0
+        rows = by_name(json.loads(capsys.readouterr().out))
+        return rows["dense_allreduce", "mpi"]["seconds"]
+
+    assert dense("--ranks=64", "--per-node=8") < 1.3 * dense("--ranks=64")
 
 
 TRAIN = ["explain", "--train", "--ranks", "16", "--parameters", "1e8", "--step", "0.2"]
@@ -244,6 +311,48 @@ def test_training_takes_less_time_by_other_methods_over_slower_links(capsys):
     )
 
 
+def test_the_gain_of_muon_is_that_of_the_models_it_was_measured_on(capsys):
+    """Of a far larger model it says that less is to be expected."""
+    for parameters, far in ("3e6", False), ("1B", True):
+        found = advised(capsys, f"--parameters={parameters}")
+        (said,) = (each for each in found["conditions"] if "Muon" in each)
+        assert "in 300 steps of models with 3e+06 and 8e+05 parameters" in said
+        assert ("expect far less with 1e+09" in said) == far
+
+
+def test_a_step_too_short_for_its_memory_is_noticed(capsys):
+    """1e8 parameters in 0.2 s is the work of a GPU."""
+    for more, noticed in (
+        ((), True),
+        (("--memory=1000",), False),
+        (("--step=2",), False),
+    ):
+        found = advised(capsys, *more)
+        (said) = [each for each in found["conditions"] if "passes over" in each]
+        assert len(said) == noticed
+        assert all("give --memory 1000" in each for each in said)
+
+
+def test_the_missing_step_is_explained(capsys):
+    status, error = left(["explain", "--train", "--ranks=4", "--parameters=1M"], capsys)
+    assert status == 2
+    assert "got no --step: expected the median seconds of a step on one rank" in error
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    said = capsys.readouterr().out
+    assert "--step: train on one rank" in said
+    assert "InfiniBand of 54, 100, 200 and 400 Gbit/s" in said
+
+
+def test_lines_are_of_pytorch_and_the_pages_of_others_are_named(capsys):
+    assert main([*TRAIN, "--network=100mbit"]) == 0
+    said = capsys.readouterr().out
+    assert "Lines, for PyTorch: local-few-bits-10" in said
+    heading = said.partition("docs/frameworks.md#")[2].partition(")")[0]
+    page = (ROOT / "docs" / "frameworks.md").read_text().lower()
+    assert f"# {heading.replace('-', ' ')}\n" in page
+
+
 def test_the_optimiser_decides_on_steps_and_lines(capsys):
     """With AdamW it says what Muon would gain, with Muon that its own arithmetic is the user's to count."""
     found = {
@@ -288,7 +397,7 @@ def test_where_nothing_was_measured_none_of_our_methods_is_recommended(capsys, m
         if row["method"] not in (*advice.THEIRS, advice.ALONE)
     )
     assert (found["rows"][0]["method"] == ours) == (
-        "a trial of your own, the fastest as predicted: " + ours in said
+        f"a trial of your own, the fastest as predicted, for PyTorch: {ours}" in said
     )
 
 
@@ -321,7 +430,8 @@ def test_one_node_alone_is_taken_where_it_is_the_fastest(capsys):
 def test_a_dense_sum_is_the_faster_of_a_ring_over_ranks_and_one_over_nodes():
     def messages(ranks, per_node, memory):
         links = replace(links_of("100gbit"), rate=12.5e9)
-        return advice.dense(advice.Training(ranks, 10**9, 0.6, links, per_node, memory))
+        case = Case(ranks, 10**9, 10**9, per_node)
+        return dense_seconds(case, advice.with_memory(links, memory))
 
     by_nodes = 2 * 15 / 16 * 4e9 / 12.5e9
     assert by_nodes < messages(64, 4, 1e12) < 1.1 * by_nodes
@@ -365,7 +475,7 @@ def test_the_answer_says_on_what_it_rests(capsys):
     )
     said = capsys.readouterr().out
     assert (
-        "Warning: steps are of 4 and 2 ranks and 3e+06 and 8e+05 parameters; with 8 ranks they may be more."
+        "Warning: steps are of 4 and 2 ranks and 3e+06 and 8e+05 parameters; with 8 ranks they may be more,"
         in said
     )
     assert "on 4 and 2 ranks, 3e+06 and 8e+05 parameters, 300 steps with muon" in said
@@ -380,8 +490,16 @@ def test_one_rank_sends_nothing_and_keeps_dense(capsys):
 
 @pytest.mark.parametrize("name", [*advice.MESSAGES, advice.ALONE])
 def test_the_lines_of_a_method_name_what_there_is(name):
-    """They run in tests/pytorch/test_recipes.py."""
-    for node in ast.walk(ast.parse(advice.lines_of(name, training("muon")))):
+    """They run in tests/pytorch/test_recipes.py, with the names that are the user's."""
+    tree = ast.parse(advice.lines_of(name, training("muon")))
+    of_the_user = {"network", "learning_rate", "batches", "loss_of", "optimizer"}
+    used = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    assert used - bound(tree) - vars(builtins).keys() <= of_the_user
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in (
             "collectives",
             "collectives.torch",
@@ -414,3 +532,15 @@ def test_what_is_advised_is_near_the_best_of_every_race(monkeypatch):
             near = 0.05 if schedule == "linear" else 0.2
             assert losses[taken] < min(losses.values()) + near, (rate, delay, taken)
     assert judged >= 4
+
+
+def test_the_page_and_its_command_have_one_answer(capsys):
+    """The first command of docs/choosing.md, and the cell of its training in the table below."""
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    command = page.partition("    mpicomp ")[2].partition("\n")[0].split()
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = re.findall(r"\n\| 1 Gbit/s, Muon \|(.*)\|\n", page)
+    (gain,) = [row["gain"] for row in found["rows"] if row["method"] == found["take"]]
+    assert row.split("|")[1].startswith(f" {found['take']}: {gain:.2g}x, ")
+    assert "--parameters 25M --step 0.3 --ranks 8" in " ".join(command)

@@ -161,6 +161,23 @@ def test_the_python_of_a_page_runs(page, names):
         pytest.skip(f"{page.name} has blocks that lack {left_out}, by their lines")
 
 
+@pages
+def test_an_error_that_a_page_catches_is_imported_in_the_block(page):
+    """From `mpicomp`, where they are; the names that other tests inject do not hide it."""
+    for line, code in blocks(page):
+        tree = ast.parse(code)
+        handlers = [
+            node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)
+        ]
+        caught = {
+            node.id
+            for handler in handlers
+            for node in ast.walk(handler.type or ast.Tuple([]))
+            if isinstance(node, ast.Name) and hasattr(mpicomp, node.id)
+        }
+        assert caught <= {alias.name for alias in imports(tree)}, (page.name, line)
+
+
 def test_pages_and_docstrings_run_in_the_debug_mode():
     if checking.is_enabled():
         pytest.skip("this is that run")

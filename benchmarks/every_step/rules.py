@@ -7,8 +7,10 @@ place) and the rate.
 
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,8 @@ from numpy.typing import NDArray
 import mpicomp
 from mpicomp import Basis, Compressor, ErrorFeedback, Feedback
 from mpicomp_bench.methods import add, construct, method, outer_settings
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))  # muon.py
 
 WEIGHT_DECAY = np.float32(0.01)
 INNER = 1e-3  # the rate of DiLoCo's local steps
@@ -93,7 +97,7 @@ class Lion:
 
 
 class Muon(AdamW):
-    """`torch.optim.Muon` of the hidden matrices, and AdamW at the same rate of the other parameters."""
+    """Muon of the hidden matrices (examples/muon.py), and AdamW at the same rate of the other parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,6 +110,7 @@ class Muon(AdamW):
         The width is the last side of the first tensor, the embedding of the symbols.
         """
         import torch
+        from muon import new_muon
 
         super().start(shapes)
         weights, first = [], 0
@@ -123,13 +128,8 @@ class Muon(AdamW):
                         weight.grad.view(-1).numpy(),
                     )
                 )
-        settings = {
-            "weight_decay": float(WEIGHT_DECAY),
-            "momentum": 0.95,
-            "adjust_lr_fn": "match_rms_adamw",
-        }
-        # updates as large as AdamW's (arXiv 2502.16982)
-        self.optimiser = torch.optim.Muon(weights, **settings)
+        # the rate is that of each update
+        self.optimiser = new_muon(weights, 0.0, float(WEIGHT_DECAY))
 
     def update(self, parameters: Floats, gradient: Floats, rate: float) -> None:
         """Update the parameters."""

@@ -1,6 +1,8 @@
 """A GPT in plain PyTorch, its optimisers, and the ways to average its gradients in every step."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicomp_bench.methods import construct, method
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+from muon import new_muon
 
 WINDOWS = 256  # of held-out text that judge the model, all ranks together
 
@@ -111,12 +117,7 @@ def muon_and_adamw(network: Gpt, rate: float) -> list[torch.optim.Optimizer]:
         if all(each is not weight for weight in hidden)
     ]
     adamw = torch.optim.AdamW(others, lr=rate, weight_decay=WEIGHT_DECAY)
-    return [
-        torch.optim.Muon(
-            hidden, lr=rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
-        ),
-        adamw,
-    ]
+    return [new_muon(hidden, rate, WEIGHT_DECAY), adamw]
 
 
 class Trainer:

@@ -5,10 +5,18 @@ give the cost of each algorithm, the constants of links, memory and cores turn i
 seconds, and the fastest is taken.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from collectives.planning.formulas import FORMULAS, ON_NODES, Case, metadata_cost, plus
+from collectives.planning.formulas import (
+    FORMULAS,
+    ON_NODES,
+    Case,
+    dense_mpi,
+    metadata_cost,
+    plus,
+)
 from collectives.planning.links import Constants, Cost, Links, seconds
 from collectives.runtime.group import Group
 from mpicomp.vector import SparseVector
@@ -63,6 +71,8 @@ def predicted(
     constants = constants_of(case, links)
     costs = {name: formula(case) for name, formula in FORMULAS[collective].items()}
     taken = {name: (seconds(cost, constants), cost) for name, cost in costs.items()}
+    if "dense_mpi" in costs:
+        taken["dense_mpi"] = dense_seconds(case, links), costs["dense_mpi"]
     if 1 < case.nodes < case.ranks:
         for name, formula in ON_NODES[collective].items():
             inner, outer, lanes = formula(case, links)
@@ -80,3 +90,20 @@ def predicted(
 def constants_of(case: Case, links: Links) -> Constants:
     """Return the constants of messages of all ranks at once."""
     return links.inside() if case.nodes == 1 else links.between(case.per_node)
+
+
+def dense_seconds(case: Case, links: Links) -> float:
+    """Return the seconds of a dense sum by MPI or NCCL: the faster of a ring over the ranks and one over the nodes.
+
+    Neighbours in the ring share a node, whose link carries the messages of one rank;
+    over the nodes it carries those of all its ranks, each of its share.
+    """
+    if not 1 < case.nodes < case.ranks:
+        return seconds(dense_mpi(case), constants_of(case, links))
+    ring = seconds(dense_mpi(case), links.between(1))
+    share = -(-case.length // case.per_node)
+    inside = dense_mpi(replace(case, ranks=case.per_node))
+    between = dense_mpi(replace(case, ranks=case.nodes, per_node=1, length=share))
+    lanes = seconds(inside, links.inside())
+    lanes += seconds(between, links.between(case.per_node))
+    return min(ring, lanes)

@@ -36,7 +36,10 @@ SHORT_TRIPS, TRIPS = 20, 3  # round trips of a short message, and of each longer
 LONG_ENOUGH = 1e-3  # seconds of a message from which no longer one is sent
 # bytes of the messages that measure the rate
 SHORTEST, LONGEST, GROWTH = 1 << 16, 1 << 24, 4
-_OWN = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit(?::(\d+(?:\.\d+)?)(ns|us|ms|s))?")
+_OWN = re.compile(
+    r"(\d+(?:\.\d+)?) *([kmg])(?:bit(?:/s|ps)?|bps|be)"
+    r"(?:: *(\d+(?:\.\d+)?) *(ns|us|ms|s))?"
+)
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 # of the bits on a link; the rest are headers and gaps of TCP over Ethernet
 _PAYLOAD = 0.944
@@ -76,7 +79,11 @@ NETWORKS = {
     "10gbit": Links(20e-6, 1.18e9),
     "25gbit": Links(10e-6, 2.95e9),
     "100gbit": Links(2e-6, 12e9),
+    # InfiniBand with four lanes: 54, 100, 200, 400 Gbit/s
+    "fdr": Links(1.5e-6, 6.5e9),
+    "edr": Links(1.5e-6, 12e9),
     "hdr": Links(1.5e-6, 24e9),
+    "ndr": Links(1.5e-6, 48e9),
 }
 
 
@@ -87,7 +94,7 @@ def seconds(cost: Cost, constants: Constants) -> float:
 
 
 def links_of(text: str) -> Links:
-    """Return the links of a named network, or of a rate with or without a delay: "25gbit", "10gbit:50us".
+    """Return the links of a named network, or of a rate with or without a delay: "25 Gbit/s", "10gbit:50us".
 
     Without a delay: that of the fastest named network with TCP that is not faster, or
     of the slowest one. Raises ValueError for other texts.
@@ -95,9 +102,12 @@ def links_of(text: str) -> Links:
     >>> links_of("10gbit:50us")
     Links(latency=5e-05, rate=1180000000.0, crowding=1.0)
     """
-    if text in NETWORKS:
-        return NETWORKS[text]
-    found = _OWN.fullmatch(text.lower())
+    name = text.strip().lower()
+    found = _OWN.fullmatch(name)
+    if found and not found[3]:
+        name = f"{found[1]}{found[2]}bit"
+    if name in NETWORKS:
+        return NETWORKS[name]
     if found is None or not float(found[1]) > 0:
         raise ValueError(
             f"got {text!r}: expected one of {', '.join(NETWORKS)}, or a rate, with or without a delay: 10gbit:50us"

@@ -17,6 +17,8 @@ from collectives.runtime.collective import declared_by, nonblocking_sum, with_vo
 from mpicomp.arrays import Array, on_device
 from mpicomp.bucket import Compressed, Mean
 from mpicomp.feedback.base import check_range
+from mpicomp.few_bits import BITS
+from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector, add_up, count_up, whole
 
 # average: by the number of ranks that sent an entry; the mean's sign
@@ -152,6 +154,7 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
             raise ValueError(
                 "got bits and collective: expected one of them; bits= is partial(quantised_allreduce, ...)"
             )
+        bits = to_choice("bits", bits, BITS)
         collective = partial(quantised_allreduce, bits=bits)
     collective = sparse_allreduce if collective is None else collective
     known = declared_by(collective)

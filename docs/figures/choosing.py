@@ -12,7 +12,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -53,9 +52,6 @@ METHODS = {  # the operation, the algorithm and the density of `mpicomp explain`
     "topk-0.01": ("GradientExchange", "sparse_allreduce", 0.01),
     "topk-0.001": ("GradientExchange", "sparse_allreduce", 0.001),
 }
-# with which each method is compared by link rate
-OTHERS = "dense", "fp16", "few-bits-4"
-LATENCY, FRAMES = 40e-6, 1.06  # seconds of a message; bytes on the link over those sent
 
 # parameters, ranks, seconds of computing a step, bytes a second of a rank's memory
 TRAININGS = {
@@ -154,13 +150,10 @@ def table() -> list[str]:
     lines = []
     for network, link in LINKS:
         if links_of(network).rate > advice.FASTEST:
-            lines.append(
-                [
-                    link,
-                    *["NCCL or MPI: dense, 16 bits. Stop here (predicted only)"]
-                    * len(heads),
-                ]
-            )
+            kept = [
+                keep(training(about, links_of(network), "adamw")) for about in TRAININGS
+            ]
+            lines.append([link, *kept])
             continue
         for optimizer, name in OPTIMISERS.items():
             cells = [
@@ -169,6 +162,14 @@ def table() -> list[str]:
             ]
             lines.append([f"{link}, {name}", *cells])
     return lines_of(["link, optimiser", *heads], lines)
+
+
+def keep(asked: advice.Training) -> str:
+    """Return what `mpicomp explain --train` keeps over links on which nothing was measured."""
+    taken = advice.recommended(advice.ranked(asked), asked)
+    assert taken in (advice.DENSE, advice.SIXTEEN)
+    bits = "16" if taken == advice.SIXTEEN else "16 or 32"
+    return f"NCCL or MPI: dense, {bits} bits. Stop here (predicted only)"
 
 
 def cell(asked: advice.Training) -> str:
@@ -223,42 +224,6 @@ def exchanges() -> list[str]:
     return lines_of(["link", "ranks", *METHODS], lines)
 
 
-def limits() -> list[str]:
-    """Return the lines of the table of the link rates up to which an exchange is faster than another method."""
-    rates = np.geomspace(1e7, 2e11, 201)
-    heads, lines = (
-        ["", *(f"{other}, {ranks} ranks" for other in OTHERS for ranks in RANKS)],
-        [],
-    )
-    links = [Links(LATENCY, rate / 8 / FRAMES) for rate in rates]
-    seconds = {ranks: [predicted(each, ranks) for each in links] for ranks in RANKS}
-    for name in [name for name in METHODS if name not in ("dense", "fp16")]:
-        cells = []
-        for other in OTHERS:
-            for ranks in RANKS:
-                slower = [
-                    place
-                    for place, each in enumerate(seconds[ranks])
-                    if each[name] > each[other]
-                ]
-                cells.append("" if name == other else up_to(rates, slower))
-        lines.append([name, *cells])
-    return lines_of(heads, lines)
-
-
-def up_to(rates: Any, slower: list[int]) -> str:
-    """Return the rate from which on a method is slower, as text. slower: the places of these rates."""
-    assert slower == list(range(len(rates)))[len(rates) - len(slower) :], "one limit"
-    if len(slower) in (0, len(rates)):
-        return "none" if slower else "all rates"
-    rate = rates[slower[0]]
-    return (
-        f"{rounded(rate / 1e9, 2)} Gbit/s"
-        if rate >= 1e9
-        else f"{rounded(rate / 1e6, 2)} Mbit/s"
-    )
-
-
 def rounded(number: float, digits: int = 3) -> str:
     """Return a number with so many significant digits, and no exponent."""
     return f"{float(f'{number:.{digits}g}'):g}"
@@ -270,7 +235,6 @@ def page() -> tuple[str, str]:
     for name, lines in (
         ("predicted", table()),
         ("exchanges", exchanges()),
-        ("limits", limits()),
     ):
         between = re.compile(
             rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", re.DOTALL

@@ -1,5 +1,6 @@
 """`mpicomp bench exchange`: one step from gradient to result, compared with MPI's dense allreduce in the same run."""
 
+import argparse
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -13,7 +14,7 @@ from mpicomp_bench.bench.compressors import COMPRESSORS, SETTLING_CALLS
 from mpicomp_bench.bench.data import FAMILIES
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Contestant, Row, compare, read_once
-from mpicomp_bench.methods import construct, outer_settings
+from mpicomp_bench.methods import METHODS, construct, method, outer_settings
 from mpicomp_bench.options import add_list, share
 
 Shape = tuple[int, ...]
@@ -23,15 +24,21 @@ Rows: the selection alone, the selection and the sum of the selected entries, an
 GradientExchange with error feedback, by what it returns: a SparseVector (sparse=True), a dense
 mean in a given array (out=), or in a new one. With --tensors the gradient is that of a model: its
 tensors by name, each selected separately, beside one vector of the same length. With --compressors
-the rows are whole steps with those, settled, on layers of different scales. All calls are
-interleaved; a time is that of the slowest rank, from a common start. The floor is one read of the
-gradient by all ranks at the same time.
+the rows are whole steps with those, settled, on layers of different scales. With --methods the rows
+are whole steps by the methods of `mpicomp explain --train`: few-bits-4 is bits=4,
+in-basis-two-bit-8 coefficients in a basis; of local-few-bits-10 a row is the exchange after ten
+steps. All calls are interleaved; a time is that of the slowest rank, from a common start. The floor
+is one read of the gradient by all ranks at the same time.
 """
 
 EXAMPLES = """
 mpirun -n 4 mpicomp bench exchange --length 1e6 --density 0.01 --repeats 3 --json p4.json
-mpirun -n 1 mpicomp bench exchange --tensors wide-gpt --compressors TopK SIDCo-exponential AdaComp
+mpirun -n 4 mpicomp bench exchange --methods few-bits-4 in-basis-8 local-few-bits-10
 """
+# the methods that are an exchange of this library
+EXCHANGES = [
+    name for name, each in METHODS.items() if each.line.startswith("GradientExchange")
+]
 
 
 def gpt_shapes(
@@ -80,6 +87,12 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
     dense = {
         "MPI_Allreduce": partial(comm.Allreduce, gradient, np.empty_like(gradient))
     }
+    floor = read_once(gradient)
+    if options.methods:
+        shapes = TENSORS.get(options.model, {"gradient": gradient.shape})
+        steps = [method_step(comm, gradient, shapes, name) for name in options.methods]
+        yield from compare(steps, dense, options.repeats, comm, floor=floor)
+        return
     for density in options.density:
         if options.compressors:
             given = (
@@ -96,9 +109,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
         else:
             steps = vector_steps(comm, gradient, density)
         named = [step._replace(name=f"{density:g} {step.name}") for step in steps]
-        yield from compare(
-            named, dense, options.repeats, comm, floor=read_once(gradient)
-        )
+        yield from compare(named, dense, options.repeats, comm, floor=floor)
 
 
 def vector_steps(comm: Any, gradient: Any, density: float) -> list[Contestant]:
@@ -167,7 +178,7 @@ def model_steps(
         local_round(
             comm,
             tensors_of(gradient.copy(), shapes),
-            density,
+            f"local-sparse-1:k={max(1, round(4096 * density))}",
             f"{name}, a round of OuterLoop",
         ),
     ]
@@ -194,14 +205,25 @@ def compressed_step(comm: Any, gradient: Any, density: float, name: str) -> Cont
     return Contestant(f"{name}, sparse mean", step, before=step)
 
 
+def method_step(
+    comm: Any, gradient: Any, shapes: dict[str, Shape], name: str
+) -> Contestant:
+    """Return a whole step of a model's tensors by a method, or a round of its local steps."""
+    if outer_settings(name):
+        parameters = tensors_of(gradient.copy(), shapes)
+        return local_round(comm, parameters, name, f"{name}, a round")
+    exchange = construct(name, comm, rate=0.1, momentum=0.9)
+    return Contestant(name, partial(exchange, tensors_of(gradient, shapes)))
+
+
 def local_round(
-    comm: Any, parameters: dict[str, Any], density: float, name: str
+    comm: Any, parameters: dict[str, Any], method: str, name: str
 ) -> Contestant:
     """Return a round of local steps, each after an untimed step of training."""
-    method = f"local-sparse-1:k={max(1, round(4096 * density))}"
     for array in parameters.values():
         comm.Bcast(array)
-    outer = OuterLoop(construct(method, comm), parameters, **outer_settings(method))
+    settings = outer_settings(method) | {"every": 1}
+    outer = OuterLoop(construct(method, comm), parameters, **settings)
     rng = np.random.default_rng([2, comm.rank])
     noise = {
         each: rng.standard_normal(array.shape, np.float32)
@@ -213,6 +235,19 @@ def local_round(
             np.add(array, noise[each], out=array)
 
     return Contestant(name, outer.step, before=train)
+
+
+def exchange_name(text: str) -> str:
+    """Return the name of a method that is an exchange of this library."""
+    try:
+        is_one = method(text).line.startswith("GradientExchange")
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}: expected one of {', '.join(EXCHANGES)}, with a number as in few-bits-4 or local-few-bits-10"
+        )
+    return text
 
 
 def add_options(parser: Any) -> None:
@@ -235,6 +270,8 @@ def add_options(parser: Any) -> None:
         "compare whole steps with: ",
         choices=list(COMPRESSORS),
     )
+    about = "compare whole steps by methods, such as few-bits-4 or local-few-bits-10 "
+    add_list(parser, "--methods", [], about, type=exchange_name)
     about = f"tensors of a model: {shown} (one vector of --length)"
     parser.add_argument("--tensors", dest="model", choices=list(TENSORS), help=about)
 

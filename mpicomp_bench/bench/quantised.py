@@ -1,6 +1,6 @@
 """`mpicomp bench quantised`: the dense sum in few bits, compared with dense sums in 32 and 16 bits in the same run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -9,25 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import quantised_allreduce
-from collectives.quantised import decoded
-from mpicomp.arrays import Array
-from mpicomp.codec import few_bits_message
-from mpicomp.few_bits import BITS, BLOCKS, FewBits, block_bounds, quantise
+from mpicomp.few_bits import BITS, BLOCKS
 from mpicomp_bench.bench.suite import Options, Suite
-from mpicomp_bench.measuring import Call, Row, compare, read_once
+from mpicomp_bench.measuring import Row, compare, read_once
 from mpicomp_bench.options import add_list, positive
 
 ABOUT = """\
 Results are written to existing arrays, as those of MPI's dense sum are. All calls are interleaved;
 a time is that of the slowest rank, from a common start. The floor is one read of the array by all
-ranks at the same time; a call reads it, and writes two others. --parts times what a call does, each
-part on its own on all ranks: starting the messages, and waiting for other ranks, is not in them.
+ranks at the same time; a call reads it, and writes two others.
 "16 bits" sends float16 both ways, as PyTorch's fp16 hook does, and adds in float32.
 """
 
 EXAMPLES = """\
 mpirun -n 4 mpicomp bench quantised
-mpirun -n 4 mpicomp bench quantised --bits 4 --algorithms direct --parts --json p4.json
+mpirun -n 4 mpicomp bench quantised --bits 4 --algorithms direct --json p4.json
 """
 
 
@@ -54,60 +50,6 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
         "16 bits": partial(sum_in_16_bits, array, comm, total),
     }
     yield from compare(calls, dense, options.repeats, comm, floor=read_once(array))
-    if options.parts:
-        for bits in map(int, options.bits):
-            run = partial(
-                quantised_allreduce,
-                array,
-                comm,
-                bits,
-                options.block,
-                algorithm="direct",
-                out=(total, rejected),
-            )
-            found = parts(array, comm, bits, options.block, (total, rejected))
-            yield from compare(
-                found,
-                {f"{bits} bits direct": run},
-                options.repeats,
-                comm,
-                floor=read_once(array),
-            )
-
-
-def parts(
-    array: Array, comm: Any, bits: int, block: int, out: tuple[Array, Array]
-) -> dict[str, Call]:
-    """Return what a rank does in the direct algorithm, as calls on their own; the messages by MPI's collectives."""
-    bounds = block_bounds(array.size, block, comm.size)
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-
-    def coded(rank: int, terms: Sequence[FewBits] = ()) -> FewBits:
-        place = slice(*bounds[rank : rank + 2])
-        room = few_bits_message(bounds[rank + 1] - bounds[rank], bits, block, array)
-        return quantise(array[place], out[1][place], room, terms)
-
-    shares = [coded(rank) for rank in range(comm.size)]
-    counts = [share.codes.nbytes + share.scales.nbytes for share in shares]
-    sent, received = (
-        np.zeros(sum(counts), np.uint8),
-        np.empty((comm.size, counts[comm.rank]), np.uint8),
-    )
-
-    def messages() -> None:
-        comm.Alltoallv([sent, counts], [received, [counts[comm.rank]] * comm.size])
-        comm.Allgatherv(received[0], [sent, counts])
-
-    return {
-        f"{bits} bits: quantise the others' shares": lambda: [
-            coded(rank) for rank in others
-        ],
-        f"{bits} bits: add up, and quantise the sum": partial(
-            coded, comm.rank, [shares[comm.rank]] * len(others)
-        ),
-        f"{bits} bits: write the sum": partial(decoded, shares, out),
-        f"{bits} bits: as many bytes by MPI": messages,
-    }
 
 
 def sum_in_16_bits(
@@ -145,8 +87,6 @@ def add_options(parser: Any) -> None:
         "algorithms: ",
         choices=["auto", *quantised_allreduce.algorithms],
     )
-    about = "times of the parts of the direct algorithm too (the whole call)"
-    parser.add_argument("--parts", action="store_true", help=about)
     parser.add_argument(
         "--block",
         type=positive,

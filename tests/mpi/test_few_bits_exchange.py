@@ -132,16 +132,21 @@ def test_settings_that_do_not_go_together_are_refused(comm):
         GradientExchange(comm, bits=4, collective=quantised_allreduce)
     with pytest.raises(
         ValueError,
-        match=r"compressor is TopK\(density=0.1\), and the collective sums all values",
+        match=r"got bits=4 and compressor=TopK\(density=0.1\): expected one of them",
     ):
         GradientExchange(comm, TopK(0.1), bits=4)
+    with pytest.raises(
+        ValueError,
+        match=r"compressor is TopK\(density=0.1\), and the collective sums all values",
+    ):
+        GradientExchange(comm, TopK(0.1), collective=quantised_allreduce)
     with pytest.raises(
         ValueError,
         match="and the mean of dense arrays has all values: expected sparse=False",
     ):
         GradientExchange(comm, bits=4)(np.ones(9), sparse=True)
     with pytest.raises(ValueError, match="bits is 3: expected one of"):
-        GradientExchange(comm, bits=3)(np.ones(9))
+        GradientExchange(comm, bits=3)
 
 
 def test_the_dense_sum_in_16_bits_of_the_benchmark_is_the_sum(comm):

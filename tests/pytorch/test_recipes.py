@@ -33,8 +33,9 @@ def training(optimizer):
 @pytest.mark.parametrize("name", advice.MESSAGES)
 def test_the_lines_of_a_method_train(name, optimizer, world):
     torch.manual_seed(0)
-    network, lines = torch.nn.Linear(64, 32), advice.lines_of(name, training(optimizer))
-    names = {"network": network, "hidden": [network.weight], "learning_rate": 0.002}
+    layers = nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 8)
+    network, lines = nn.Sequential(*layers), advice.lines_of(name, training(optimizer))
+    names = {"network": network, "learning_rate": 0.002}
     if "init_process_group" in lines:
         dist.destroy_process_group()
     exec(lines, names)
@@ -43,16 +44,21 @@ def test_the_lines_of_a_method_train(name, optimizer, world):
         names[each] for each in ("optimizer", "muon", "adamw") if each in names
     ]
     optimizers = optimizers or [torch.optim.AdamW(model.parameters())]
-    before = network.weight.detach().clone()
+    before = [each.detach().clone() for each in network.parameters()]
     for _ in range(12):
         model(torch.ones(4, 64) * (1 + world.rank)).square().sum().backward()
         for each in optimizers:
             each.step()
         if "outer" in names:
             names["outer"].step()
-    assert not torch.equal(network.weight, before)
-    everyone = world.allgather(network.weight.detach().numpy().tobytes())
+    after = [each.detach() for each in network.parameters()]
+    assert not any(map(torch.equal, before, after))
+    everyone = world.allgather(b"".join(each.numpy().tobytes() for each in after))
     assert "outer" in names or len(set(everyone)) == 1
+    if optimizer == "muon" and "muon" in names:
+        (group,) = names["muon"].param_groups
+        hidden = [layers[0].weight, layers[2].weight]
+        assert [*map(id, group["params"])] == [*map(id, hidden)]
 
 
 def test_one_node_alone_trains_on_all_batches(world):
