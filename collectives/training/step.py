@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.agreement.all_or_none import all_or_none, outcome_of
-from collectives.compressed import own_share
 from collectives.runtime import staging
 from collectives.runtime.engine import Request
 from collectives.runtime.link import traffic
 from collectives.training.ledger import Audit
-from collectives.training.reduction import SIGN, Reduction, dense_reduction
+from collectives.training.reduction import (
+    SIGN,
+    Reduction,
+    dense_reduction,
+    entries,
+)
 from collectives.training.statistics import Statistics
 from mpicomp.arrays import Array, check_apart, kernels_for
 from mpicomp.bucket import Bucket, Compressed, Mean, write_mean
@@ -185,13 +189,11 @@ class Step:
         if audit is not None:
             audit.expect(gradient)
         try:
-            if reduction.takes_arrays:
+            if reduction.declared.takes_arrays:
                 compressed = bucket.correct(gradient)
             else:
-                own = (
-                    own_share(bucket.length, self._comm.rank, self._comm.size)
-                    if reduction.owns
-                    else (0, 0)
+                own = reduction.declared.own_share(
+                    bucket.length, self._comm.rank, self._comm.size
                 )
                 compressed = bucket.compress(gradient, own)
         except ValueError:
@@ -223,7 +225,7 @@ class Step:
         compressed, audit = started.compressed, started.audit
         received = reduction.received(outcome, bucket.length)
         if audit is not None:
-            audit.receive(compressed.sent, received.total, received.rejected)
+            audit.receive(compressed.sent, received.value, received.rejected)
         dtype, ranks = compressed.corrected.dtype, self._comm.size
         mean = reduction.mean(received, dtype, ranks, bucket.compressor.whole)
         if isinstance(mean, SparseVector):
@@ -239,7 +241,12 @@ class Step:
         results, writes = _results(started, mean, form)
         self._restoring += perf_counter() - began
         return Finished(
-            started, mean, received.entries, received.rejected_entries, results, writes
+            started,
+            mean,
+            entries(received.value),
+            entries(received.rejected),
+            results,
+            writes,
         )
 
     def _commit(self) -> dict[str, Any]:
@@ -308,7 +315,9 @@ def _results(
             mean = bucket.values(mean)
             check_range(mean, "mean out of the basis")
         return bucket.dense_results(signs(mean) if is_sign else mean, started.buffers)
-    if form == "sparse" and (bucket.basis is not None or started.reduction.writes):
+    if form == "sparse" and (
+        bucket.basis is not None or started.reduction.declared.takes_out
+    ):
         what = (
             f"in the basis {bucket.basis!r} a mean"
             if bucket.basis
