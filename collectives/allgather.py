@@ -9,7 +9,6 @@ Differences from the paper: parts may differ in size and be empty; headers conta
 sizes, so no round exchanges them, and several parts are sent as one message.
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from collectives.runtime.collective import Call, Codec, Sum, collective
@@ -28,7 +27,7 @@ def added_up(parts: list[SparseVector]) -> Sum:
 
 def counted(parts: list[SparseVector]) -> Sum:
     """Return the sum with the number of vectors that have each of its entries."""
-    return replace(added_up(parts), votes=count_up(parts).values)
+    return Sum(added_up(parts).value, votes=count_up(parts).values)
 
 
 @collective(added_up, counted, promise=Sum)

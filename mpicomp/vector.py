@@ -488,7 +488,11 @@ def whole(array: Array) -> SparseVector:
 def widened(vector: SparseVector) -> SparseVector:
     """Return the vector with values of at least float32."""
     wide = np.promote_types(vector.dtype, np.float32)
-    return vector.with_values(vector.values.astype(wide, copy=False))
+    return (
+        vector
+        if vector.dtype == wide
+        else vector.with_values(vector.values.astype(wide))
+    )
 
 
 def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:

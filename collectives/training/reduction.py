@@ -1,7 +1,7 @@
 """The sum of an exchange over the ranks, and the mean that is made of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from collectives.agreement.votes import contributors
 from collectives.allreduce import sparse_allreduce
-from collectives.dense import dense_allreduce
+from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.collective import Collective, Declaration, Sum
 from mpicomp.arrays import on_device
@@ -68,7 +68,7 @@ class Reduction:
                 raise ValueError(
                     f"the collective returned {part}: expected a sum of length {length}"
                 )
-        return replace(total, value=widened(value))
+        return Sum(widened(value), total.rejected, total.votes)
 
     def mean(
         self,
@@ -147,4 +147,4 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
 
 def dense_reduction(average: bool | str) -> Reduction:
     """Return the sum of tensors too small to be compressed."""
-    return Reduction(dense_allreduce.form(Sum), average, dense_allreduce.declaration)
+    return Reduction(dense_iallreduce, average, dense_allreduce.declaration)
