@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 def own_share(length: int, rank: int, size: int) -> tuple[int, int]:
     """Return the first index of a rank's share, and the first one after it."""
-    first, end = equal_bounds(length, size)[rank : rank + 2]
-    return first, end
+    bounds = equal_bounds(length, size)
+    return bounds[rank], bounds[rank + 1]
 
 
 @collective(with_rejected, own_share=own_share)

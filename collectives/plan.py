@@ -32,14 +32,13 @@ def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
         )
         return outlined(call, array, outline)
 
-    name, finish = "SupportPlan.allreduce", partial(like, original=values)
     return Call(
         values,
         plan.comm,
         arguments={"support": plan.digest},
         prepare=prepare,
-        finish=finish,
-        operation=name,
+        finish=partial(like, original=values),
+        operation="SupportPlan.allreduce",
     )
 
 
