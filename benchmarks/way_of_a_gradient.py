@@ -13,7 +13,7 @@ on one array, with sys.setprofile on rank 0, and prints two counts.
    call of the exchange and the call of the collective, and from the collective's result
    to the return; in the order of the calls, with their files. A function counts when
    one of its arguments, `self` included, is an array, a SparseVector, a Step, a state
-   of a bucket in a step (Compressed, Started, Received, Finished), or a list, tuple or
+   of a bucket in a step (Compressed, Started, Sum, Finished), or a list, tuple or
    dict that holds one. Attributes of arguments are not looked at. Not counted are
 
    * properties, comprehensions, generator expressions, lambdas, and dunder methods but __init__ and __call__;
@@ -49,8 +49,7 @@ import collectives
 import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce
 from collectives.agreement.all_or_none import all_or_none
-from collectives.runtime.collective import Collective
-from collectives.training.reduction import Received
+from collectives.runtime.collective import Collective, Sum
 from collectives.training.step import Finished, Started, Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
 from mpicomp.bucket import Compressed
@@ -60,7 +59,7 @@ ROOTS = {
     Path(package.__file__).parent: package.__name__
     for package in (mpicomp, collectives)
 }
-CARRIERS = np.ndarray, SparseVector, Step, Compressed, Started, Received, Finished
+CARRIERS = np.ndarray, SparseVector, Step, Compressed, Started, Sum, Finished
 # the form in which the exchange calls gtopk_allreduce
 COLLECTIVE = gtopk_iallreduce.__code__
 TRANSPORT = {

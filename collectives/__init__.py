@@ -20,6 +20,7 @@ from collectives.rooted import (
     sparse_ireduce,
     sparse_reduce,
 )
+from collectives.runtime.collective import Sum
 from collectives.runtime.engine import Request, configure
 from collectives.runtime.link import Traffic, traffic
 from collectives.training import GradientExchange
@@ -32,6 +33,7 @@ __all__ = [
     "OuterLoop",
     "Request",
     "Statistics",
+    "Sum",
     "SupportPlan",
     "Traffic",
     "agree",

@@ -11,16 +11,26 @@ sizes, so no round exchanges them, and several parts are sent as one message.
 
 from typing import TYPE_CHECKING, Literal
 
-from collectives.runtime.collective import Call, Codec, collective
+from collectives.runtime.collective import Call, Codec, Sum, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, add_up, count_up, widened
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-@collective(gives_sum=True)
+def added_up(parts: list[SparseVector]) -> Sum:
+    """Return the sum of the vectors, added in rank order; float16 in float32, so that it is rounded once."""
+    return Sum(add_up([widened(part) for part in parts]))
+
+
+def counted(parts: list[SparseVector]) -> Sum:
+    """Return the sum with the number of vectors that have each of its entries."""
+    return Sum(added_up(parts).value, votes=count_up(parts).values)
+
+
+@collective(added_up, counted, promise=Sum)
 def sparse_allgather(
     vector: SparseVector,
     comm: "MPI.Comm",

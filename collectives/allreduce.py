@@ -25,12 +25,13 @@ from collectives.planning.choice import algorithm_for
 from collectives.planning.formulas import LONG_NBYTES
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import scatter, sum_of_share
-from collectives.runtime.collective import Call, Codec, collective
+from collectives.runtime.collective import Call, Codec, Sum, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, doubling
 from mpicomp.arrays import Array, kernels_for, on_device, to_device_of, to_numpy
 from mpicomp.codec import encoded_nbytes
+from mpicomp.settings import to_bool
 from mpicomp.vector import SparseVector, add_up, count_up, join
 
 if TYPE_CHECKING:
@@ -46,7 +47,18 @@ SumAlgorithm = Literal[
 ]
 
 
-@collective(gives_sum=True)
+def with_votes(result: Any) -> Sum:
+    """Return the `Sum` of a result with or without votes."""
+    value, votes = result if isinstance(result, tuple) else (result, None)
+    return Sum(value, votes=votes)
+
+
+@collective(
+    with_votes,
+    with_votes,
+    counting={"votes": True},
+    checks={"votes": lambda votes, size: to_bool("votes", votes)},
+)
 def sparse_allreduce(
     vector: SparseVector,
     comm: "MPI.Comm",
@@ -82,20 +94,20 @@ sparse_iallreduce = sparse_allreduce.nonblocking
 
 Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
 Choose = Callable[[SparseVector, Group], Steps[Choice]]
-Sum = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
+Summing = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
 # of sums that are remembered, apart by powers of two of their entries and bits
 MOST_KINDS = 1024
 UNSAMPLED = ("allgather", "recursive_doubling", "dense_mpi")  # they have no shares
 NO_METADATA = Metadata([], 0)
-ALGORITHMS: dict[str, Sum] = {}
+ALGORITHMS: dict[str, Summing] = {}
 
 
-def algorithm(function: Sum) -> Sum:
+def algorithm(function: Summing) -> Summing:
     """Declare an algorithm of `sparse_allreduce`; if a caller names it, the ranks first agree on it."""
     name = function.__name__
     ALGORITHMS[name] = function
-    sparse_allreduce.algorithm(
-        partial(run_chosen, partial(agree_on, name)), name=name, compares_calls=True
+    sparse_allreduce.algorithm(name=name, compares_calls=True)(
+        partial(run_chosen, partial(agree_on, name))
     )
     return function
 

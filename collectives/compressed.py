@@ -16,10 +16,10 @@ owner. A rank may contribute all entries of its own share, which it does not sen
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from collectives.gtopk import Result, numbers, result_and_rejected
+from collectives.gtopk import Result, numbers
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import sum_of_share
-from collectives.runtime.collective import Call, Codec, collective
+from collectives.runtime.collective import Call, Codec, collective, with_rejected
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import read_only
@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-@collective(result_and_rejected, gives_sum=True)
+def own_share(length: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the first index of a rank's share, and the first one after it."""
+    bounds = equal_bounds(length, size)
+    return bounds[rank], bounds[rank + 1]
+
+
+@collective(with_rejected, own_share=own_share)
 def compressed_allreduce(
     vector: SparseVector,
     comm: "MPI.Comm",
@@ -80,12 +86,6 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
         )
     call.arguments, call.own = {"compressor": repr(compressor)}, {"second": compressor}
     return numbers(call, size)
-
-
-def own_share(length: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the first index of a rank's share, and the first one after it."""
-    first, end = equal_bounds(length, size)[rank : rank + 2]
-    return first, end
 
 
 @compressed_allreduce.algorithm(compares_calls=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.runtime import staging
-from collectives.runtime.collective import Call, collective
+from collectives.runtime.collective import Call, Sum, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import like, namespace, on_device, to_array
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-@collective(gives_sum=True, takes_arrays=True)
+@collective(Sum, takes_arrays=True)
 def dense_allreduce(array: Any, comm: "MPI.Comm") -> Call[Any]:
     """Sum an array over all ranks by MPI's own allreduce.
 

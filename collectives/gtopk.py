@@ -25,7 +25,13 @@ import numpy as np
 from collectives.planning.choice import algorithm_for
 from collectives.planning.partition import cut, equal_bounds, likely
 from collectives.reduce_scatter import scatter
-from collectives.runtime.collective import Call, Codec, collective, sound
+from collectives.runtime.collective import (
+    Call,
+    Codec,
+    collective,
+    sound,
+    with_rejected,
+)
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import (
@@ -36,6 +42,7 @@ from collectives.runtime.patterns import (
     hand_down,
     reduce_up,
 )
+from mpicomp.settings import LARGEST, to_integer
 from mpicomp.vector import (
     SparseVector,
     add_up,
@@ -56,12 +63,13 @@ TYPICAL_DENSITY = 0.001  # where the call has no k
 Result = tuple[SparseVector, SparseVector]
 
 
-def result_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
-    """Promise the same result on all ranks, which with the rejected entries of all ranks adds up to the sum."""
-    return [outcome[0]], [outcome[1]]
+def to_count(k: Any, size: int) -> int | None:
+    """Return k as an integer of Python's, at least 1, or None."""
+    remedy = "; from a density take max(1, round(density * length))"
+    return None if k is None else to_integer("k", k, 1, LARGEST, remedy=remedy)
 
 
-@collective(result_and_rejected, compare=compare_by_doubling, gives_sum=True)
+@collective(with_rejected, compare=compare_by_doubling, checks={"k": to_count})
 def gtopk_allreduce(
     vector: SparseVector,
     comm: "MPI.Comm",
@@ -94,8 +102,7 @@ def gtopk_allreduce(
     >>> result.values.tolist(), rejected.values.tolist()
     ([-3.0], [2.0])
     """
-    compared, own = ({}, {"k": None}) if k is None else ({"k": k}, {})
-    return Call(vector, comm, algorithm, codec, compared, own, prepare=numbers)
+    return Call(vector, comm, algorithm, codec, {"k": k}, prepare=numbers)
 
 
 gtopk_iallreduce = gtopk_allreduce.nonblocking
@@ -140,8 +147,7 @@ def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
         max(1, round(TYPICAL_DENSITY * vector.length)) if k is None else k,
     )
     name = algorithm_for("gtopk_allreduce", vector, group, entries)
-    result: Result = yield from gtopk_allreduce.algorithms[name](vector, group, k=k)
-    return result
+    return gtopk_allreduce.algorithms[name](vector, group, k=k)
 
 
 @gtopk_allreduce.algorithm(compares_calls=True)
@@ -154,7 +160,7 @@ def recursive_doubling(
     return result, add_up(rejected)
 
 
-@gtopk_allreduce.algorithm
+@gtopk_allreduce.algorithm()
 def tree(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Select over a tree to rank 0, and broadcast: as published, but the rank that drops an entry keeps it."""
     part, rejected, combine = selecting(vector, group, k)
@@ -186,7 +192,7 @@ def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Res
     )
 
 
-@gtopk_allreduce.algorithm
+@gtopk_allreduce.algorithm()
 def node_leaders(
     vector: SparseVector, group: Group, k: int | None = None
 ) -> Steps[Result]:

@@ -11,13 +11,13 @@ from typing import Any
 
 from collectives.allreduce import sparse_allreduce
 from collectives.dense import mpi, outlined
-from collectives.runtime.collective import Call, collective, on_every_rank
+from collectives.runtime.collective import Call, Sum, collective
 from collectives.runtime.engine import Request
 from mpicomp.arrays import like, read_only, to_array, to_numpy
 from mpicomp.vector import SparseVector
 
 
-@collective(on_every_rank)
+@collective(promise=Sum, takes_arrays=True)
 def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
     entries = plan.indices.size
 
@@ -32,18 +32,17 @@ def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
         )
         return outlined(call, array, outline)
 
-    name, finish = "SupportPlan.allreduce", partial(like, original=values)
     return Call(
         values,
         plan.comm,
         arguments={"support": plan.digest},
         prepare=prepare,
-        finish=finish,
-        operation=name,
+        finish=partial(like, original=values),
+        operation="SupportPlan.allreduce",
     )
 
 
-_sum_at.algorithm(mpi, compares_calls=True)
+_sum_at.algorithm(compares_calls=True)(mpi)
 
 
 class SupportPlan:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from collectives.planning.choice import algorithm_for
-from collectives.runtime.collective import Call, collective
+from collectives.runtime.collective import Call, collective, with_rejected
 from collectives.runtime.group import Group
 from collectives.runtime.messages import LINE, Steps
 from collectives.runtime.patterns import compare_by_doubling
@@ -52,13 +52,15 @@ from mpicomp.vector import SparseVector
 Result = tuple[Array, Array]
 
 
-def total_and_rejected(outcome: Result) -> tuple[list[Any], list[Any]]:
-    """Promise the same total on all ranks, which with the rejected values of all ranks adds up to the sum."""
-    return [outcome[0]], [outcome[1]]
-
-
 @collective(
-    total_and_rejected, compare=compare_by_doubling, gives_sum=True, takes_arrays=True
+    with_rejected,
+    takes_arrays=True,
+    takes_out=True,
+    compare=compare_by_doubling,
+    checks={
+        "bits": lambda bits, size: to_choice("bits", bits, BITS),
+        "block": lambda block, size: to_choice("block", block, BLOCKS),
+    },
 )
 def quantised_allreduce(
     array: Any,
@@ -113,10 +115,6 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
     found by the algorithms.
     """
     given, out = call.contribution, call.own["out"]
-    call.arguments |= {
-        "bits": to_choice("bits", call.arguments["bits"], BITS),
-        "block": to_choice("block", call.arguments["block"], BLOCKS),
-    }
     values = contiguous(to_values(given))
     flat, dtype = values.reshape(-1), values.dtype
     outputs = None if out is None else _outputs(out, flat)
@@ -180,10 +178,7 @@ def auto(
     """Run the algorithm that `collectives.planning.choice` takes for length and bits."""
     name = algorithm_for("quantised_allreduce", vector, group, vector.length, bits=bits)
     run = quantised_allreduce.algorithms[name]
-    result: Result = yield from run(
-        vector, group, bits=bits, block=block, array=array, out=out
-    )
-    return result
+    return run(vector, group, bits=bits, block=block, array=array, out=out)
 
 
 @quantised_allreduce.algorithm(compares_calls=True)
@@ -256,7 +251,7 @@ def refuse_not_finite(values: Array, group: Group) -> None:
         kernels_for(values).raise_not_finite(values)
 
 
-@quantised_allreduce.algorithm
+@quantised_allreduce.algorithm()
 def node_lanes(
     vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result
 ) -> Steps[Result]:

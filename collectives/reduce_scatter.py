@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from collectives.planning.partition import Bounds, cut, equal_bounds, given_bounds
-from collectives.runtime.collective import Call, Codec, collective, sound
+from collectives.runtime.collective import (
+    Call,
+    Codec,
+    collective,
+    part_of_sum,
+    sound,
+)
 from collectives.runtime.group import Group, Part
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up
@@ -23,12 +29,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def shares_of_the_sum(share: SparseVector) -> tuple[list[Any], list[Any]]:
-    """Promise that the ranks' results together are the sum."""
-    return [], [share]
-
-
-@collective(shares_of_the_sum)
+@collective(promise=part_of_sum)
 def sparse_reduce_scatter(
     vector: SparseVector,
     comm: "MPI.Comm",

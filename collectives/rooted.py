@@ -10,22 +10,29 @@ mismatch raises everywhere.
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from collectives.runtime.collective import Call, Codec, collective
+from collectives.runtime.collective import (
+    Call,
+    Codec,
+    Sum,
+    collective,
+    part_of_sum,
+)
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, hand_down, reduce_up
+from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def sum_at_the_root(outcome: Any) -> tuple[list[Any], list[Any]]:
-    """Promise the sum on the root, and nothing on the other ranks."""
-    return [], [] if outcome is None else [outcome]
+def to_root(root: Any, size: int) -> int:
+    """Return the root as an integer of Python's; raises if no rank has this number."""
+    return to_integer("root", root, 0, size - 1)
 
 
-@collective(sum_at_the_root)
+@collective(promise=part_of_sum, checks={"root": to_root})
 def sparse_reduce(
     vector: SparseVector,
     comm: "MPI.Comm",
@@ -52,7 +59,7 @@ def sparse_reduce(
 sparse_ireduce = sparse_reduce.nonblocking
 
 
-@collective()
+@collective(promise=Sum, checks={"root": to_root})
 def sparse_bcast(
     vector: SparseVector | None,
     comm: "MPI.Comm",
@@ -80,11 +87,11 @@ def sparse_bcast(
 sparse_ibcast = sparse_bcast.nonblocking
 
 
-@sparse_reduce.algorithm
+@sparse_reduce.algorithm()
 def tree(vector: SparseVector, group: Group, root: int) -> Steps[SparseVector | None]:
     """Sum over a binomial tree to the root."""
     total, _ = yield from reduce_up((vector, 0), group, add, root)
     return total if group.rank == root else None
 
 
-sparse_bcast.algorithm(hand_down, name="tree")
+sparse_bcast.algorithm(name="tree")(hand_down)

@@ -52,3 +52,16 @@ class RankFailedError(CollectiveError):
 
 class CheckError(CollectiveError):
     """The debug mode (MPICOMP_CHECK=1) found a wrong result, or ranks that call different operations."""
+
+
+def kept(error: Exception) -> Exception:
+    """Return an error to be stored, and raised later: without tracebacks, its own and of the errors that led to it.
+
+    Their frames hold arrays, and, with what holds the error, form cycles.
+    """
+    linked: BaseException | None = error
+    # one that has none was not raised, or was seen: an error may be its own cause
+    while linked is not None and linked.__traceback__ is not None:
+        linked.__traceback__ = None
+        linked = linked.__cause__ or linked.__context__
+    return error

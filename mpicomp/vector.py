@@ -485,6 +485,16 @@ def whole(array: Array) -> SparseVector:
     return SparseVector.trusted(indices, array, array.size)
 
 
+def widened(vector: SparseVector) -> SparseVector:
+    """Return the vector with values of at least float32."""
+    wide = np.promote_types(vector.dtype, np.float32)
+    return (
+        vector
+        if vector.dtype == wide
+        else vector.with_values(vector.values.astype(wide))
+    )
+
+
 def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:
     """Return the number of entries before each of increasing positions, from 0 to the length of the vector."""
     if [*bounds] == [0, vector.length]:

@@ -111,6 +111,10 @@ class SimulatedLink:
         """Record that the rank no longer waits."""
         self.clock = max(self.clock, self.sent)
 
+    def turn(self) -> Turn:
+        """Return a new turn, after all that were taken."""
+        return Turn(self.turns)
+
     def take_tag(self) -> int:
         """Return the tag of the only operation."""
         return 0

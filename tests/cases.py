@@ -207,7 +207,7 @@ def gathering(vector, group, k):
 def declare_gathering(monkeypatch):
     """Declare `gathering` as an algorithm of gTop-k for the time of a test."""
     monkeypatch.setattr(gtopk_allreduce, "algorithms", dict(gtopk_allreduce.algorithms))
-    gtopk_allreduce.algorithm(gathering)
+    gtopk_allreduce.algorithm()(gathering)
 
 
 def normals(shapes, rank, step, dtype=np.float32):

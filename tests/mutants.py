@@ -61,13 +61,13 @@ MUTANTS = [
     Mutant(
         "agreement: ranks do not compare their calls",
         "collectives/runtime/collective.py",
-        "    yield from compare(group)\n",
-        "    yield from ()\n",
+        "yield from self.declaration.compare(group)\n",
+        "yield from ()\n",
         ARGUMENTS,
     ),
     Mutant(
         "digest: dtypes are not compared",
-        "collectives/runtime/collective.py",
+        "collectives/runtime/calls.py",
         '"dtype": DTYPE_NAMES[vector.dtype]',
         '"dtype": "float32"',
         ARGUMENTS,

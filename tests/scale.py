@@ -78,12 +78,17 @@ def vector_of(collective, rank, n, k):
 
 def is_sum(collective, results, total):
     """Return whether what all ranks returned adds up to the sum, and what they have alike has the same bits."""
-    promised = [collective.promise(result) for result in results]
+    promised = [collective.declaration.promised(result) for result in results]
+    alike = [
+        value if isinstance(value, list) else [value]
+        for value in (part.value for part in promised)
+    ]
     bits = {
-        tuple(part.values.tobytes() + part.indices.tobytes() for part in alike)
-        for alike, _ in promised
+        tuple(part.values.tobytes() + part.indices.tobytes() for part in each)
+        for each in alike
     }
-    parts = [*promised[0][0], *(part for _, own in promised for part in own)]
+    own = [part.rejected for part in promised if part.rejected is not None]
+    parts = [*alike[0], *own]
     returned = np.zeros(total.size, total.dtype)
     for part in parts:
         returned[part.indices] += part.values

@@ -5,7 +5,7 @@ import pytest
 from cases import take_step
 from mpi4py import MPI
 
-from collectives import GradientExchange, dense_allreduce
+from collectives import GradientExchange, Sum, dense_allreduce, sparse_allgather
 from mpicomp import (
     AdaComp,
     Dense,
@@ -23,7 +23,7 @@ def alone(vector, comm):
     """A collective of one rank that rejects every second entry."""
     if isinstance(vector, Exception):
         raise vector
-    return vector.every(2), vector.every(2, 1)
+    return Sum(vector.every(2), vector.every(2, 1))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -106,12 +106,29 @@ def test_float16_parts_are_added_up_in_float32():
         SparseVector([0], np.array([value], np.float16), 2)
         for value in (6e4, 6e4, -6e4)
     ]
+    total = sparse_allgather.declaration.to_counted(parts)
+    assert total.value.values.tolist() == [np.float16(6e4)]
+    assert total.votes.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        np.array([0, 6e4], np.float16),
+        SparseVector([1], np.array([6e4], np.float16), 2),
+        Sum(SparseVector([1], np.array([6e4], np.float16), 2)),
+    ],
+)
+def test_what_a_function_of_the_users_own_may_return(returned):
     exchange = GradientExchange(
-        World, TopK(k=1), NoFeedback(), lambda vector, comm: parts
+        World, TopK(k=1), NoFeedback(), lambda vector, comm: returned
     )
-    mean = exchange(np.array([6e4, 0], np.float16))
+    mean = exchange(np.array([0, 6e4], np.float16))
     assert mean.dtype == np.float16
-    assert mean.tolist() == [np.float16(6e4), 0]
+    assert mean.tolist() == [0, np.float16(6e4)]
+    assert exchange.statistics.received == (
+        2 if isinstance(returned, np.ndarray) else 1
+    )
 
 
 class Alike:
@@ -174,14 +191,20 @@ def test_a_wrong_part_is_named_at_once(name, part, message):
         GradientExchange(**parts)
 
 
-@pytest.mark.parametrize("returned", [object(), []])
+VECTOR = SparseVector([0], [1.0], 2)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [object(), [VECTOR], (VECTOR, VECTOR), Sum([VECTOR]), Sum(VECTOR, (VECTOR,))],
+)
 def test_a_collective_that_returns_no_sum_is_named(returned):
     exchange = GradientExchange(
         World, TopK(k=1), ErrorFeedback(), lambda vector, comm: returned
     )
     with pytest.raises(
         TypeError,
-        match=r"the collective returned (object|list): expected a SparseVector",
+        match=r"the collective returned (object|list|tuple): expected a SparseVector or an array",
     ):
         exchange(np.ones(2))
 
@@ -197,9 +220,13 @@ def test_the_gradient_that_a_feedback_of_ones_own_returns_is_not_written_to():
     assert gradient.tolist() == [1, 1, 1]
 
 
-def test_a_collective_that_returns_another_length_is_named():
+LONGER = SparseVector([0], [1.0], 3)
+
+
+@pytest.mark.parametrize("returned", [LONGER, Sum(LONGER), Sum(VECTOR, LONGER)])
+def test_a_collective_that_returns_another_length_is_named(returned):
     exchange = GradientExchange(
-        World, TopK(k=1), collective=lambda vector, comm: SparseVector([0], [1.0], 3)
+        World, TopK(k=1), collective=lambda vector, comm: returned
     )
     with pytest.raises(ValueError, match="expected a sum of length 2"):
         exchange(np.ones(2))

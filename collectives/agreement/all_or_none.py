@@ -17,11 +17,11 @@ from collectives.agreement import recovery, ulfm
 from collectives.runtime.collective import NOTHING, Call, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.errors import CollectiveError
+from mpicomp.errors import CollectiveError, kept
 from mpicomp.vector import SparseVector
 
 
-@collective(promise=None)
+@collective()
 def gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
     """Return every rank's value, in rank order, on all ranks.
 
@@ -32,7 +32,7 @@ def gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
     return Call(contribution, comm, own={"value": value}, operation=operation)
 
 
-@gather_objects.algorithm
+@gather_objects.algorithm()
 def _gather(vector: SparseVector, group: Group, value: Any) -> Steps[list[Any]]:
     return (yield from group.gather_objects(value))
 
@@ -81,7 +81,7 @@ def all_or_none(comm: Any, operation: str, place: str = "") -> Iterator[None]:
         _raise_apart(operation, gather_objects(place, comm, operation))
 
 
-@collective(promise=None)
+@collective()
 def _raise_together(
     error: Exception | None, comm: Any, operation: str, place: str
 ) -> Call[None]:
@@ -135,14 +135,8 @@ def _raise_apart(operation: str, places: list[str]) -> NoReturn:
 
 
 def outcome_of(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a call, or its error, to be contributed: without tracebacks, whose frames hold arrays."""
+    """Return the result of a call, or its error, to be contributed."""
     try:
         return function(*args)
     except Exception as error:
-        link: BaseException | None = error
-        seen = set[int]()  # an error may be its own cause
-        while link is not None and id(link) not in seen:
-            seen.add(id(link))
-            link.__traceback__ = None
-            link = link.__cause__ or link.__context__
-        return error
+        return kept(error)

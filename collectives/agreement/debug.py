@@ -5,7 +5,7 @@ The variable is read once for each communicator, at its first operation.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import numpy as np
 
 from collectives.agreement.notification import run_or_notify
 from collectives.agreement.state import named_ranks, ranks_by_value
+from collectives.runtime.collective import Sum, ToSum
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
@@ -22,17 +23,15 @@ from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
-# of a result: the vectors of all ranks, and of this rank
-Promise = Callable[[Any], tuple[list[Any], list[Any]]]
 
 
 def checked(
-    group: Group, steps: Steps[T], contributed: Any, promise: Promise | None
+    group: Group, steps: Steps[T], contributed: Any, promise: ToSum | None
 ) -> Steps[T]:
     """Run an operation with the checks of the debug mode; return its result, or raise on all ranks.
 
     contributed: the vector, or the array that MPI sums. promise: see
-    `collectives.runtime.collective.collective`.
+    `collectives.runtime.collective.Declaration`.
     """
     # now: later the caller's frames are gone
     call = [group.signature["operation"], _caller()]
@@ -50,15 +49,13 @@ def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
 
 
 def _audited(
-    group: Group, steps: Steps[T], contributed: Any, promise: Promise
+    group: Group, steps: Steps[T], contributed: Any, promise: ToSum
 ) -> Steps[T]:
     is_array = not isinstance(contributed, SparseVector)
     # now: it may be written to
-    before = _weighed(
-        "its contribution", lambda: ([contributed], []), is_array=is_array
-    )
+    before = _weighed("its contribution", Sum, contributed, is_array=is_array)
     result = yield from steps
-    after = _weighed("its result", lambda: promise(result), is_array=is_array)
+    after = _weighed("its result", promise, result, is_array=is_array)
     account = {
         **after,
         "contributed": before.get("same"),
@@ -85,15 +82,16 @@ def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
 
 
 def _weighed(
-    what: str, parts: Callable[[], tuple[list[Any], list[Any]]], *, is_array: bool
+    what: str, promise: ToSum, result: Any, *, is_array: bool
 ) -> dict[str, Any]:
     """Return masses and a digest of vectors, and the first fault in them, which the other ranks have to receive.
 
-    parts: returns the vectors that are the same on all ranks, and this rank's own; an
-    error of it is a fault as well. is_array: arrays are summed.
+    An error of the promise is a fault as well. is_array: arrays are summed.
     """
     try:
-        same, own = parts()
+        total = promise(result)
+        same = total.value if isinstance(total.value, list) else [total.value]
+        own = [] if total.rejected is None else [total.rejected]
         # those of MPI's own sum may differ between ranks
         bits = None if is_array and not own else _digest(same)
         masses = {

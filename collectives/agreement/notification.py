@@ -30,14 +30,14 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
             return (yield from steps)
         except DisagreementError:
             pass
-    reports = yield from group.notify(report(group.signature, group.error))
-    error: Exception = disagreement(group.signature["operation"], reports)
-    try:
-        raise (
-            error
-            if group.error is None or isinstance(error, StepSkippedError)
-            else group.error
-        )
-    finally:
-        # else the error, its traceback and this frame hold each other
-        del group, steps, error
+    raise _error_of(
+        group, (yield from group.notify(report(group.signature, group.error)))
+    )
+
+
+def _error_of(group: Group, reports: list[str]) -> Exception:
+    """Return the error to raise. The group no longer holds its own one, whose traceback will hold the group."""
+    own = group.error
+    group.error = None
+    error = disagreement(group.signature["operation"], reports)
+    return error if own is None or isinstance(error, StepSkippedError) else own

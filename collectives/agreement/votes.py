@@ -58,8 +58,8 @@ def contributors(
     """
     if votes is None:
         raise TypeError(
-            "the collective returned no votes, by which average='contributors' divides: expected (sum, votes), or a "
-            "list of every rank's vector"
+            "the collective returned no votes, by which average='contributors' divides: expected "
+            "collectives.Sum(value, votes=votes)"
         )
     counts: Array = np.maximum(votes, 1).astype(total.dtype)
     for bounds in whole:

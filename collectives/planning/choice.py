@@ -7,7 +7,7 @@ seconds, and the fastest is taken.
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from collectives.planning.formulas import (
     FORMULAS,
@@ -18,14 +18,16 @@ from collectives.planning.formulas import (
     plus,
 )
 from collectives.planning.links import Constants, Cost, Links, seconds
-from collectives.runtime.group import Group
-from mpicomp.vector import SparseVector
+
+if TYPE_CHECKING:
+    from collectives.runtime.group import Group
+    from mpicomp.vector import SparseVector
 
 
 def algorithm_for(
     collective: str,
-    vector: SparseVector,
-    group: Group,
+    vector: "SparseVector",
+    group: "Group",
     entries: float,
     *,
     whole: bool = True,

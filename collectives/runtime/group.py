@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.planning import schedule
 from collectives.runtime import staging
-from collectives.runtime.link import Link, Turn
 from collectives.runtime.messages import LINE, Arrival, Pending, Sending, Steps
 from mpicomp.arrays import Buffer, on_device, to_device_of, to_numpy
 from mpicomp.codec import (
@@ -43,9 +42,12 @@ from mpicomp.codec import (
     read_header,
     smallest,
 )
-from mpicomp.errors import CodecError, DamagedMessageError
+from mpicomp.errors import CodecError, DamagedMessageError, kept
 from mpicomp.few_bits import FewBits
 from mpicomp.vector import SparseVector
+
+if TYPE_CHECKING:
+    from collectives.runtime.link import Link, Turn
 
 # what is sent: the same kind by all ranks of an operation
 V = TypeVar("V", SparseVector, FewBits)
@@ -73,7 +75,7 @@ class Group:
 
     def __init__(
         self,
-        link: Link,
+        link: "Link",
         signature: Mapping[str, Any],
         error: Exception | None = None,
         *,
@@ -129,11 +131,11 @@ class Group:
         )
         return SparseVector.empty(*what, beside=self.like)
 
-    def turn(self) -> Turn:
+    def turn(self) -> "Turn":
         """Return the turn for MPI's own collectives; call before the first yield, for the same order on all ranks."""
-        return self._turn_reserved or Turn(self.link.turns)
+        return self._turn_reserved or self.link.turn()
 
-    def reserve_turn(self) -> Turn:
+    def reserve_turn(self) -> "Turn":
         """Reserve the turn that `turn` returns later, after a yield."""
         self._turn_reserved = self.turn()
         return self._turn_reserved
@@ -149,7 +151,7 @@ class Group:
         try:
             yield
         except Exception as error:
-            self.fail(error.with_traceback(None))  # its frames would hold vectors
+            self.fail(kept(error))
 
     def compare_calls(self) -> Steps[None]:
         """Compare the call signatures first, in ceil(lg P) messages of one line; see `Collective.algorithm`."""

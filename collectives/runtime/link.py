@@ -95,6 +95,10 @@ class Link:
         self._tags, self._next_tag = notice_tag(duplicate), 0
         self.faults = Faults(self.rank, self.size)
 
+    def turn(self) -> Turn:
+        """Return a new turn, after all that were taken."""
+        return Turn(self.turns)
+
     def take_tag(self) -> int:
         """Return the tag of the next operation; all ranks start operations in the same order, so their tags agree."""
         tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self._tags

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from collectives.agreement.all_or_none import gather_objects, outcome_of
-from collectives.training.reduction import Received, Reduction
+from collectives.runtime.collective import Sum
+from collectives.training.reduction import Reduction
 from collectives.training.step import OPERATION, Started, Step
 from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket, Compressed
@@ -46,11 +47,11 @@ class CheckedStep(Step):
         self._audits[bucket].check_input(compressed.corrected)
         return compressed
 
-    def _received(self, started: Started, outcome: Any) -> Received:
+    def _received(self, started: Started, outcome: Any) -> Sum:
         received = super()._received(started, outcome)
         sent = started.compressed.sent
         audit = self._audits[started.bucket]
-        audit.receive(sent, received.total, received.rejected)
+        audit.receive(sent, received.value, received.rejected)
         return received
 
     def end(self, error: BaseException) -> None:

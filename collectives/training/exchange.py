@@ -46,8 +46,8 @@ class GradientExchange:
     `sparse_allgather`, with keyword arguments bound by `functools.partial`; it runs in
     its nonblocking form. Or a function of (vector, comm); a rank that failed passes an
     exception as the vector, and all ranks have to raise. It returns the same sum on all
-    ranks: a SparseVector, (sum, rejected), (sum, votes), a list of every rank's vector,
-    or a Request for these.
+    ranks: a SparseVector or an array; a `Sum`, if ranks keep rejected entries or votes
+    are counted; or a Request for one of these.
 
     Or a collective of dense arrays with `Dense()`, which None stands for then:
     `quantised_allreduce`, with its bits bound, whose `rejected` is the next residual,
@@ -105,7 +105,7 @@ class GradientExchange:
         average = to_choice("average", average, (True, False, CONTRIBUTORS, SIGN))
         nonfinite = to_choice("nonfinite", nonfinite, ("raise", "skip"))
         self._reduction = reduction(collective, bits, average)
-        takes_arrays = self._reduction.takes_arrays
+        takes_arrays = self._reduction.declared.takes_arrays
         if compressor is None and takes_arrays:
             compressor = Dense()
         check_one_of(compressor, bits)

@@ -3,118 +3,78 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from collectives.agreement.votes import contributors
 from collectives.allreduce import sparse_allreduce
-from collectives.compressed import compressed_allreduce
-from collectives.dense import dense_iallreduce
+from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
-from collectives.runtime.collective import declared_by, nonblocking_sum, with_votes
-from mpicomp.arrays import Array, on_device
+from collectives.runtime.collective import Collective, Declaration, Sum
+from mpicomp.arrays import on_device
 from mpicomp.bucket import Compressed, Mean
 from mpicomp.feedback.base import check_range
 from mpicomp.few_bits import BITS
 from mpicomp.settings import to_choice
-from mpicomp.vector import SparseVector, add_up, count_up, whole
+from mpicomp.vector import SparseVector, whole, widened
 
 # average: by the number of ranks that sent an entry; the mean's sign
 CONTRIBUTORS, SIGN = "contributors", "sign"
-
-
-class Received(NamedTuple):
-    """The result of a sum on this rank.
-
-    rejected: what this rank has to keep: None, entries, or an array. votes: the number
-    of ranks that sent each entry, None if they were not counted. entries: the number of
-    them that were received.
-    """
-
-    total: Mean
-    rejected: Any
-    votes: Array | None
-    entries: int
-
-    @property
-    def rejected_entries(self) -> int:
-        """Number of the entries to keep."""
-        if isinstance(self.rejected, SparseVector):
-            return self.rejected.nnz
-        return 0 if self.rejected is None else int(self.rejected.size)
 
 
 @dataclass(frozen=True)
 class Reduction:
     """The sum of an exchange.
 
-    call: the collective's nonblocking form. average: of `GradientExchange`.
-    takes_arrays: it sums arrays, not vectors. writes: it returns (sum, rejected), and
-    writes both to arrays given as `out`. owns: a rank sums its `own_share` of a vector,
-    and does not send it.
+    call: starts it, and returns a Request of a `Sum`; or a function of the user's own.
+    average: of `GradientExchange`. declared: what the collective takes.
     """
 
     call: Callable[..., Any]
     average: bool | str
-    takes_arrays: bool = False
-    writes: bool = False
-    owns: bool = False
+    declared: Declaration
 
     def arguments(self, compressed: Compressed) -> tuple[Any, dict[str, Any]]:
         """Return the collective's input and options for what this rank sends."""
         if compressed.sent is not None:
             return compressed.sent, {}
         corrected = compressed.corrected
-        if not self.writes:
+        if not self.declared.takes_out:
             return corrected, {}
         rejected = np.empty_like(corrected) if compressed.is_gradient else corrected
         return corrected, {"out": (np.empty_like(corrected), rejected)}
 
-    def received(self, outcome: Any, length: int) -> Received:
-        """Return the parts of what the collective returned for vectors of a length.
+    def received(self, outcome: Any, length: int) -> Sum:
+        """Return what the collective returned, for vectors of a length, as a `Sum` whose value is a vector.
 
-        outcome: the sum of arrays, with what was rejected if it `writes`; of vectors a
-        SparseVector, a dense array, (sum, rejected), (sum, votes), or a list, which is
-        added up in rank order. float16 is converted to float32 first, so that it is
-        rounded once. Raises TypeError for anything else, ValueError for another length.
+        outcome: a `Sum`, or its value alone; a dense array becomes a vector with all
+        entries, unless the collective takes arrays. float16 is converted to float32, so
+        that the mean is rounded once. Raises TypeError for anything else, ValueError for
+        another length.
         """
-        result, more = outcome if isinstance(outcome, tuple) else (outcome, None)
-        if self.takes_arrays:
-            return Received(result, more, None, result.size)
-        if isinstance(result, np.ndarray) or on_device(result):
-            result = whole(result.reshape(-1))
-        parts = result if isinstance(result, list) else [result]
-        if not (parts and all([isinstance(part, SparseVector) for part in parts])):
-            raise TypeError(
-                f"the collective returned {type(result).__name__}: expected a SparseVector, with what was rejected or "
-                "the votes, a list of them, or a Request for one; give a collective such as gtopk_allreduce"
-            )
-        if any([part.length != length for part in parts]):
-            raise ValueError(
-                f"the collective returned {parts}: expected a sum of length {length}"
-            )
-        rejected, votes = (
-            (more, None) if isinstance(more, SparseVector) else (None, more)
-        )
-        if self.average == CONTRIBUTORS and isinstance(result, list):
-            votes = count_up(parts).values
-        wide = np.promote_types(parts[0].dtype, np.float32)
-        if len(parts) > 1 or parts[0].dtype != wide:
-            parts = [
-                SparseVector(
-                    part.indices, part.values.astype(wide, copy=False), part.length
+        total = outcome if isinstance(outcome, Sum) else Sum(outcome)
+        if self.declared.takes_arrays:
+            return total
+        value = total.value
+        if isinstance(value, np.ndarray) or on_device(value):
+            value = whole(value.reshape(-1))
+        for part in (value, value if total.rejected is None else total.rejected):
+            if not isinstance(part, SparseVector):
+                raise TypeError(
+                    f"the collective returned {type(part).__name__}: expected a SparseVector or an array, "
+                    "collectives.Sum(value, rejected, votes) where a rank keeps entries or votes are counted, or a "
+                    "Request for one of these; give a collective such as gtopk_allreduce"
                 )
-                for part in parts
-            ]
-        return Received(
-            add_up(parts), rejected, votes, sum([part.nnz for part in parts])
-        )
+            if part.length != length:
+                raise ValueError(
+                    f"the collective returned {part}: expected a sum of length {length}"
+                )
+        return Sum(widened(value), total.rejected, total.votes)
 
     def mean(
         self,
-        received: Received,
+        received: Sum,
         dtype: Any,
         ranks: int,
         dense: Sequence[tuple[int, int]],
@@ -124,20 +84,18 @@ class Reduction:
         dense: ranges of which every rank sends all values. Raises OverflowError if a
         value is not finite.
         """
-        total = received.total
+        total: Mean = received.value
+        divides = ranks > 1 and self.average in (True, CONTRIBUTORS)
         if not isinstance(total, SparseVector):
-            mean = (
+            if divides:
                 np.divide(total, ranks, out=total)
-                if self.average in (True, CONTRIBUTORS)
-                else total
-            )
-            check_range(mean, "sum over the ranks")
-            return mean
-        values, by_entry = total.values, self.average == CONTRIBUTORS
-        if ranks > 1 and self.average in (True, CONTRIBUTORS):
-            values = values / (
-                contributors(total, received.votes, ranks, dense) if by_entry else ranks
-            )
+            check_range(total, "sum over the ranks")
+            return total
+        values = total.values
+        if divides and self.average == CONTRIBUTORS:
+            values = values / contributors(total, received.votes, ranks, dense)
+        elif divides:
+            values = values / ranks
         vector = total.with_values(values.astype(dtype, copy=False))
         try:
             vector.validate()
@@ -145,6 +103,13 @@ class Reduction:
             check_range(vector, "sum over the ranks")
             raise
         return vector
+
+
+def entries(part: Mean | None) -> int:
+    """Return the number of entries of a vector, or of values of an array."""
+    if isinstance(part, SparseVector):
+        return part.nnz
+    return 0 if part is None else int(part.size)
 
 
 def reduction(collective: Any, bits: int | None, average: bool | str) -> Reduction:
@@ -157,19 +122,32 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
         bits = to_choice("bits", bits, BITS)
         collective = partial(quantised_allreduce, bits=bits)
     collective = sparse_allreduce if collective is None else collective
-    known = declared_by(collective)
-    takes_arrays = known is not None and known.takes_arrays
-    return Reduction(
-        nonblocking_sum(
-            with_votes(collective) if average == CONTRIBUTORS else collective
-        ),
-        average,
-        takes_arrays=takes_arrays,
-        writes=takes_arrays and "out" in signature(known).parameters,  # type: ignore[arg-type]
-        owns=known is compressed_allreduce,
-    )
+    bound = partial(collective) if callable(collective) else None
+    if bound is None or isinstance(bound.func, type):
+        raise TypeError(
+            f"collective is {collective!r}: expected a collective such as sparse_allreduce"
+        )
+    known = getattr(bound.func, "collective", bound.func)  # of a nonblocking form
+    if not isinstance(known, Collective):
+        return Reduction(collective, average, Declaration())
+    declared = known.declaration
+    to_sum, options = declared.to_sum, bound.keywords
+    if average == CONTRIBUTORS:
+        to_sum, options = declared.to_counted, bound.keywords | declared.counting
+        if to_sum is None:
+            raise ValueError(
+                f"{known.name} does not count the ranks that sent an entry, which average='contributors' takes: "
+                "expected sparse_allreduce or sparse_allgather"
+            )
+    if to_sum is None:
+        raise TypeError(
+            f"collective is {bound.func.__name__}, which does not give every rank the sum: expected sparse_allreduce, "
+            "gtopk_allreduce, sparse_allgather, or with Dense() quantised_allreduce or dense_allreduce"
+        )
+    call = partial(known.form(to_sum), *bound.args, **options)
+    return Reduction(call, average, declared)
 
 
 def dense_reduction(average: bool | str) -> Reduction:
     """Return the sum of tensors too small to be compressed."""
-    return Reduction(dense_iallreduce, average, takes_arrays=True)
+    return Reduction(dense_iallreduce, average, dense_allreduce.declaration)

@@ -10,7 +10,7 @@ class Statistics(NamedTuple):
     """Statistics of one step on this rank, or the sums of several. Times in seconds.
 
     length: values in the gradient. sent: entries contributed by this rank; received:
-    entries of the sum, or of all parts. nbytes: bytes of the contributed indices and
+    entries of the sum. nbytes: bytes of the contributed indices and
     values; wire_nbytes: of the messages sent, as counted by `collectives.traffic`.
     residual_norm: Euclidean norm of this rank's residuals; None without a `log`.
     """

@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.agreement.all_or_none import all_or_none, outcome_of
-from collectives.compressed import own_share
 from collectives.runtime import staging
+from collectives.runtime.collective import Sum
 from collectives.runtime.engine import Request
 from collectives.runtime.link import traffic
-from collectives.training.reduction import SIGN, Received, Reduction, dense_reduction
+from collectives.training.reduction import (
+    SIGN,
+    Reduction,
+    dense_reduction,
+    entries,
+)
 from collectives.training.statistics import Statistics
 from mpicomp.arrays import Array, check_apart, kernels_for
 from mpicomp.bucket import Bucket, Compressed, Mean, write_mean
@@ -203,11 +208,10 @@ class Step:
         self, bucket: Bucket, reduction: Reduction, gradient: Sequence[Array]
     ) -> Compressed:
         """Return what is sent of a gradient and the residual."""
-        if reduction.takes_arrays:
+        declared = reduction.declared
+        if declared.takes_arrays:
             return bucket.correct(gradient)
-        own = 0, 0
-        if reduction.owns:
-            own = own_share(bucket.length, self._comm.rank, self._comm.size)
+        own = declared.own_share(bucket.length, self._comm.rank, self._comm.size)
         return bucket.compress(gradient, own)
 
     def _sums(self, error: Exception | None) -> list[tuple[Started, Any]]:
@@ -226,7 +230,7 @@ class Step:
                 raise each_error
         return [] if errors else [*zip(self.started, outcomes, strict=True)]
 
-    def _received(self, started: Started, outcome: Any) -> Received:
+    def _received(self, started: Started, outcome: Any) -> Sum:
         """Return the sum of a bucket, and what was rejected."""
         return started.reduction.received(outcome, started.bucket.length)
 
@@ -250,7 +254,12 @@ class Step:
         results, writes = _results_of(started, mean, form)
         self._restoring += perf_counter() - began
         return Finished(
-            started, mean, received.entries, received.rejected_entries, results, writes
+            started,
+            mean,
+            entries(received.value),
+            entries(received.rejected),
+            results,
+            writes,
         )
 
     def _results(
@@ -341,7 +350,9 @@ def _results_of(
             mean = bucket.values(mean)
             check_range(mean, "mean out of the basis")
         return bucket.dense_results(signs(mean) if is_sign else mean, started.buffers)
-    if form == "sparse" and (bucket.basis is not None or started.reduction.writes):
+    if form == "sparse" and (
+        bucket.basis is not None or started.reduction.declared.takes_out
+    ):
         what = (
             f"in the basis {bucket.basis!r} a mean"
             if bucket.basis

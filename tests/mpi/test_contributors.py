@@ -8,6 +8,7 @@ from cases import compressed_sum
 
 from collectives import (
     GradientExchange,
+    Sum,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
@@ -165,6 +166,11 @@ def test_what_is_sent_and_kept_is_what_arrives_before_the_division(comm):
             )
 
 
+def counted(vector, comm):
+    total, votes = sparse_allreduce(vector, comm, votes=True)
+    return Sum(total, votes=votes)
+
+
 @pytest.mark.exactly(2)
 def test_what_gives_no_votes_is_refused(comm):
     compressed = compressed_sum(TopK(k=3))
@@ -191,13 +197,13 @@ def test_what_gives_no_votes_is_refused(comm):
     )
     with pytest.raises(
         TypeError,
-        match=r"the collective returned no votes, .*: expected \(sum, votes\), or a list",
+        match=r"the collective returned no votes, .*: expected collectives.Sum\(value, vo",
     ):
         exchange(np.ones(3))
     exchange = GradientExchange(
         comm,
         TopK(k=1),
-        collective=lambda v, comm: sparse_allreduce(v, comm, votes=True),
+        collective=counted,
         average="contributors",
     )
     assert exchange(np.eye(2)[comm.rank]).tolist() == [1, 1]

@@ -1,0 +1,121 @@
+"""Start the call of a collective: check its arguments, describe it for the other ranks, and choose the algorithm.
+
+All checks of the caller's arguments run in one `try`, before any message: if one
+raises, the rank does not start, but notifies the others, and `run_or_notify` raises on
+every rank. Only a bad `comm` raises at once, as there is nobody to notify.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from collectives.agreement import debug
+from collectives.agreement.first_call import link_of
+from collectives.agreement.notification import run_or_notify
+from collectives.runtime import engine
+from collectives.runtime.collective import NOTHING, Call, Collective
+from collectives.runtime.engine import Request
+from collectives.runtime.group import Group
+from collectives.runtime.link import Link
+from collectives.runtime.messages import Steps
+from mpicomp.arrays import DTYPE_NAMES
+from mpicomp.codec import CODECS
+from mpicomp.errors import kept
+from mpicomp.settings import to_choice
+from mpicomp.vector import SparseVector
+
+
+def start(
+    collective: Collective[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    to_sum: Callable[[Any], Any] | None,
+) -> Request[Any]:
+    """Start a collective with the caller's arguments. to_sum: converts its result."""
+    call = _call_of(collective, args, kwargs)
+    operation = call.operation or collective.name
+    link = link_of(call.comm, operation)
+    vector, error = NOTHING, call.contribution
+    if not isinstance(error, Exception):
+        error = None
+        try:
+            vector = _vector_of(call, collective, link)
+        except Exception as raised:  # whatever it is: the other ranks must be notified
+            error = kept(raised)
+    if error is not None:
+        call = replace(call, algorithm="auto", codec="auto", arguments={}, own={})
+    name = call.algorithm
+    if name == "auto" and collective.automatic is None:
+        name = next(iter(collective.algorithms))
+    run: Any = collective.algorithms.get(name, collective.automatic)
+    with engine.of_process():
+        group = Group(
+            link,
+            _signature(call, operation, name, vector),
+            error,
+            codec=call.codec,
+            like=vector.values,
+        )
+        steps: Any = None  # a rank with an error runs none
+        if error is None:
+            steps = run(vector, group, **call.arguments, **call.own)
+        if link.checked:
+            contributed = call.own.get("array", vector)
+            promise = collective.declaration.promised
+            steps = debug.checked(group, steps, contributed, promise)
+        else:
+            steps = run_or_notify(group, steps)
+        for convert in (call.finish, to_sum):
+            if convert is not None:
+                steps = _converted(steps, convert)
+        return engine.of_process().start(steps, group)
+
+
+def _call_of(
+    collective: Collective[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call[Any]:
+    """Return the call; if a keyword is unknown or an argument is missing, with that error as the contribution."""
+    try:
+        return collective.call(*args, **kwargs)
+    except Exception as error:
+        communicators = [given for given in args if hasattr(given, "Get_attr")]
+        comm = kwargs.get("comm", next(iter(communicators), None))
+        if comm is None:
+            raise
+        return Call(kept(error), comm)
+
+
+def _vector_of(
+    call: Call[Any], collective: Collective[..., Any], link: Link
+) -> SparseVector:
+    """Check the arguments and convert them, in the call; return the vector. Raises TypeError or ValueError."""
+    if call.algorithm != "auto":
+        to_choice("algorithm", call.algorithm, ["auto", *collective.algorithms])
+    if call.codec != "auto":
+        to_choice("codec", call.codec, ["auto", *CODECS])
+    for name, check in collective.declaration.checks.items():
+        if name in call.arguments:
+            call.arguments[name] = check(call.arguments[name], link.size)
+    if call.follow and link.rank != call.arguments["root"]:
+        given = call.contribution
+        is_vector = isinstance(given, SparseVector)
+        return SparseVector.empty(0, beside=given.values) if is_vector else NOTHING
+    return call.prepare(call, link.size)
+
+
+def _signature(
+    call: Call[Any], operation: str, algorithm: str, vector: SparseVector
+) -> dict[str, Any]:
+    """Return what must be the same on all ranks."""
+    compared = {"operation": operation, "algorithm": algorithm, **call.arguments}
+    if call.follow:
+        return compared
+    return compared | {
+        "length": vector.length,
+        "dtype": DTYPE_NAMES[vector.dtype],
+        "width": vector.width,
+    }
+
+
+def _converted(steps: Steps[Any], convert: Callable[[Any], Any]) -> Steps[Any]:
+    return convert((yield from steps))
