@@ -48,6 +48,23 @@ class Configured:
         return f"{type(self).__name__}({shown})"
 
 
+class SetOnce:
+    """An attribute that is set in `__init__` and not again, as nothing would follow a later change."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return self if owner is None else vars(owner)[self._name]
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        if self._name in vars(owner):
+            raise AttributeError(
+                f"{self._name} of {type(owner).__name__} is read-only: make a new object with another {self._name}"
+            )
+        vars(owner)[self._name] = value
+
+
 def to_integer(
     name: str, value: Any, least: int = 1, most: int = LARGEST, *, remedy: str = ""
 ) -> int:

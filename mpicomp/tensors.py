@@ -31,15 +31,21 @@ ARRAY, LIST, DICT = "one array", "a list of arrays", "arrays by name"
 class Tensor:
     """The description of a tensor from the first step.
 
-    dtype: in which it is exchanged. xp: the module that makes its arrays. wrap:
-    converts one to the caller's kind.
+    dtype: in which it is exchanged. xp: the module that makes its arrays. kind: the
+    library and the dtype of the caller's arrays, as text. wrap: converts one to them.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     xp: Any
+    kind: str
     wrap: Callable[[Array], Any]
+
+    @property
+    def memory(self) -> tuple[np.dtype[Any], Any]:
+        """What the tensors of a bucket have in common: the dtype, and where they are."""
+        return self.dtype, self.xp
 
     @cached_property
     def size(self) -> int:
@@ -68,7 +74,12 @@ class Tensor:
             raise TypeError(
                 f"{self.name} is a parameter, not a gradient: pass its .grad"
             )
-        return contiguous(self._checked(self.name, array)).reshape(-1)
+        values = self._checked(self.name, array)
+        if described(array) != self.kind:
+            raise TypeError(
+                f"{self.name} is {described(array)}: expected {self.kind} as in the first step"
+            )
+        return contiguous(values).reshape(-1)
 
     def writable(
         self, array: Any, name: str, view: Callable[[Any], Array] = writable_vector
@@ -122,6 +133,13 @@ def _values(name: str, array: Any) -> Array:
         raise TypeError(f"{name}: {error}") from error
 
 
+def described(array: Any) -> str:
+    """Return the dtype of an array and its library, as text."""
+    library = type(array).__module__.partition(".")[0]
+    dtype = str(getattr(array, "dtype", "")).rpartition(".")[2]
+    return f"{dtype} of {library}"
+
+
 def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
     """Return a description of each array; raises TypeError or ValueError for arrays that cannot be exchanged."""
     if not isinstance(arrays, Mapping):
@@ -140,7 +158,14 @@ def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
             )
         values = _values(name, array)
         tensors.append(
-            Tensor(name, values.shape, values.dtype, namespace(values), kind_of(array))
+            Tensor(
+                name,
+                values.shape,
+                values.dtype,
+                namespace(values),
+                described(array),
+                kind_of(array),
+            )
         )
     kinds = sorted(
         {f"{tensor.dtype} in {tensor.xp.__name__}'s memory" for tensor in tensors}
@@ -154,10 +179,8 @@ def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
 
 def signatures(tensors: list[Tensor], form: str) -> dict[str, str]:
     """Return the properties that must be the same on all ranks, as text by name."""
-    if form == DICT:
-        return {
-            tensor.name: f"{tensor.dtype} of shape {tensor.shape}" for tensor in tensors
-        }
-    return {
-        ALONE: f"{tensors[0].dtype} of {sum(tensor.size for tensor in tensors)} values"
-    }
+    texts = {}
+    for tensor in tensors:
+        dtype = tensor.kind.partition(" ")[0]  # bfloat16 is exchanged as float32
+        texts[tensor.name] = f"{dtype} of shape {tensor.shape}"
+    return texts if form == DICT else {ALONE: ", ".join(texts.values())}

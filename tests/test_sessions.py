@@ -1,7 +1,7 @@
-"""A communicator of an MPI session, on two ranks of Open MPI 5."""
+"""MPI sessions, and the end of MPI."""
 
 import pytest
-from jobs import mpirun
+from jobs import mpirun, python
 from mpi4py import MPI
 
 SCRIPT = """
@@ -29,3 +29,28 @@ def test_a_communicator_of_a_session_works_and_is_freed(tmp_path):
     (tmp_path / "session.py").write_text(SCRIPT)
     done = mpirun(2, "session.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+STATE_AFTER_MPI = """
+import numpy as np
+from mpi4py import MPI
+from collectives import GradientExchange, OuterLoop
+from mpicomp import TopK
+
+parameters = {"weight": np.ones(5000, np.float32)}
+loop = OuterLoop(GradientExchange(MPI.COMM_WORLD, TopK(0.5)), parameters, every=1)
+parameters["weight"] += 1
+loop.step()
+before = loop.state_dict()
+MPI.Finalize()
+after = loop.state_dict()
+assert all(np.array_equal(after[key], before[key]) for key in before)
+assert all(array.dtype.kind in "iufb" for array in after.values())
+print("saved", len(after))
+"""
+
+
+def test_a_state_is_saved_after_mpi_has_ended():
+    done = python("-c", STATE_AFTER_MPI)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "saved" in done.stdout

@@ -29,12 +29,13 @@ class CheckedStep(Step):
         self,
         comm: Any,
         number: int,
+        exchange: int,
         *,
         reduction: Reduction,
         refused: type[ValueError] | None,
     ) -> None:
         super().__init__(
-            comm, number, reduction=reduction, refused=refused or ValueError
+            comm, number, exchange, reduction=reduction, refused=refused or ValueError
         )
         self._audits: dict[Bucket, Audit] = {}
 

@@ -2,8 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from itertools import count
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 
 from collectives.agreement.all_or_none import check_same, gather_objects, outcome_of
 from collectives.agreement.interrupts import defer_interrupt
-from collectives.runtime.link import check_communicator
+from collectives.runtime.link import attached, check_communicator
 from collectives.training.checkpoint import (
     load_whole_state,
     restored_on_error,
@@ -31,7 +33,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import set_back
 from mpicomp.errors import NotFiniteError
 from mpicomp.feedback import ErrorFeedback, Feedback
-from mpicomp.settings import to_choice, to_integer
+from mpicomp.settings import SetOnce, to_choice, to_integer
 from mpicomp.tensors import ALONE, DICT
 
 
@@ -85,6 +87,11 @@ class GradientExchange:
     >>> exchange = GradientExchange(comm, lambda name, shape: AdaComp(50 if len(shape) == 4 else 500))
     """
 
+    compressor = SetOnce()
+    feedback = SetOnce()
+    average = SetOnce()
+    basis = SetOnce()
+
     def __init__(
         self,
         comm: Any,
@@ -112,9 +119,11 @@ class GradientExchange:
         # dense sums and bases need no exemption for small tensors
         if small is None:
             small = 0 if takes_arrays or basis is not None else 1024
+        # an object that is given to two exchanges has two residuals, and two histories
+        self.compressor = copied(compressor)
+        self.feedback = copied(feedback)
         self.comm = comm
-        self.compressor = compressor
-        self.feedback = feedback
+        self._place = rank_and_size(comm)
         self.average = average
         self.basis = basis
         self.log = log
@@ -128,8 +137,8 @@ class GradientExchange:
         self._first: Statistics | None = None
         self._later: Statistics | None = None  # of all others
         self._layout = Layout(
-            compressor=compressor,  # type: ignore[arg-type]
-            feedback=feedback,
+            compressor=self.compressor,
+            feedback=self.feedback,
             small=to_integer("small", small, least=0),
             bucket_nbytes=to_integer("bucket_nbytes", bucket_nbytes, least=0),
             average=average,
@@ -146,6 +155,8 @@ class GradientExchange:
         self._kind_of_step = CheckedStep if checking.is_enabled() else Step
         self._refused = NotFiniteError if nonfinite == "skip" else None
         self._step: Step | None = None  # the one under way
+        # of the exchanges on this communicator, in the order in which they were made
+        self._number = next_number(comm)
 
     def __call__(self, gradient: Any, *, out: Any = None, sparse: bool = False) -> Any:
         """Exchange `gradient` and return the mean over the ranks, as the same kind of array.
@@ -173,6 +184,8 @@ class GradientExchange:
             if self._form is not None:
                 check_same_form(form, arrays, self._form, self._names)
             outs = {} if out is None else outs_by_name(out, form, arrays)
+            if out is not None and form == DICT:
+                check_places(self._names - outs.keys() - arrays.keys())
         except Exception as error:
             self.fail(error)
         self._step = self._new_step()
@@ -247,9 +260,13 @@ class GradientExchange:
         """
         return self._run(DICT, "sparse" if sparse else "dense").results
 
-    def finish_vectors(self) -> list[Any]:
-        """Complete the step as `finish` does, and return the mean of each of `buckets`; none if the step is skipped."""
-        return [each.mean for each in self._run(DICT, "vectors").finished]
+    def finish_vectors(self, *settings: str) -> list[Any]:
+        """Complete the step as `finish` does, and return the mean of each of `buckets`; none if the step is skipped.
+
+        settings: of the caller, as text, which must be the same on all ranks.
+        """
+        step = self._run(DICT, "vectors", settings=settings)
+        return [each.mean for each in step.finished]
 
     def fail(self, error: Exception) -> NoReturn:
         """End the step under way, or the next one, as a rank that failed: `error` is raised, as in `finish`."""
@@ -292,6 +309,12 @@ class GradientExchange:
             for name, compressor in bucket.selection.compressors.items()
         }
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an exchange belongs to a communicator, and cannot be copied or pickled: save state_dict(), and load it "
+            "into a new exchange"
+        )
+
     def report(self) -> str:
         """Return lines to print: bytes and milliseconds of an exchange, in the mean of all but the first one."""
         itemsize = next(
@@ -309,9 +332,7 @@ class GradientExchange:
         not.
         """
         with set_back(self._step.snapshots if self._step else []):
-            return whole_state(
-                self.buckets, self._layout.settings(self.comm, self.steps)
-            )
+            return whole_state(self.buckets, self._settings())
 
     @defer_interrupt
     def load_state_dict(
@@ -328,9 +349,8 @@ class GradientExchange:
         or one that does not fit; RuntimeError within a step.
         """
         check_between_steps(self)
-        settings = self._layout.settings(self.comm, self.steps)
         self.steps = load_whole_state(
-            self.buckets, state, settings, same_settings=same_settings
+            self.buckets, state, self._settings(), same_settings=same_settings
         )
         self._changes = ["load_state_dict"]
 
@@ -363,9 +383,7 @@ class GradientExchange:
         >>> states = [exchange.state_dict()]  # or the file of each rank that saved
         >>> exchange.load_state_dicts(1, lambda rank: states[rank])
         """
-        state = redistributed(
-            self._layout.settings(self.comm, self.steps), ranks, load, conserve
-        )
+        state = redistributed(self._settings(), ranks, load, conserve)
         self.load_state_dict(state, same_settings=same_settings)
 
     @defer_interrupt
@@ -381,9 +399,8 @@ class GradientExchange:
         changes then.
         """
         check_between_steps(self)
-        settings = self._layout.settings(self.comm, self.steps)
         found = outcome_of(
-            self._layout.rearranged, self.buckets, self._order, names, settings
+            self._layout.rearranged, self.buckets, self._order, names, self._settings()
         )
         is_error = isinstance(found, Exception)
         held = [] if is_error else [name for each in found[1] for name in each.names]
@@ -420,6 +437,8 @@ class GradientExchange:
             gather_objects(mine, comm, f"{OPERATION}.continue_on"),
         )
         self.comm = comm
+        self._place = rank_and_size(comm)
+        self._number = next_number(comm)
 
     @defer_interrupt
     def reset(self) -> None:
@@ -448,23 +467,40 @@ class GradientExchange:
         self._changes = [*self._changes, f"rescale({float(factor)!r})"]
 
     @defer_interrupt
-    def _run(self, form: str, results: str, error: Exception | None = None) -> Step:
+    def _run(
+        self,
+        form: str,
+        results: str,
+        error: Exception | None = None,
+        *,
+        settings: Sequence[str] = (),
+    ) -> Step:
         """Complete the current step, and return it; form: of the gradients. See `Step.run`."""
         step = self._step = self._step or self._new_step()
         try:
             with self._ended_on_error():
                 if not self._buckets:
                     self._register(form, step.arrays)
-                step.run(self._buckets, results, self._changes, error)
+                changes = [f"after {call}" for call in self._changes]
+                step.run(self._buckets, results, [*changes, *settings], error)
         finally:
             del error
         self._step = None
         self._count(step)
         return step
 
+    def _settings(self) -> dict[str, Any]:
+        return self._layout.settings(self._place, self.steps)
+
     def _new_step(self) -> Step:
+        for bucket in self._buckets:
+            bucket.feedback.take_settings(self.feedback)
         return self._kind_of_step(
-            self.comm, self.steps, reduction=self._reduction, refused=self._refused
+            self.comm,
+            self.steps,
+            self._number,
+            reduction=self._reduction,
+            refused=self._refused,
         )
 
     @contextmanager
@@ -533,6 +569,31 @@ def check_one_of(compressor: Any, bits: int | None) -> None:
     if bits is not None and selects:
         raise ValueError(
             f"got bits={bits!r} and compressor={compressor!r}: expected one of them, as bits codes every value"
+        )
+
+
+def copied(part: Any) -> Any:
+    """Return a copy of a compressor or a feedback for one exchange; anything else is returned, and checked later."""
+    return deepcopy(part) if isinstance(part, Compressor | Feedback) else part
+
+
+def rank_and_size(comm: Any) -> dict[str, int]:
+    """Return the place of this rank in a communicator, as states name it."""
+    return {"rank": comm.rank, "ranks": comm.size}
+
+
+def next_number(comm: Any) -> int:
+    """Return the number of the next exchange on a communicator, from 0."""
+    return next(attached(comm, "exchanges", count))
+
+
+def check_places(names: Iterable[str]) -> None:
+    """Raise ValueError for tensors of which neither a gradient nor an output buffer is given."""
+    missing = sorted(names)
+    if missing:
+        raise ValueError(
+            f"got out= and no gradient of {missing[:3]}, whose mean other ranks may change: expected a buffer for it "
+            "in out, and None or zeros as its gradient; leave it out on all ranks by hold([...])"
         )
 
 

@@ -5,8 +5,8 @@ The rules, in the order in which they apply:
 1. Named tensors are in rank 0's order, of its gradients in the first step or of
    `register`; so do buckets start.
 2. A named tensor of fewer than `small` values is sent dense, in one bucket for each
-   dtype, after the others.
-3. A bucket contains tensors of one dtype, up to about `bucket_nbytes`; a tensor is
+   dtype and memory, after the others.
+3. A bucket contains tensors of one dtype in one memory, up to about `bucket_nbytes`; a tensor is
    never divided. Each is a segment of the bucket's vector: its entries compete with
    each other only.
 
@@ -77,10 +77,11 @@ class Layout:
                 "collective of sparse vectors such as sparse_allreduce"
             )
 
-    def settings(self, comm: Any, steps: int) -> dict[str, Any]:
+    def settings(self, place: Mapping[str, int], steps: int) -> dict[str, Any]:
         """Return what a saved state names besides the parts of each segment: its place, and settings."""
-        place = {"rank": comm.rank, "ranks": comm.size, "steps": steps}
-        return place | {
+        return {
+            **place,
+            "steps": steps,
             "average": self.average,
             "small": self.small,
             "basis": self.basis,
@@ -165,12 +166,12 @@ class Layout:
         nbytes = 0  # of the last group
         for tensor, compressor in given:
             if tensor.size < self.small:
-                small.setdefault(tensor.dtype, []).append((tensor, compressor))
+                small.setdefault(tensor.memory, []).append((tensor, compressor))
                 continue
             size = tensor.size * tensor.dtype.itemsize
             if (
                 not groups
-                or groups[-1][0][0].dtype != tensor.dtype
+                or groups[-1][0][0].memory != tensor.memory
                 or nbytes + size > self.bucket_nbytes
             ):
                 groups.append([])

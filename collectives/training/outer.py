@@ -53,7 +53,14 @@ from mpicomp import checking
 from mpicomp.arrays import Array, read_only, to_numpy
 from mpicomp.errors import CheckError, CollectiveError
 from mpicomp.replica import Replica, copy_from_host, untied
-from mpicomp.settings import check_table, to_bool, to_integer, to_number, to_table
+from mpicomp.settings import (
+    SetOnce,
+    check_table,
+    to_bool,
+    to_integer,
+    to_number,
+    to_table,
+)
 from mpicomp.tensors import ARRAY
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
@@ -102,6 +109,12 @@ class OuterLoop:
     True
     """
 
+    exchange = SetOnce()
+    every = SetOnce()
+    momentum = SetOnce()
+    nesterov = SetOnce()
+    delay = SetOnce()
+
     def __init__(
         self,
         exchange: GradientExchange,
@@ -114,13 +127,7 @@ class OuterLoop:
     ) -> None:
         if not isinstance(exchange, GradientExchange):
             raise TypeError(f"exchange is {exchange!r}: expected a GradientExchange")
-        self.exchange, self.every, self.momentum, self.nesterov, self.delay = (
-            exchange,
-            every,
-            momentum,
-            nesterov,
-            delay,
-        )
+        self.exchange = exchange
         self.count = 0  # of steps
         self.rounds = 0  # that were kept
         self._rate = 0.0
@@ -135,14 +142,10 @@ class OuterLoop:
         self._replicas: list[Replica] = []
 
         def settings() -> dict[str, str]:
-            self.every, self.delay = (
-                to_integer("every", every),
-                to_integer("delay", delay, 0),
-            )
-            self.rate, self.momentum = (
-                rate,
-                to_number("momentum", momentum, least=0, below=1),
-            )
+            self.every = to_integer("every", every)
+            self.delay = to_integer("delay", delay, 0)
+            self.rate = rate
+            self.momentum = to_number("momentum", momentum, least=0, below=1)
             self.nesterov = to_bool("nesterov", nesterov)
             self._check_settings()
             self._form, given = self._given()
@@ -462,7 +465,7 @@ class OuterLoop:
                     each.find_parameters(given)
         except Exception as error:
             self.exchange.fail(error)
-        means = self.exchange.finish_vectors()
+        means = self.exchange.finish_vectors(f"rate {self.rate!r}")
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
         # without those that are held, at the end

@@ -75,7 +75,8 @@ class Finished(NamedTuple):
 class Step:
     """One step: the gradients and output buffers by name, and what became of the buckets.
 
-    number: of the steps that were kept before. refused: the error for gradients that
+    number: of the steps that were kept before. exchange: its number on the
+    communicator. refused: the error for gradients that
     are not finite, which are then looked for before residuals are added; None for what
     compressors raise.
     """
@@ -84,6 +85,7 @@ class Step:
         self,
         comm: Any,
         number: int,
+        exchange: int,
         *,
         reduction: Reduction,
         refused: type[ValueError] | None,
@@ -97,6 +99,7 @@ class Step:
         self._outs: dict[str, Any] = {}
         self._comm = comm
         self._number = number
+        self._exchange = exchange
         self._reduction = reduction
         self._refused = refused
         self._of_arrays = dense_reduction(reduction.average)  # of small tensors
@@ -117,16 +120,17 @@ class Step:
         self,
         buckets: Sequence[Bucket],
         form: str,
-        changes: Sequence[str],
+        state: Sequence[str],
         error: Exception | None = None,
     ) -> None:
         """Keep the step on all ranks; or raise on all, or skip it on all.
 
-        form: of the results, "dense", "sparse" or "vectors". changes: of the state
-        since the last step, which are compared between ranks as the number of the step
-        is. error: of this rank, which raises it.
+        form: of the results, "dense", "sparse" or "vectors". state: texts that are
+        compared between ranks, as the number of the step is. error: of this rank, which
+        raises it.
         """
-        position = ", after ".join([f"step {self._number}", *changes])
+        here = f"step {self._number} of exchange {self._exchange}"
+        position = ", ".join([here, *state])
         try:
             with all_or_none(self._comm, OPERATION, position):
                 self.start(buckets, is_complete=True, error=error)

@@ -152,6 +152,9 @@ class Feedback(Configured):
             )
         self._begun, self._settled = True, ()
 
+    def take_settings(self, other: Any) -> None:
+        """Take the settings that may be changed between steps from the exchange's feedback; none by default."""
+
     def ahead(self, x: Any) -> Any:
         """Return the point at which to evaluate the next gradient, for parameters x: x, except in `StepAhead`."""
         return x

@@ -63,6 +63,10 @@ class StepAhead(Feedback):
         # with a NumPy scalar float32 would be multiplied in float64
         self._rate = to_number("rate", rate, above=0)
 
+    def take_settings(self, other: Any) -> None:
+        """Take the rate."""
+        self.rate = other.rate
+
     def ahead(self, x: Any) -> Any:
         """Return x - e, the point for the next gradient: a new array of the shape, dtype and kind of x.
 

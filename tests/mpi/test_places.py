@@ -1,6 +1,8 @@
 """Ranks out of step are noticed by the agreement of the next step; tensors that are held take no part in it."""
 
+import copy
 import os
+import pickle
 import signal
 
 import numpy as np
@@ -8,7 +10,15 @@ import pytest
 from cases import is_last
 
 from collectives import GradientExchange, OuterLoop, gtopk_allreduce, sparse_allreduce
-from mpicomp import CollectiveError, Dense, ErrorFeedback, MomentumCorrection, TopK
+from mpicomp import (
+    CollectiveError,
+    Dense,
+    ErrorFeedback,
+    MomentumCorrection,
+    StepAhead,
+    TopK,
+    WarmUp,
+)
 from mpicomp.bucket import Bucket
 from mpicomp.replica import Replica
 
@@ -88,7 +98,7 @@ def test_a_torn_checkpoint_is_refused_by_the_first_step(comm):
     resumed.load_state_dict(states[1 if is_last(comm) else 3])
     with pytest.raises(
         CollectiveError,
-        match="is at step 2, after load_state_dict, and the others are at step 4",
+        match=r"is at step 2 of exchange .*, after load_state_dict, and the others are at step 4",
     ):
         resumed(gradients(comm, 4))
     assert "4 exchanges" not in resumed.report()
@@ -267,8 +277,14 @@ def test_a_tensor_that_only_some_ranks_send_whole_has_no_count_of_contributors(
 @pytest.mark.at_least(2)
 def test_a_rank_without_memory_for_copies_of_its_feedback_raises_on_all(comm):
     class Full(ErrorFeedback):
+        is_copy = False  # of the exchange, which the buckets copy
+
         def __deepcopy__(self, memo):
-            raise MemoryError("no room")
+            if self.is_copy:
+                raise MemoryError("no room")
+            copy = Full()
+            copy.is_copy = True
+            return copy
 
     exchange = GradientExchange(
         comm, TopK(0.1), Full() if is_last(comm) else ErrorFeedback()
@@ -286,3 +302,144 @@ def test_a_chosen_compressor_that_the_collective_cannot_sum_is_refused(comm):
         match=r"compressor for 'weight' is TopK\(density=0.1\), and the collective sums",
     ):
         exchange(gradients(comm, 0))
+
+
+# What surrounds a step: other exchanges, copies, what is changed between steps.
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("form", ["array", "dict"])
+def test_exchanges_that_are_stepped_in_another_order_raise_on_all(comm, form):
+    """As those of two models of one shape, in the order of a set; then each gets its own mean."""
+    actor, critic, third = (
+        GradientExchange(comm, TopK(0.5), small=0) for _ in range(3)
+    )
+    one = np.full(50, 1.0)
+    hundred = np.full(50, 100.0)
+
+    def given(array):
+        return {"weight": array} if form == "dict" else array
+
+    def value(mean):
+        return (mean["weight"] if form == "dict" else mean).max()
+
+    pairs = [(actor, one), (critic, hundred)]
+    for exchange, array in pairs:
+        exchange(given(array))
+    order = reversed(pairs) if is_last(comm) else pairs
+    for exchange, array in order:
+        with pytest.raises(CollectiveError, match=r"out of step.* of exchange"):
+            exchange(given(array))
+    assert (actor.steps, critic.steps) == (1, 1)
+    assert value(actor(given(one))) <= 2
+    assert value(critic(given(hundred))) >= 100
+    assert value(third(given(hundred))) == 100
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        (
+            lambda: [np.ones((100, 5)), np.ones(50)],
+            lambda: [np.ones(50), np.ones((100, 5))],
+        ),
+        (lambda: np.ones((3, 4)), lambda: np.ones((4, 3))),
+        (lambda: np.ones(12), lambda: np.ones((3, 4))),
+    ],
+)
+def test_shapes_that_differ_raise_on_all(comm, mine, theirs):
+    exchange = GradientExchange(comm, TopK(0.5))
+    with pytest.raises(CollectiveError, match="same tensors"):
+        exchange(theirs() if is_last(comm) else mine())
+
+
+@pytest.mark.parametrize("form", ["array", "dict"])
+def test_parts_that_are_given_to_two_exchanges_are_not_shared(comm, form):
+    feedback = ErrorFeedback()
+    compressor = WarmUp(TopK(0.5), [1.0, 0.1], calls=2)
+
+    def given(value):
+        array = np.arange(10.0) + value
+        return {"weight": array} if form == "dict" else array
+
+    def bits(mean):
+        return (mean["weight"] if form == "dict" else mean).tobytes()
+
+    alone = GradientExchange(comm, WarmUp(TopK(0.5), [1.0, 0.1], calls=2), small=0)
+    expected = [bits(alone(given(step))) for step in range(3)]
+    pair = [GradientExchange(comm, compressor, feedback, small=0) for _ in range(2)]
+    for step in range(3):
+        for exchange in pair:
+            assert bits(exchange(given(step))) == expected[step]
+    assert feedback.residual is None
+    assert compressor.step == 0
+
+
+@pytest.mark.exactly(1)
+@pytest.mark.parametrize("form", ["array", "dict"])
+def test_a_rate_that_is_changed_between_steps_is_that_of_the_next_one(comm, form):
+    exchange = GradientExchange(comm, Dense(), StepAhead(rate=0.5), small=0)
+    gradient = np.ones(4, np.float32)
+    given = {"weight": gradient} if form == "dict" else gradient
+    exchange(given)
+    exchange.feedback.rate = 0.25
+    update = exchange(given)
+    assert (update["weight"] if form == "dict" else update).tolist() == [0.25] * 4
+
+
+@pytest.mark.exactly(1)
+def test_settings_cannot_be_assigned(comm):
+    exchange = GradientExchange(comm, TopK(0.5))
+    for name in ("compressor", "feedback", "average", "basis"):
+        with pytest.raises(
+            AttributeError, match=f"{name} of GradientExchange is read-only"
+        ):
+            setattr(exchange, name, None)
+    loop = OuterLoop(exchange, {"weight": np.ones(3, np.float32)})
+    for name in ("exchange", "every", "momentum", "nesterov", "delay"):
+        with pytest.raises(AttributeError, match=f"{name} of OuterLoop is read-only"):
+            setattr(loop, name, 1)
+
+
+@pytest.mark.at_least(2)
+def test_an_outer_rate_that_differs_raises_on_all(comm):
+    parameters = {"weight": np.ones(2000, np.float32)}
+    loop = OuterLoop(GradientExchange(comm, TopK(0.5)), parameters, every=1)
+    parameters["weight"] -= 1 + comm.rank
+    loop.rate = 0.5 if is_last(comm) else 1.0
+    with pytest.raises(CollectiveError, match=r"rate 0\.5"):
+        loop.step()
+    loop.rate = 1.0
+    assert loop.step()
+
+
+@pytest.mark.at_least(2)
+def test_a_mean_without_a_place_raises_on_all(comm):
+    """As of a branch of a model that is unused on one rank, whose parameters have no gradient there."""
+    exchange = GradientExchange(comm, TopK(0.5), small=0)
+    gradients = {"used": np.ones(4), "branch": np.ones(4)}
+    exchange(gradients, out=gradients)
+    if is_last(comm):
+        del gradients["branch"]
+    with pytest.raises(
+        ValueError if is_last(comm) else CollectiveError,
+        match="no gradient of \\['branch'\\]",
+    ):
+        exchange(gradients, out=gradients)
+    assert exchange.steps == 1
+
+
+@pytest.mark.exactly(1)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_exchange_cannot_be_copied(comm, copied):
+    with pytest.raises(TypeError, match=r"belongs to a communicator.*state_dict"):
+        copied(GradientExchange(comm, TopK(0.5)))
+
+
+@pytest.mark.exactly(1)
+def test_a_kind_of_array_that_changes_is_refused(comm):
+    exchange = GradientExchange(comm, TopK(0.5))
+    exchange(np.ones(4, np.float32))
+    with pytest.raises((TypeError, ValueError), match="expected float32"):
+        exchange(np.ones(4, np.float64))
