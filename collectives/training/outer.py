@@ -243,9 +243,10 @@ class OuterLoop:
     ) -> None:
         """Load a `state_dict`; the following steps have the same bits. All ranks call it.
 
-        Construct model, exchange and loop as at the start of the run, call this, and
-        then write the saved parameters to the model. An exchange that was in flight is
-        started again. same_settings: as in `GradientExchange`.
+        Construct model, exchange and loop as at the start of the run, and call this. It
+        writes the anchor to the parameters if the state was saved at the end of a round.
+        Else write the saved parameters to the model after it. An exchange that was in
+        flight is started again. same_settings: as in `GradientExchange`.
 
         Raises ValueError on a rank whose state does not fit and CollectiveError on the
         others; CollectiveError on all for states of different steps; RuntimeError with
@@ -269,8 +270,8 @@ class OuterLoop:
         """Load the states that `ranks` ranks saved at the end of a round, in a job of any size.
 
         See `load_state_dict`; the arguments are those of
-        `GradientExchange.load_state_dicts`. Every rank then starts from the anchor:
-        write it to the model.
+        `GradientExchange.load_state_dicts`. Every rank then starts from the anchor, which
+        is written to the parameters.
 
         Raises the errors of `load_state_dict`, and ValueError for states within a round
         or with an exchange in flight, as the progress since the anchor belongs to
@@ -311,6 +312,7 @@ class OuterLoop:
                     "the state", state.get(TABLE, ()), self._settings(), OTHER_LOOP
                 )
             loaded.update(self._fitting(state))
+            self._find_parameters()
             load_exchange()
             anchors = [
                 loaded[f"anchor/{tensor.name}"]
@@ -335,6 +337,10 @@ class OuterLoop:
             copy_from_host(loaded[name], array)
         if _is_in_flight(loaded):
             self._send()
+        elif self.count % self.every == 0:
+            for each in self._replicas:
+                each.write_anchor()
+            staging.complete(each.tensors[0].xp for each in self._replicas)
 
     def _between_rounds(
         self, ranks: int, load: Callable[[int], Mapping[str, Any]]
@@ -384,6 +390,11 @@ class OuterLoop:
             self._parameters() if isroutine(self._parameters) else self._parameters
         )
 
+    def _find_parameters(self) -> None:
+        _, given = self._given()
+        for each in self._replicas:
+            each.find_parameters(given)
+
     def _gather(self, call: Callable[[], Any]) -> list[Any]:
         return gather_results(call, self.exchange.comm, OPERATION)
 
@@ -402,7 +413,8 @@ class OuterLoop:
         if odd:
             raise CollectiveError(
                 f"the parameters of ranks {odd} differ from those of the other ranks: expected the same values at the "
-                "start; broadcast rank 0's, as by comm.Bcast(array, root=0), and make a new exchange and loop"
+                "start; broadcast rank 0's, as by comm.Bcast(array, root=0), and make a new exchange and loop. To "
+                "resume within a round, make the loop first, and then load its state and the parameters"
             )
 
     def _start(self) -> None:
@@ -457,9 +469,7 @@ class OuterLoop:
         self._in_flight = False
         try:
             if self.delay:  # without one, `subtract` has just found them
-                _, given = self._given()
-                for each in self._replicas:
-                    each.find_parameters(given)
+                self._find_parameters()
         except Exception as error:
             self.exchange.fail(error)
         means = self.exchange.finish_vectors()

@@ -8,7 +8,14 @@ from cases import RandomK, through_a_file
 from devices import cupy_for_tests
 
 from collectives import GradientExchange, OuterLoop, dense_allreduce, sparse_allreduce
-from mpicomp import CheckError, CollectiveError, Dense, ErrorFeedback, TopK
+from mpicomp import (
+    CheckError,
+    CollectiveError,
+    Dense,
+    ErrorFeedback,
+    NoFeedback,
+    TopK,
+)
 
 SHAPES = {"weight": (20, 30), "bias": (7,)}  # the second is sent dense
 START = {
@@ -641,3 +648,38 @@ def test_the_bits_on_a_device_are_those_of_the_host(comm, settings):
     )
     third.load_state_dict(loop.state_dict())
     assert bits(third.state_dict()) == bits(loop.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["own state", "states of all ranks"])
+def test_a_state_from_the_end_of_a_round_writes_the_parameters(comm, kind):
+    """Else the next round would discard what was trained: the model is a new one."""
+    parameters = {"weight": np.ones(3000, np.float32)}
+    loop = OuterLoop(GradientExchange(comm, Dense(), NoFeedback()), parameters, every=2)
+
+    def train(parameters, loop, rounds):
+        for step in range(2 * rounds):
+            parameters["weight"] -= 1 + comm.rank + step
+            loop.step()
+
+    train(parameters, loop, 2)
+    states = comm.allgather(loop.state_dict())
+    new = {"weight": np.zeros(3000, np.float32)}
+    other = OuterLoop(GradientExchange(comm, Dense(), NoFeedback()), new, every=2)
+    if kind == "own state":
+        other.load_state_dict(states[comm.rank])
+    else:
+        other.load_state_dicts(comm.size, lambda rank: states[rank])
+    np.testing.assert_array_equal(new["weight"], parameters["weight"])
+    train(new, other, 1)
+    train(parameters, loop, 1)
+    np.testing.assert_array_equal(new["weight"], parameters["weight"])
+
+
+def test_a_state_from_within_a_round_leaves_the_parameters(comm):
+    """They belong to the rank, which saves them itself."""
+    parameters = {"weight": np.ones(3000, np.float32)}
+    loop = OuterLoop(GradientExchange(comm, Dense(), NoFeedback()), parameters, every=2)
+    loop.step()
+    parameters["weight"][:] = 5
+    loop.load_state_dict(loop.state_dict())
+    assert parameters["weight"][0] == 5
