@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives.agreement.all_or_none import check_same, gather_results
 from collectives.torch.common import (
@@ -35,7 +36,10 @@ def outer_loop(
     node, where each rank exchanges all parameters; also inside of other modules, such
     as torch.compile's. terms: keyword arguments of `OuterLoop`.
 
-    Raises ValueError if DistributedDataParallel or FSDP2 averages over ranks of the
+    Parameters that are loaded before the first step of an optimiser are the anchor, the
+    same on all ranks; the first round compares them.
+
+    Raises TypeError for what is no module. ValueError if DistributedDataParallel or FSDP2 averages over ranks of the
     exchange: the gradients would be sent dense in every step, and the parameters
     averaged once more. The errors of `OuterLoop`. If the model later has other
     parameters, or one more that requires a gradient, the next round raises ValueError
@@ -59,7 +63,19 @@ def outer_loop(
             name: local_shard(parameter) for name, parameter in known.registered.items()
         }
 
-    return OuterLoop(exchange, parameters, **terms)
+    outer = OuterLoop(exchange, parameters, **terms)
+    mine = {id(each) for each in known.registered.values()}
+
+    def restart(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before the first step of an optimiser: parameters that were loaded are the anchor."""
+        groups = optimizer.param_groups
+        if any(id(each) in mine for group in groups for each in group["params"]):
+            hook.remove()
+            if outer.count == 0:
+                outer.restart()
+
+    hook = register_optimizer_step_pre_hook(restart)
+    return outer
 
 
 def _check(model: Any, comm: Any) -> dict[str, Any]:

@@ -217,6 +217,40 @@ class OuterLoop:
                 return self._finish()
         return False
 
+    @defer_interrupt
+    def synchronise(self) -> bool:
+        """End the round now, such as at the end of training or to save; return whether its exchange was kept.
+
+        All ranks call it. The steps since the last exchange are exchanged, an exchange
+        in flight is finished before, and all ranks hold the anchor. The next round has
+        `every` steps again. False without such steps. Raises the errors of `step`.
+
+        >>> outer = OuterLoop(exchange, {"weight": np.ones(4, np.float32)}, every=10)
+        >>> outer.step(), outer.synchronise()
+        (False, True)
+        """
+        with np.errstate(all="ignore"):
+            kept = self._in_flight and self._finish()
+            if self.count % self.every:
+                self.count += -self.count % self.every
+                self._start()
+                kept = self._finish()
+        return kept
+
+    def restart(self) -> None:
+        """Take the parameters as the anchor, such as those that were loaded after this loop was made.
+
+        All ranks call it, with the same parameters, before the first step: the first
+        round compares them. RuntimeError after a step.
+        """
+        if self.count:
+            raise RuntimeError(
+                f"got restart() after step {self.count}: expected it before the first one"
+            )
+        _, given = self._given()
+        for each in self._replicas:
+            each.take_anchor(given)
+
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's loop and its exchange: arrays by name, for np.savez.
 
@@ -405,7 +439,7 @@ class OuterLoop:
         """Raise on all ranks if their digests of the anchor differ; names the minority."""
         usual = Counter(digests).most_common(1)[0][0]
         odd = [rank for rank, digest in enumerate(digests) if digest != usual]
-        if odd and self.count:
+        if odd and self.rounds:
             raise CheckError(
                 f"{checking.VARIABLE}: after round {self.rounds} the anchor of ranks {odd} differs from that of the "
                 "other ranks: expected the same rate on all ranks, and nothing else that writes to it"
@@ -419,7 +453,7 @@ class OuterLoop:
 
     def _start(self) -> None:
         """Start the exchange of this round's pseudo-gradients."""
-        if self._checked:
+        if self._checked or not self.rounds:
             self._check_anchors(self._gather(self._digest))
         try:
             _, given = self._given()

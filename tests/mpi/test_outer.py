@@ -683,3 +683,54 @@ def test_a_state_from_within_a_round_leaves_the_parameters(comm):
     parameters["weight"][:] = 5
     loop.load_state_dict(loop.state_dict())
     assert parameters["weight"][0] == 5
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("steps", [0, 3, 4, 5, 7])
+def test_a_round_ends_early_on_all_ranks(comm, steps, delay):
+    """All hold the mean of what they did then; the next round has as many steps as any."""
+    parameters = {"weight": np.zeros(3000)}
+    exchange = GradientExchange(comm, Dense(), NoFeedback())
+    loop = OuterLoop(exchange, parameters, every=4, delay=delay)
+    for _ in range(steps):
+        parameters["weight"] += 2 * comm.rank
+        loop.step()
+    exchanged = steps % 4 > 0 or (delay > 0 and steps > 0)
+    assert loop.synchronise() == exchanged
+    mean = steps * (comm.size - 1)
+    assert set(parameters["weight"]) == set(loop.anchor["weight"]) == {mean}
+    assert loop.synchronise() is False
+    rounds = loop.rounds
+    for step in range(4 + delay):
+        parameters["weight"] += 2 * comm.rank
+        assert loop.step() == (step == 3 + delay)
+    assert loop.rounds == rounds + 1
+    saved = loop.state_dict()
+    if not delay:
+        assert int(saved["count"]) % 4 == 0
+
+
+def test_parameters_that_were_loaded_are_the_anchor_after_restart(comm):
+    """Else the first round would send their change."""
+    parameters = {"weight": np.zeros(3000)}
+    exchange = GradientExchange(comm, bits=4)
+    loop = OuterLoop(exchange, parameters, every=2)
+    parameters["weight"][:] = np.linspace(-1, 1, 3000)
+    loop.restart()
+    for _ in range(2):
+        loop.step()
+    np.testing.assert_array_equal(parameters["weight"], np.linspace(-1, 1, 3000))
+    with pytest.raises(
+        RuntimeError, match="after step 2: expected it before the first"
+    ):
+        loop.restart()
+
+
+@pytest.mark.at_least(2)
+def test_ranks_that_restart_with_other_parameters_raise(comm):
+    parameters = {"weight": np.zeros(3000)}
+    loop = OuterLoop(GradientExchange(comm, bits=4), parameters, every=1)
+    parameters["weight"][0] = comm.rank == comm.size - 1
+    loop.restart()
+    with pytest.raises(CollectiveError, match=r"the parameters of ranks .* differ"):
+        loop.step()
