@@ -51,12 +51,11 @@ class ModelParameters:
         Raises ValueError if a parameter was replaced or has another dtype, or one that is
         not registered requires a gradient. For 1,000 parameters it takes 0.2 ms.
         """
-        if [each.dtype for each in self.registered.values()] != self._dtypes:
-            self._raise_dtypes()
         now = [*chain.from_iterable(self._entries)]
         same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
         if (
             not same
+            or [each.dtype for each in self.registered.values()] != self._dtypes
             or any(self._empty)
             or any([each.requires_grad for each in self._frozen])
         ):
@@ -64,18 +63,6 @@ class ModelParameters:
         return {
             name for name, each in self.registered.items() if not each.requires_grad
         }
-
-    def _raise_dtypes(self) -> NoReturn:
-        pairs = zip(self.registered.items(), self._dtypes, strict=True)
-        changed = [
-            f"{name} is {each.dtype} and was {dtype}"
-            for (name, each), dtype in pairs
-            if each.dtype != dtype
-        ]
-        raise ValueError(
-            f"parameters have another dtype than at {self._entry}: {changed[0]}, {len(changed)} in all; expected "
-            f".double(), .half() or .bfloat16() before it; {self._remedy}"
-        )
 
     def _look(self) -> None:
         """Store what the model consists of; raise ValueError unless its parameters are those that are registered."""
@@ -85,8 +72,10 @@ class ModelParameters:
         }
         replaced = [
             name
-            for name, each in self.registered.items()
-            if not _is_same(found.get(name), each)
+            for (name, each), dtype in zip(
+                self.registered.items(), self._dtypes, strict=True
+            )
+            if each.dtype != dtype or not _is_same(found.get(name), each)
         ]
         added = [
             name
@@ -95,7 +84,7 @@ class ModelParameters:
         ]
         if replaced or added:
             new = (
-                f"{some(replaced)}, as by load_state_dict(assign=True)"
+                f"{some(replaced)}, as by load_state_dict(assign=True) or .double()"
                 if replaced
                 else "none"
             )
@@ -254,8 +243,9 @@ class Handle:
         with suppress(RuntimeError):
             self._check_interrupted()
 
-    def release(self) -> None:
-        """Let the model go, which cannot go on, or which another handle takes over."""
+    def remove(self) -> None:
+        """Let go of the model: another handle may take over the exchange, or another exchange the model."""
+        raise NotImplementedError
 
     def _check_interrupted(self) -> None:
         """Raise RuntimeError if an error interrupted the last backward pass; in a pass it returns."""
@@ -275,7 +265,6 @@ class Handle:
 
     def _give_up(self, error: Exception) -> NoReturn:
         """Raise an error after which the model cannot go on; the first time as the end of the step on all ranks."""
-        self.release()
         if self._has_ended:
             raise error
         self._has_ended = True

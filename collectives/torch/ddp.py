@@ -15,8 +15,9 @@ not zero, `.grad` is set to the mean.
 """
 
 import math
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -107,7 +108,7 @@ def attach(
     )
     check_same("arguments of attach", [each["settings"] for each in everyone])
     if isinstance(exchange, Handle):
-        exchange.release()
+        exchange.remove()
     (ddp,) = parts_of(model, DistributedDataParallel)
     handle = DDPHandle(ddp, exchange, None if clip is None else float(clip), scaler)
     if handle.exchange.average == SIGN and comm.rank == 0:
@@ -170,31 +171,38 @@ class DDPHandle(Handle):
                 raise RuntimeError(f"this model cannot go on: {_ANEW}")
         for tensor in tensors_of(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._begin_pass())
+                tensor.register_hook(self._begin_at_outputs)
 
-    def release(self) -> None:
-        """Delete DDP's reducer, which hooks the parameters: a new one hooks them too."""
+    def remove(self) -> None:
+        """Delete DDP's reducer, which hooks the parameters: wrap the model again to train it."""
         for name in ("reducer", "logger"):
             vars(self._ddp).pop(name, None)
 
+    def _give_up(self, error: Exception) -> NoReturn:
+        self.remove()
+        super()._give_up(error)
+
+    def _begin_at_outputs(self, _: torch.Tensor) -> None:
+        """Begin a backward pass, in which no gradient of a parameter was computed yet."""
+        if not self._in_pass:
+            self._begin_pass()
+            if self._refused is not None and not self._ddp.find_unused_parameters:
+                self._give_up(self._refused)  # DDP would wait for gradients
+
     def _begin_pass(self) -> None:
         """Begin a backward pass: look at the parameters, of which DDP may wait for some."""
-        if self._in_pass:
-            return
         super()._begin_pass()
         self._buckets = []
         self._gradients = [_stamp(each) for each in self._names]
-        waits = not self._ddp.find_unused_parameters
         try:
             frozen = self._parameters.frozen()
+            waits = not self._ddp.find_unused_parameters
             if waits and 0 < len(frozen) < len(self._names):
                 raise ValueError(
                     f"{some(sorted(frozen))} is frozen, and DDP waits for its gradient: expected "
                     f"DistributedDataParallel(..., find_unused_parameters=True); {_ANEW}"
                 )
         except ValueError as error:
-            if waits:
-                self._give_up(error)
             self._refused = error
 
     def _end_pass(self) -> None:
@@ -224,6 +232,9 @@ class DDPHandle(Handle):
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket's gradients, and return a future for its means; the last one ends the step."""
+        if not self._in_pass:  # an object that has the outputs was not looked into
+            with suppress(RuntimeError):  # this rank has joined
+                self._begin_pass()
         if not self._buckets:
             self._begin_step()
         parts = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]

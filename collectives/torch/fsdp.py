@@ -75,7 +75,7 @@ def attach_fsdp(
 
     def check() -> dict[str, dict[str, str]]:
         shard = check_fsdp(model, comm)
-        _check_new(model, exchange)
+        check_unattached(model, exchange)
         return {
             "shard": shard,
             "arguments of attach_fsdp": check_settings(
@@ -87,7 +87,7 @@ def attach_fsdp(
     everyone = gather_results(check, comm, "attach_fsdp")
     for what in everyone[0]:
         check_same(what, [each[what] for each in everyone])
-    if isinstance(exchange, FSDPHandle):
+    if isinstance(exchange, Handle):
         exchange.remove()
     _warn_of_others(model)
     return FSDPHandle(model, exchange, scaler)
@@ -264,7 +264,7 @@ class FSDPHandle(Handle):
                 self._refuse_change(self._names[parameter])
 
 
-def _check_new(model: Any, exchange: Any) -> None:
+def check_unattached(model: Any, exchange: Any) -> None:
     """Raise ValueError if another handle than `exchange` has hooks in a model."""
     for module in parts_of(model, FSDPModule):
         for hook in module._forward_hooks.values():

@@ -18,7 +18,7 @@ from collectives.torch.common import (
     parts_of,
     trainable,
 )
-from collectives.torch.fsdp import check_fsdp
+from collectives.torch.fsdp import check_fsdp, check_unattached
 from collectives.torch.start import check_launcher
 from collectives.training import GradientExchange
 from collectives.training.outer import OuterLoop
@@ -85,6 +85,7 @@ def _check(model: Any, comm: Any) -> dict[str, Any]:
         raise TypeError(
             f"model is {type(model).__name__}: expected a torch.nn.Module; OuterLoop takes arrays"
         )
+    check_unattached(model, comm)
     # DDP hooks the parameters, whatever module is passed here
     mine = {*model.parameters()}
     wrapped = living(

@@ -147,6 +147,12 @@ class GradientExchange:
         self._refused = NotFiniteError if nonfinite == "skip" else None
         self._step: Step | None = None  # the one under way
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a GradientExchange has a communicator, and is neither copied nor pickled: save its state_dict(), and keep "
+            "it outside of modules that are copied, as by copy.deepcopy or AveragedModel"
+        )
+
     def __call__(self, gradient: Any, *, out: Any = None, sparse: bool = False) -> Any:
         """Exchange `gradient` and return the mean over the ranks, as the same kind of array.
 

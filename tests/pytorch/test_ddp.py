@@ -753,8 +753,8 @@ def back_and_forth(model):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda model: model.double(), "a is torch.float64 and was torch.float32"),
-        (lambda model: model.bfloat16(), "a is torch.bfloat16 and was torch.float32"),
+        (lambda model: model.double(), r"replaced are 'a', .*by .* \.double\(\)"),
+        (lambda model: model.bfloat16(), r"replaced are 'a', .*by .* \.double\(\)"),
         (back_and_forth, "exchanged no gradients .* dtype was changed"),
     ],
     ids=["double", "bfloat16", "and back"],
@@ -851,6 +851,25 @@ def test_a_forward_pass_of_one_rank_alone_does_not_communicate(world, unused):
         backward(model, world, 5)
 
 
+class Opaque(Wrapper):
+    def forward(self, inputs):
+        """Return an object in which nobody looks for tensors."""
+        return SimpleNamespace(loss=self.inner(inputs))
+
+
+def test_outputs_in_an_object_that_is_not_looked_into(world):
+    model = wrapped(Opaque(Weighted()))
+    handle = attach(model, GradientExchange(world, TopK(0.1)))
+    kinds = nullcontext, pytest.raises, nullcontext, nullcontext
+    for step, context in enumerate(kinds):
+        bad = context is pytest.raises
+        model.zero_grad()
+        loss = model(inputs_of(step, world.rank)).loss
+        with context((ValueError, CollectiveError)) if bad else context():
+            (loss * (math.inf if bad and world.rank == 0 else 1)).backward()
+    assert handle.exchange.steps == 3
+
+
 def test_gradients_of_the_inputs_alone_are_no_step(world):
     """As of a gradient penalty; a second pass through a graph, which DDP does not average, raises."""
     model, handle = attached(world)
@@ -937,6 +956,23 @@ def test_a_copy_of_a_model_has_no_hook_and_may_be_attached(world, copied):
     other = attach(twin, GradientExchange(world, TopK(0.1)))
     backward(twin, world, 2)
     assert (handle.exchange.steps, other.exchange.steps) == (1, 1)
+
+
+def test_a_copy_of_a_module_that_holds_its_handle_or_exchange(world):
+    """A handle is left behind; an exchange cannot be, and the error names the remedy."""
+    model, handle = attached(world)
+    holder = Wrapper(model)
+    holder.handle = handle
+    ema = torch.optim.swa_utils.AveragedModel(holder)
+    backward(holder, world, 0)
+    ema.update_parameters(holder)
+    assert handle.exchange.steps == 1
+    holder.exchange = handle.exchange
+    for copied in (torch.optim.swa_utils.AveragedModel, copy.deepcopy, saved):
+        with pytest.raises(
+            TypeError, match=r"save its state_dict\(\), and keep it outside"
+        ):
+            copied(holder)
 
 
 class Unusual(nn.Module):
