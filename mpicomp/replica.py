@@ -51,6 +51,10 @@ class Replica:
         self._memory: list[Array] = []  # of the parameters, and
         # these as vectors in C order: views where possible, else copies
         self._thetas: list[Array] = []
+        self.take_anchor(given)
+
+    def take_anchor(self, given: Mapping[str, Any]) -> None:
+        """Take the parameters as the anchor."""
         self.find_parameters(given)
         for span, theta in zip(self._spans, self._thetas, strict=True):
             self.anchor[span] = theta
@@ -97,11 +101,19 @@ class Replica:
             theta += self.delta[span]
         if rate:
             self._move(mean, rate, nesterov=nesterov)
+        if not delayed:
+            self.write_anchor()
+            return
         for memory, span, theta in parts:
-            if delayed:
-                theta += self.anchor[span]
-            else:
-                theta[...] = self.anchor[span]
+            theta += self.anchor[span]
+            _write(theta, memory)
+
+    def write_anchor(self) -> None:
+        """Write the anchor to the parameters that were found last."""
+        for memory, span, theta in zip(
+            self._memory, self._spans, self._thetas, strict=True
+        ):
+            theta[...] = self.anchor[span]
             _write(theta, memory)
 
     def _move(self, mean: SparseVector | Array, rate: float, *, nesterov: bool) -> None:

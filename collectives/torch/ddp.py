@@ -15,8 +15,7 @@ not zero, `.grad` is set to the mean.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,17 +23,19 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.agreement.all_or_none import gather_results
+from collectives.agreement.all_or_none import check_same, gather_results
 from collectives.torch.common import (
     Handle,
     ModelParameters,
     after_backward,
-    check_exchange,
-    check_scaler,
+    check_settings,
     check_signs,
+    exchange_of,
     named,
     parts_of,
+    raise_after_backward,
     some,
+    tensors_of,
 )
 from collectives.torch.start import check_launcher
 from collectives.training import GradientExchange
@@ -44,7 +45,7 @@ from mpicomp.settings import to_number
 
 def attach(
     model: DistributedDataParallel,
-    exchange: GradientExchange,
+    exchange: GradientExchange | Handle,
     *,
     clip: float | None = None,
     scaler: Any = None,
@@ -53,8 +54,10 @@ def attach(
 
     Call it once, on all ranks, before the first backward pass. It registers the
     parameters with the exchange, which must be new, under their names in
-    `model.module`. A backward pass then writes the means to `.grad`; inside
-    `model.no_sync()` nothing is exchanged.
+    `model.module`. Or `exchange` is the handle of an earlier `attach`, whose model could
+    not go on and was wrapped again: its exchange is taken over, with the residuals. A
+    backward pass then writes the means to `.grad`; inside `model.no_sync()` nothing is
+    exchanged.
 
     clip: before it is compressed, this rank's gradient is scaled to a Euclidean norm of
     at most clip / sqrt(P). The norm is that of all parameters, so with `clip` the
@@ -70,9 +73,11 @@ def attach(
     all parameters.
 
     Returns a handle for checkpoints. If the exchange raises in a step, `backward()`
-    raises on all ranks, with NaN in `.grad`; training can continue. Raises TypeError or
-    ValueError for bad arguments; RuntimeError under torchrun, and for an exchange with
-    registered tensors; CollectiveError on the other ranks.
+    raises on all ranks, with NaN in `.grad`, and residuals do not change; training can
+    continue. After an exception of this rank alone in a backward pass the next forward
+    pass raises RuntimeError, which names the remedy. Raises TypeError or ValueError for
+    bad arguments; RuntimeError under torchrun, and for an exchange with registered
+    tensors; CollectiveError on the other ranks, and if arguments differ.
 
     Source of the clipping: Lin et al., Deep Gradient Compression, ICLR 2018, section
     3.2.
@@ -80,32 +85,41 @@ def attach(
     >>> exchange = GradientExchange(comm, TopK(0.01))
     >>> handle = attach(DistributedDataParallel(network), exchange)
     """
-    check_exchange(exchange)
+    comm = exchange_of(exchange).comm
+    if isinstance(exchange, Handle):
+        exchange.end_interrupted()
 
     def check() -> dict[str, Any]:
         ddp = _check_ddp(model)
-        check_scaler(scaler)
         remedy = ", the largest norm of a gradient, or None"
         limit = (
             None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
         )
-        group = sorted(dist.get_process_group_ranks(ddp.process_group))
-        return {"limit": limit, "rank": dist.get_rank(), "group": group}
+        settings = check_settings(exchange, scaler, _registered(ddp))
+        return {
+            "settings": settings | {"clip": repr(limit)},
+            "rank": dist.get_rank(),
+            "group": sorted(dist.get_process_group_ranks(ddp.process_group)),
+        }
 
-    everyone = gather_results(check, exchange.comm, "attach")
+    everyone = gather_results(check, comm, "attach")
     _check_groups(
         [each["group"] for each in everyone], sorted(each["rank"] for each in everyone)
     )
+    check_same("arguments of attach", [each["settings"] for each in everyone])
+    if isinstance(exchange, Handle):
+        exchange.remove()
     (ddp,) = parts_of(model, DistributedDataParallel)
-    limit = everyone[exchange.comm.rank]["limit"]
-    handle = DDPHandle(ddp, exchange, limit, scaler)
-    model.register_forward_hook(handle)
-    if exchange.average == SIGN and exchange.comm.rank == 0:
+    handle = DDPHandle(ddp, exchange, None if clip is None else float(clip), scaler)
+    if handle.exchange.average == SIGN and comm.rank == 0:
         check_signs(handle._names)
     return handle
 
 
-_ANEW = "wrap it in DistributedDataParallel again, and attach with a new exchange"
+_ANEW = (
+    "wrap it in DistributedDataParallel again, and call attach(model, handle), which takes over the exchange, or with "
+    "other names, shapes or dtypes attach with a new exchange"
+)
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -114,27 +128,20 @@ _Parts = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class DDPHandle(Handle):
-    """The communication hook of a DistributedDataParallel model; made by `attach`."""
+    """The hooks of a DistributedDataParallel model; made by `attach`."""
 
     def __init__(
         self,
         model: DistributedDataParallel,
-        exchange: GradientExchange,
+        exchange: GradientExchange | Handle,
         clip: float | None,
         scaler: Any,
     ) -> None:
-        inside = _reduced(model)
-        registered = {
-            name: each for name, each in named(model.module).items() if each in inside
-        }
+        known = ModelParameters(model.module, _registered(model), "attach", _ANEW)
+        super().__init__(exchange, known, scaler, _ANEW)
         self._ddp = model
-        super().__init__(
-            exchange, ModelParameters(model.module, registered, "attach", _ANEW), scaler
-        )
-        self._views, self._may_skip = (
-            model.gradient_as_bucket_view,
-            model.find_unused_parameters or model.static_graph,
-        )
+        self._views = model.gradient_as_bucket_view
+        self._may_skip = model.find_unused_parameters or model.static_graph
         self._clip = clip
         # with `clip`: of this rank's last gradient, before it was clipped
         self.norm: float | None = None
@@ -142,85 +149,94 @@ class DDPHandle(Handle):
         self._buckets: list[
             tuple[torch.futures.Future[torch.Tensor], torch.Tensor, _Parts]
         ] = []
-        self._raised: Exception | None = None  # by the last step, on all ranks
-        self._hook()
-
-    def _hook(self) -> None:
-        """Have DDP's reducer call this object for its buckets."""
-        self._ddp.register_comm_hook(self, DDPHandle._take)
+        self._gradients: list[Any] = []  # what is in `.grad` before the pass
+        model.register_forward_pre_hook(self)
+        model.register_forward_hook(self)
+        model.register_comm_hook(self, DDPHandle._take)
         # only its class is looked at: copies of the model have no hook
-        self._ddp._comm_hooks[:] = [self]
+        model._comm_hooks[:] = [self]
 
-    @partial(
-        torch.compiler.disable,
-        reason="attach to the compiled model: attach(torch.compile(ddp), exchange)",
-    )
-    def __call__(self, *_: Any) -> None:
-        """Look at the parameters again after a forward pass whose gradients will be exchanged.
+    @partial(torch.compiler.disable)
+    def __call__(self, module: Any, inputs: Any, *output: Any) -> None:
+        """Before a forward pass raise if the model cannot go on; after it have its backward pass call `_begin_pass`.
 
-        In a forward pass, and before it, an error of one rank would leave the others in
-        sums of DDP.
+        Other errors are raised in the backward pass: in a forward pass one of this rank would
+        leave the others in sums of DDP.
         """
-        if torch.is_grad_enabled() and self._ddp.require_backward_grad_sync:
-            self._raised = None
-            with self._failing():
-                self._look_again()
-                if self._held and not self._ddp.find_unused_parameters:
-                    self.exchange.fail(
-                        ValueError(
-                            f"{some(sorted(self._held))} is frozen, and DDP waits for its gradient: expected "
-                            f"DistributedDataParallel(..., find_unused_parameters=True); or {_ANEW}"
-                        )
-                    )
+        if not (torch.is_grad_enabled() and self._ddp.require_backward_grad_sync):
+            return
+        if not output:
+            self._check_interrupted()
+            if "reducer" not in vars(self._ddp):
+                raise RuntimeError(f"this model cannot go on: {_ANEW}")
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_at_outputs)
 
-    def fail(self, error: Exception) -> NoReturn:
-        """End the step under way as a rank that failed: `error` is raised here, CollectiveError on the other ranks.
+    def remove(self) -> None:
+        """Delete DDP's reducer, which hooks the parameters: wrap the model again to train it."""
+        for name in ("reducer", "logger"):
+            vars(self._ddp).pop(name, None)
 
-        Their `backward()` raises it. For an error that the step has raised itself,
-        which all ranks know of, it does nothing else. The following steps are as usual:
-        gradients and residuals of this one are not used.
-        """
-        if error is not self._raised:
-            with self._failing():
-                self.exchange.fail(error)
-        raise error
+    def _give_up(self, error: Exception) -> NoReturn:
+        self.remove()
+        super()._give_up(error)
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """If the block raises, take part in DDP's own sum of a step, for which other ranks wait, and renew DDP."""
+    def _begin_at_outputs(self, _: torch.Tensor) -> None:
+        """Begin a backward pass, in which no gradient of a parameter was computed yet."""
+        if not self._in_pass:
+            self._begin_pass()
+            if self._refused is not None and not self._ddp.find_unused_parameters:
+                self._give_up(self._refused)  # DDP would wait for gradients
+
+    def _begin_pass(self) -> None:
+        """Begin a backward pass: look at the parameters, of which DDP may wait for some."""
+        super()._begin_pass()
+        self._buckets = []
+        self._gradients = [_stamp(each) for each in self._names]
         try:
-            yield
-        except Exception as error:
-            if error is not self._raised:  # not by an inner block
-                if self._ddp.find_unused_parameters:
-                    self._ddp.process_group.allreduce(
-                        self._ddp.reducer._get_local_used_map()
-                    ).wait()
-                self._renew()
-                self._raised = error
-            raise
+            frozen = self._parameters.frozen()
+            waits = not self._ddp.find_unused_parameters
+            if waits and 0 < len(frozen) < len(self._names):
+                raise ValueError(
+                    f"{some(sorted(frozen))} is frozen, and DDP waits for its gradient: expected "
+                    f"DistributedDataParallel(..., find_unused_parameters=True); {_ANEW}"
+                )
+        except ValueError as error:
+            self._refused = error
 
-    def _renew(self) -> None:
-        """Make DDP's reducer anew, as all ranks do after a step that failed: that of a rank may be within the step."""
-        parameters, is_static = [*self._names], self._ddp.static_graph
-        frozen, self._buckets = (
-            [each for each in parameters if not each.requires_grad],
-            [],
-        )
-        for each in parameters:
-            # the reducer hooks the nodes that accumulate gradients
-            each.requires_grad_(True)
-        self._ddp._ddp_init_helper(parameters, [False] * len(parameters), {}, is_static)
-        for each in frozen:
-            each.requires_grad_(False)
-        if is_static:
-            self._ddp._set_static_graph()
-        self._hook()
+    def _end_pass(self) -> None:
+        """End a backward pass after DDP has ended its own, which it queues later."""
+        after_backward(self._settle)
+
+    def _settle(self) -> None:
+        """Raise the error of the step; or that gradients were computed, and DDP waits for others."""
+        refused, self._refused = self._refused, None
+        if not self._has_ended:
+            if refused is None and self._gradients != [
+                _stamp(each) for each in self._names
+            ]:
+                refused = RuntimeError(
+                    "DDP has exchanged no gradients in this backward pass: parameters were unused without "
+                    "find_unused_parameters=True, their dtype was changed and changed back, or it is the second pass "
+                    f"after one forward pass; {_ANEW}"
+                )
+            if refused is not None:
+                self._give_up(refused)
+        self._in_pass = False
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise_after_backward(raised)
+        elif self._has_ended and self._drops:
+            self._drop_gradients()
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket's gradients, and return a future for its means; the last one ends the step."""
+        if not self._in_pass:  # an object that has the outputs was not looked into
+            with suppress(RuntimeError):  # this rank has joined
+                self._begin_pass()
         if not self._buckets:
-            self._begin()
+            self._begin_step()
         parts = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
         buffer, future = bucket.buffer(), _future(bucket.buffer())
         self._buckets.append((future, buffer, parts))
@@ -239,14 +255,15 @@ class DDPHandle(Handle):
             self._clip_gradient(
                 [(buffer, parts) for _, buffer, parts in buckets], self._clip
             )
-        failed: Exception | None = None
         means: dict[str, Any] = {}
         factor = math.nan
+        if self._in_pass:
+            self._check_versions()
         try:
             means, factor = self._end()
         # on all ranks; DDP needs its futures to go on after it
         except Exception as error:
-            failed = error
+            self._raised = error
         for future, buffer, parts in buckets:
             for parameter, part in parts if means else []:
                 if part.dtype == torch.bfloat16 and self._names[parameter] in means:
@@ -256,16 +273,8 @@ class DDPHandle(Handle):
             if self._may_skip:
                 self._set_unused(parts)
             future.set_result(buffer)
-        if failed is not None:
-            _after_ddp(partial(self._raise, failed))
-        elif self._drops:
-            _after_ddp(self._drop_gradients)
-
-    def _raise(self, error: Exception) -> NoReturn:
-        """Raise an error from `backward()` after DDP has ended its step; else DDP refuses the next step."""
-        self._renew()
-        self._raised = error
-        raise error
+        if not self._in_pass:  # on a rank that has joined
+            self._settle()
 
     def _set_unused(self, parts: _Parts) -> None:
         """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""
@@ -319,13 +328,10 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
-def _after_ddp(call: Callable[[], None]) -> None:
-    """Call a function once DDP has ended its step, which it does after the backward pass."""
-    try:
-        # DDP queues its own end in between
-        after_backward(partial(after_backward, call))
-    except RuntimeError:  # on a rank that has joined: there is no backward pass
-        call()
+def _stamp(parameter: torch.Tensor) -> tuple[int, int] | None:
+    """Return what changes when `.grad` does."""
+    gradient = parameter.grad
+    return None if gradient is None else (gradient.data_ptr(), gradient._version)
 
 
 def _check_ddp(model: Any) -> DistributedDataParallel:
@@ -425,6 +431,12 @@ def _reduced(model: DistributedDataParallel) -> set[Any]:
         for bucket in model.reducer._get_zeros_like_grad_buckets()
         for each in bucket.parameters()
     }
+
+
+def _registered(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return the parameters that are exchanged, by canonical name."""
+    inside = _reduced(model)
+    return {name: each for name, each in named(model.module).items() if each in inside}
 
 
 def _in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,12 @@ Invariant: a parameter without a gradient on this rank counts as zero; if its me
 not zero, `.grad` is set to the mean.
 """
 
+import hashlib
 import math
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,14 @@ from collectives.agreement.all_or_none import check_same, gather_results
 from collectives.torch.common import (
     Handle,
     ModelParameters,
-    after_backward,
-    check_exchange,
-    check_scaler,
+    check_settings,
+    exchange_of,
+    living,
     local_shard,
+    named,
     parts_of,
+    raise_after_backward,
+    tensors_of,
     trainable,
 )
 from collectives.torch.start import check_launcher
@@ -39,14 +43,15 @@ from collectives.training import GradientExchange
 
 
 def attach_fsdp(
-    model: FSDPModule, exchange: GradientExchange, *, scaler: Any = None
+    model: FSDPModule, exchange: GradientExchange | Handle, *, scaler: Any = None
 ) -> "FSDPHandle":
     """Exchange the gradient shards of an FSDP2 model between its replicas (hybrid sharding), through `exchange`.
 
     model: sharded by `fully_shard` over the one-dimensional mesh of one replica; torch
     itself would average densely over the second dimension of a mesh. exchange: a new
-    one, over the ranks that have the same shard in all replicas. The replicas must
-    start with the same parameters.
+    one, over the ranks that have the same shard in all replicas; or the handle of an
+    earlier `attach_fsdp`, whose exchange is taken over, with the residuals. The replicas
+    must start with the same parameters, which are compared.
 
     A backward pass writes the means to `.grad`. With
     `set_requires_gradient_sync(False)` gradients accumulate, and nothing is exchanged.
@@ -54,26 +59,45 @@ def attach_fsdp(
     infinity in another shard skips that alone.
 
     Raises TypeError or ValueError for bad arguments, RuntimeError under torchrun and
-    for an exchange with registered tensors; CollectiveError on the other ranks, and if
-    the ranks of the exchange have different shards.
+    for an exchange with registered tensors; ValueError for a model that is attached;
+    CollectiveError on the other ranks, and if the ranks of the exchange have different
+    shards, parameters or arguments. Warns of parameters of a larger FSDP2 model, of
+    which `model` is a part: they are not exchanged.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     >>> model = fully_shard(model, mesh=mesh["shard"])
     >>> replicas = comm.Split(mesh.get_local_rank("shard"), comm.rank)
     >>> handle = attach_fsdp(model, GradientExchange(replicas, TopK(0.01)))
     """
-    check_exchange(exchange)
+    comm = exchange_of(exchange).comm
+    if isinstance(exchange, Handle):
+        exchange.end_interrupted()
 
-    def check() -> dict[str, str]:
-        check_scaler(scaler)
-        return check_fsdp(model, exchange.comm)
+    def check() -> dict[str, dict[str, str]]:
+        shard = check_fsdp(model, comm)
+        check_unattached(model, exchange)
+        return {
+            "shard": shard,
+            "arguments of attach_fsdp": check_settings(
+                exchange, scaler, trainable(model)
+            ),
+            "parameters, by torch.manual_seed or a checkpoint": _digests(model),
+        }
 
-    check_same("shard", gather_results(check, exchange.comm, "attach_fsdp"))
-    for hook in [*parts_of(model, FSDPModule)[0]._forward_pre_hooks.values()]:
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, FSDPHandle):
-            owner.remove()
+    everyone = gather_results(check, comm, "attach_fsdp")
+    for what in everyone[0]:
+        check_same(what, [each[what] for each in everyone])
+    if isinstance(exchange, Handle):
+        exchange.remove()
+    _warn_of_others(model)
     return FSDPHandle(model, exchange, scaler)
+
+
+_ANEW = (
+    "call attach_fsdp(model, handle), which keeps the exchange; or with other names, shapes or dtypes handle.remove(), "
+    "and attach_fsdp with a new exchange"
+)
+_INTERRUPTED = "on all ranks call model.reset_iter_state(), and attach_fsdp(model, handle), which keeps the exchange"
 
 
 class FSDPHandle(Handle):
@@ -85,18 +109,13 @@ class FSDPHandle(Handle):
     """
 
     def __init__(
-        self, model: FSDPModule, exchange: GradientExchange, scaler: Any
+        self, model: FSDPModule, exchange: GradientExchange | Handle, scaler: Any
     ) -> None:
         parameters = trainable(model)
-        remedy = "call attach_fsdp again, with a new exchange"
-        super().__init__(
-            exchange, ModelParameters(model, parameters, "attach_fsdp", remedy), scaler
-        )
+        known = ModelParameters(model, parameters, "attach_fsdp", _ANEW)
+        super().__init__(exchange, known, scaler, _INTERRUPTED)
         self._modules = parts_of(model, FSDPModule)
-        self._completing = False  # the end of the backward pass will call `_complete`
-        self._refused: Exception | None = None  # the model has other parameters
         self._calls = Counter[Any]()  # of modules in forward passes, since the last end
-        self._versions: list[int] = []  # of the parameters, before the backward pass
         self._taken: dict[Any, Any] = {}  # the gradients of this backward pass, and
         self._late: list[Any] = []  # the parameters whose exchange its end starts
         self._hooks = [
@@ -110,37 +129,17 @@ class FSDPHandle(Handle):
             for each in parameters.values()
         ]
 
-    def fail(self, error: Exception) -> NoReturn:
-        """End the step under way, or the next one, as a rank that failed: `error` is raised, as in the step.
-
-        After an error in a backward pass, call `model.reset_iter_state()` as well, on
-        all ranks of the replica.
-        """
-        self._reset()
-        super().fail(error)
-
     def remove(self) -> None:
-        """Remove the hooks: another handle takes their place."""
+        """Remove the hooks: the model can be attached again."""
         for hook in self._hooks:
             hook.remove()
 
-    def _reset(self) -> None:
-        self._completing, self._failed, self._refused, self._taken, self._late = (
-            False,
-            None,
-            None,
-            {},
-            [],
-        )
-        self._calls.clear()
-
     def _compare(self, *unused: Any) -> None:
         """Look at the parameters again, before FSDP2 replaces them by whole ones; the end of the step raises errors."""
-        if self._completing and torch._C._current_graph_task_id() < 0:
-            raise RuntimeError(
-                "the last backward pass was interrupted by an error: call handle.fail(error) after it"
-            )
-        if torch.is_grad_enabled() and not self._completing:
+        if not torch.is_grad_enabled():
+            return
+        self._check_interrupted()
+        if not self._in_pass:
             try:
                 self._parameters.frozen()
                 self._refused = None
@@ -149,21 +148,18 @@ class FSDPHandle(Handle):
 
     def _watch(self, module: Any, inputs: Any, output: Any) -> None:
         """Have the backward pass of an output queue its end, and count the calls of the module."""
-        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in tensors:
-            tensor.register_hook(self._queue_end)
-        if tensors and not self._completing:  # else checkpointing computes it again
+            tensor.register_hook(lambda _: self._begin_pass())
+        if tensors and not self._in_pass:  # else checkpointing computes it again
             self._calls[module] += 1
 
-    def _queue_end(self, *unused: Any) -> None:
-        """Have the end of this backward pass complete the step."""
-        if not self._completing:
-            after_backward(self._complete)
-            self._completing, self._versions = (
-                True,
-                [parameter._version for parameter in self._names],
-            )
-            self._begin()
+    def _begin_pass(self) -> None:
+        """Begin a backward pass, whose end completes the step."""
+        if not self._in_pass:
+            super()._begin_pass()
+            self._taken = {}
+            self._late = []
 
     def _take(self, parameter: Any) -> None:
         """Start the exchange of a gradient, or have the end of the backward pass start it.
@@ -172,7 +168,7 @@ class FSDPHandle(Handle):
         gradient as often. And for parameters that FSDP2 ignores: their hooks also run
         where gradients only accumulate.
         """
-        self._queue_end()  # of outputs that no module of FSDP2 returned
+        self._begin_pass()  # of outputs that no module of FSDP2 returned
         is_new = parameter not in self._taken
         self._taken[parameter] = local_shard(parameter.grad)
         if (
@@ -182,28 +178,16 @@ class FSDPHandle(Handle):
             self._late += [parameter] if is_new else []
         elif is_new:
             self._start_all([parameter])
-        elif self._failed is None:
-            self._failed = RuntimeError(
+        elif self._refused is None:
+            self._refused = RuntimeError(
                 f"{self._names[parameter]} got several gradients in one backward pass, from reentrant checkpoints: "
                 "use checkpoint(..., use_reentrant=False)"
             )
 
     def _start_all(self, parameters: Sequence[Any]) -> None:
-        """Start the exchange of gradients; before the first one of a step, leave out what is frozen now."""
-        if not self.exchange.is_in_step and self._failed is None:
-            frozen = {
-                name
-                for parameter, name in self._names.items()
-                if not parameter.requires_grad
-            }
-            try:
-                if frozen != self._held:
-                    self.exchange.hold(frozen)
-                    self._held = frozen
-            # on all ranks of the exchange; those of the replica are in the backward
-            # pass
-            except Exception as error:
-                self._failed = error
+        """Start the exchange of gradients; the first one of a step begins it."""
+        if not self.exchange.is_in_step:
+            self._begin_step()
         given = [each for each in parameters if self._names[each] not in self._held]
         parts = [
             (each, self._taken[each]) for each in given if self._taken[each] is not None
@@ -213,13 +197,11 @@ class FSDPHandle(Handle):
                 gradient.div_(self._scale)
         self._start(parts)
 
-    def _complete(self) -> None:
+    def _end_pass(self) -> None:
         """Wait for the means, and write them to `.grad`; NaN if the step fails, which it does on all ranks."""
         try:
             if not self._has_step():
                 return
-            if self._refused is not None:
-                self.exchange.fail(self._refused)
             self._check_unchanged()
             unused = [
                 parameter for parameter in self._names if parameter not in self._taken
@@ -230,13 +212,17 @@ class FSDPHandle(Handle):
             }
             self._start_all([*self._late, *unused])
             means, factor = self._end()
-        except Exception:
+        except Exception as error:
             for parameter, name in self._names.items():
                 if parameter.grad is not None and name not in self._held:
                     local_shard(parameter.grad).fill_(math.nan)
-            raise
+            raise_after_backward(error)
+            return
         finally:
-            self._reset()
+            self._in_pass = False
+            self._refused = None
+            self._taken = {}
+            self._calls.clear()
         for parameter, name in self._names.items():
             if name in self._held:
                 continue
@@ -265,8 +251,8 @@ class FSDPHandle(Handle):
         )
 
     def _check_unchanged(self) -> None:
-        """Fail the step on all ranks if a parameter was changed in the backward pass, or its gradient replaced."""
-        before = dict(zip(self._names, self._versions, strict=True))
+        """Refuse the step if a parameter was changed in the backward pass, or its gradient replaced."""
+        self._check_versions()
         for parameter, gradient in self._taken.items():
             now = local_shard(parameter.grad)
             is_same = (
@@ -274,25 +260,50 @@ class FSDPHandle(Handle):
                 and gradient is not None
                 and now.data_ptr() == gradient.data_ptr()
             )
-            if self._failed is None and not (
-                is_same and parameter._version == before[parameter]
-            ):
-                what = f"{self._names[parameter]} was changed, or its .grad was replaced, in the backward pass"
-                remedy = "call an optimiser's step() after backward(), and not in register_post_accumulate_grad_hook"
-                self.exchange.fail(RuntimeError(f"{what}: {remedy}"))
+            if self._refused is None and not is_same:
+                self._refuse_change(self._names[parameter])
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a module's output in which FSDP2 looks for them."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _tensors([*output.values()])
-    elif is_dataclass(output) and not isinstance(output, type):
-        yield from _tensors([getattr(output, field.name) for field in fields(output)])
-    elif isinstance(output, list | tuple):
-        for each in output:
-            yield from _tensors(each)
+def check_unattached(model: Any, exchange: Any) -> None:
+    """Raise ValueError if another handle than `exchange` has hooks in a model."""
+    for module in parts_of(model, FSDPModule):
+        for hook in module._forward_hooks.values():
+            owner = getattr(hook, "__self__", exchange)
+            if isinstance(owner, FSDPHandle) and owner is not exchange:
+                raise ValueError(
+                    "the model is already attached: use the handle that attach_fsdp has returned; or call its remove()"
+                )
+
+
+def _digests(model: Any) -> dict[str, str]:
+    """Return a hash of the bits of this rank's shard of each parameter, by name."""
+    found = {}
+    for name, parameter in named(model).items():
+        shard = local_shard(parameter.detach()).cpu().contiguous().reshape(-1)
+        bits = shard.view(torch.uint8).numpy()
+        found[name] = f"of SHA-256 {hashlib.sha256(bits).hexdigest()[:8]}"
+    return found
+
+
+def _warn_of_others(model: Any) -> None:
+    """Warn of parameters of a larger FSDP2 model that a part of it leaves out."""
+    mine = {*model.parameters()}
+    others = {
+        parameter
+        for larger in living(
+            FSDPModule,
+            lambda each: each is not model and model in {*each.modules()},
+        )
+        for parameter in larger.parameters()
+        if parameter.requires_grad and parameter not in mine
+    }
+    if others:
+        warnings.warn(
+            f"attach_fsdp got a part of a larger FSDP2 model, of which it leaves out {len(others)} parameters: the "
+            "replicas do not average them; expected attach_fsdp(model, ...) of the whole model",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _like_parameter(mean: torch.Tensor, parameter: Any) -> torch.Tensor:

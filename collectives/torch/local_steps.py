@@ -7,16 +7,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from collectives.agreement.all_or_none import check_same, gather_objects, gather_results
+from collectives.agreement.all_or_none import check_same, gather_results
 from collectives.torch.common import (
     ModelParameters,
-    check_exchange,
+    exchange_of,
+    living,
     local_shard,
     parts_of,
     trainable,
 )
-from collectives.torch.fsdp import check_fsdp
+from collectives.torch.fsdp import check_fsdp, check_unattached
 from collectives.torch.start import check_launcher
 from collectives.training import GradientExchange
 from collectives.training.outer import OuterLoop
@@ -34,7 +36,10 @@ def outer_loop(
     node, where each rank exchanges all parameters; also inside of other modules, such
     as torch.compile's. terms: keyword arguments of `OuterLoop`.
 
-    Raises ValueError if DistributedDataParallel or FSDP2 averages over ranks of the
+    Parameters that are loaded before the first step of an optimiser are the anchor, the
+    same on all ranks; the first round compares them.
+
+    Raises TypeError for what is no module. ValueError if DistributedDataParallel or FSDP2 averages over ranks of the
     exchange: the gradients would be sent dense in every step, and the parameters
     averaged once more. The errors of `OuterLoop`. If the model later has other
     parameters, or one more that requires a gradient, the next round raises ValueError
@@ -42,13 +47,13 @@ def outer_loop(
 
     >>> outer = outer_loop(network, exchange, every=10)
     """
-    check_launcher()
-    if parts_of(model, FSDPModule):
-        check_exchange(exchange)
-        check = partial(check_fsdp, model, exchange.comm)
-        check_same("shard", gather_results(check, exchange.comm, "outer_loop"))
-    for each in parts_of(model, DistributedDataParallel):
-        _check_groups(each, exchange.comm)
+    comm = exchange_of(exchange).comm
+    everyone = gather_results(partial(_check, model, comm), comm, "outer_loop")
+    check_same("shard", [each["shard"] for each in everyone])
+    _check_groups(
+        [each["rank"] for each in everyone],
+        [group for each in everyone for group in each["groups"]],
+    )
     remedy = "make a new exchange and a new loop, once the model has its parameters"
     known = ModelParameters(model, trainable(model), "outer_loop", remedy)
 
@@ -58,16 +63,50 @@ def outer_loop(
             name: local_shard(parameter) for name, parameter in known.registered.items()
         }
 
-    return OuterLoop(exchange, parameters, **terms)
+    outer = OuterLoop(exchange, parameters, **terms)
+    mine = {id(each) for each in known.registered.values()}
+
+    def restart(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before the first step of an optimiser: parameters that were loaded are the anchor."""
+        groups = optimizer.param_groups
+        if any(id(each) in mine for group in groups for each in group["params"]):
+            hook.remove()
+            if outer.count == 0:
+                outer.restart()
+
+    hook = register_optimizer_step_pre_hook(restart)
+    return outer
 
 
-def _check_groups(model: DistributedDataParallel, comm: Any) -> None:
-    """Raise ValueError on all ranks of `comm` if DDP averages over two of them."""
-    between = gather_objects(dist.get_rank(), comm, "outer_loop")
-    inside = dist.get_process_group_ranks(model.process_group)
-    if len({*between} & {*inside}) > 1:
-        raise ValueError(
-            f"DistributedDataParallel averages the gradients of ranks {inside} in every step, and the exchange would "
-            f"average the parameters of ranks {between} again: pass the module without DistributedDataParallel; or "
-            "give it the process group of one node, and the exchange a communicator with one rank of each node"
+def _check(model: Any, comm: Any) -> dict[str, Any]:
+    """Return this rank's shard, rank and process groups of DDP; raise TypeError for what is no module."""
+    check_launcher()
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"model is {type(model).__name__}: expected a torch.nn.Module; OuterLoop takes arrays"
         )
+    check_unattached(model, comm)
+    # DDP hooks the parameters, whatever module is passed here
+    mine = {*model.parameters()}
+    wrapped = living(
+        DistributedDataParallel, lambda each: not mine.isdisjoint(each.parameters())
+    )
+    return {
+        "shard": check_fsdp(model, comm) if parts_of(model, FSDPModule) else {},
+        "rank": dist.get_rank() if dist.is_initialized() else 0,
+        "groups": [
+            dist.get_process_group_ranks(each.process_group) for each in wrapped
+        ],
+    }
+
+
+def _check_groups(between: list[int], groups: list[list[int]]) -> None:
+    """Raise ValueError if DDP averages over two ranks of the exchange."""
+    for inside in groups:
+        if len({*between} & {*inside}) > 1:
+            raise ValueError(
+                f"DistributedDataParallel averages the gradients of ranks {inside} in every step, and the exchange "
+                f"would average the parameters of ranks {between} again: pass the module without "
+                "DistributedDataParallel, and delete that; or give it the process group of one node, and the exchange "
+                "a communicator with one rank of each node"
+            )

@@ -158,6 +158,12 @@ class GradientExchange:
         # of the exchanges on this communicator, in the order in which they were made
         self._number = next_number(comm)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a GradientExchange has a communicator, and is neither copied nor pickled: save its state_dict(), and keep "
+            "it outside of modules that are copied, as by copy.deepcopy or AveragedModel"
+        )
+
     def __call__(self, gradient: Any, *, out: Any = None, sparse: bool = False) -> Any:
         """Exchange `gradient` and return the mean over the ranks, as the same kind of array.
 
@@ -268,17 +274,33 @@ class GradientExchange:
         step = self._run(DICT, "vectors", settings=settings)
         return [each.mean for each in step.finished]
 
-    def fail(self, error: Exception) -> NoReturn:
-        """End the step under way, or the next one, as a rank that failed: `error` is raised, as in `finish`."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """End the step under way, or the next one, as a rank that failed: `error` is raised, as in `finish`.
+
+        The other ranks raise CollectiveError. error: any exception, such as
+        KeyboardInterrupt; for anything else TypeError is raised, and CollectiveError on
+        the other ranks.
+        """
+        given: Any = error
+        if not isinstance(given, BaseException):
+            error = TypeError(f"fail got {given!r}: expected an exception")
+        traceback = error.__traceback__  # which a step that fails drops
+        contributed = (
+            error if isinstance(error, Exception) else RuntimeError(repr(error))
+        )
         try:
-            if not self._buckets:
-                self._step = None
-                # as the others, which compare what they have
-                gather_objects(error, self.comm, OPERATION)
-            self._run(DICT, "dense", error)
-            raise error
+            try:
+                if not self._buckets:
+                    self._step = None
+                    # as the others, which compare what they have
+                    gather_objects(contributed, self.comm, OPERATION)
+                self._run(DICT, "dense", contributed)
+            except Exception as raised:
+                if raised is not contributed:
+                    raise
+            raise error.with_traceback(traceback)
         finally:
-            del error  # else it, its traceback and this frame hold each other
+            del error, contributed  # they, a traceback and this frame hold each other
 
     def ahead(self, parameters: Any) -> Any:
         """Return where to evaluate the next gradient: `parameters` less the residual for `StepAhead`, else as they are.

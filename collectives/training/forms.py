@@ -69,6 +69,7 @@ def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, An
             )
         if buffer is None and arrays[name] is None:
             raise ValueError(
-                f"out is None for {name!r}: expected an array for its mean; pass zeros as its gradient"
+                f"out is None for {name!r}: expected an array for its mean; pass zeros as its gradient, or, if it is "
+                f"frozen, leave it out by exchange.hold([{name!r}])"
             )
     return outs

@@ -220,6 +220,40 @@ class OuterLoop:
                 return self._finish()
         return False
 
+    @defer_interrupt
+    def synchronise(self) -> bool:
+        """End the round now, such as at the end of training or to save; return whether its exchange was kept.
+
+        All ranks call it. The steps since the last exchange are exchanged, an exchange
+        in flight is finished before, and all ranks hold the anchor. The next round has
+        `every` steps again. False without such steps. Raises the errors of `step`.
+
+        >>> outer = OuterLoop(exchange, {"weight": np.ones(4, np.float32)}, every=10)
+        >>> outer.step(), outer.synchronise()
+        (False, True)
+        """
+        with np.errstate(all="ignore"):
+            kept = self._in_flight and self._finish()
+            if self.count % self.every:
+                self.count += -self.count % self.every
+                self._start()
+                kept = self._finish()
+        return kept
+
+    def restart(self) -> None:
+        """Take the parameters as the anchor, such as those that were loaded after this loop was made.
+
+        All ranks call it, with the same parameters, before the first step: the first
+        round compares them. RuntimeError after a step.
+        """
+        if self.count:
+            raise RuntimeError(
+                f"got restart() after step {self.count}: expected it before the first one"
+            )
+        _, given = self._given()
+        for each in self._replicas:
+            each.take_anchor(given)
+
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's loop and its exchange: arrays by name, for np.savez.
 
@@ -246,9 +280,10 @@ class OuterLoop:
     ) -> None:
         """Load a `state_dict`; the following steps have the same bits. All ranks call it.
 
-        Construct model, exchange and loop as at the start of the run, call this, and
-        then write the saved parameters to the model. An exchange that was in flight is
-        started again. same_settings: as in `GradientExchange`.
+        Construct model, exchange and loop as at the start of the run, and call this. It
+        writes the anchor to the parameters if the state was saved at the end of a round.
+        Else write the saved parameters to the model after it. An exchange that was in
+        flight is started again. same_settings: as in `GradientExchange`.
 
         Raises ValueError on a rank whose state does not fit and CollectiveError on the
         others; CollectiveError on all for states of different steps; RuntimeError with
@@ -272,8 +307,8 @@ class OuterLoop:
         """Load the states that `ranks` ranks saved at the end of a round, in a job of any size.
 
         See `load_state_dict`; the arguments are those of
-        `GradientExchange.load_state_dicts`. Every rank then starts from the anchor:
-        write it to the model.
+        `GradientExchange.load_state_dicts`. Every rank then starts from the anchor, which
+        is written to the parameters.
 
         Raises the errors of `load_state_dict`, and ValueError for states within a round
         or with an exchange in flight, as the progress since the anchor belongs to
@@ -314,6 +349,7 @@ class OuterLoop:
                     "the state", state.get(TABLE, ()), self._settings(), OTHER_LOOP
                 )
             loaded.update(self._fitting(state))
+            self._find_parameters()
             load_exchange()
             anchors = [
                 loaded[f"anchor/{tensor.name}"]
@@ -338,6 +374,10 @@ class OuterLoop:
             copy_from_host(loaded[name], array)
         if _is_in_flight(loaded):
             self._send()
+        elif self.count % self.every == 0:
+            for each in self._replicas:
+                each.write_anchor()
+            staging.complete(each.tensors[0].xp for each in self._replicas)
 
     def _between_rounds(
         self, ranks: int, load: Callable[[int], Mapping[str, Any]]
@@ -387,6 +427,11 @@ class OuterLoop:
             self._parameters() if isroutine(self._parameters) else self._parameters
         )
 
+    def _find_parameters(self) -> None:
+        _, given = self._given()
+        for each in self._replicas:
+            each.find_parameters(given)
+
     def _gather(self, call: Callable[[], Any]) -> list[Any]:
         return gather_results(call, self.exchange.comm, OPERATION)
 
@@ -397,7 +442,7 @@ class OuterLoop:
         """Raise on all ranks if their digests of the anchor differ; names the minority."""
         usual = Counter(digests).most_common(1)[0][0]
         odd = [rank for rank, digest in enumerate(digests) if digest != usual]
-        if odd and self.count:
+        if odd and self.rounds:
             raise CheckError(
                 f"{checking.VARIABLE}: after round {self.rounds} the anchor of ranks {odd} differs from that of the "
                 "other ranks: expected the same rate on all ranks, and nothing else that writes to it"
@@ -405,12 +450,13 @@ class OuterLoop:
         if odd:
             raise CollectiveError(
                 f"the parameters of ranks {odd} differ from those of the other ranks: expected the same values at the "
-                "start; broadcast rank 0's, as by comm.Bcast(array, root=0), and make a new exchange and loop"
+                "start; broadcast rank 0's, as by comm.Bcast(array, root=0), and make a new exchange and loop. To "
+                "resume within a round, make the loop first, and then load its state and the parameters"
             )
 
     def _start(self) -> None:
         """Start the exchange of this round's pseudo-gradients."""
-        if self._checked:
+        if self._checked or not self.rounds:
             self._check_anchors(self._gather(self._digest))
         try:
             _, given = self._given()
@@ -460,9 +506,7 @@ class OuterLoop:
         self._in_flight = False
         try:
             if self.delay:  # without one, `subtract` has just found them
-                _, given = self._given()
-                for each in self._replicas:
-                    each.find_parameters(given)
+                self._find_parameters()
         except Exception as error:
             self.exchange.fail(error)
         means = self.exchange.finish_vectors(f"rate {self.rate!r}")

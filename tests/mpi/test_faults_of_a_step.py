@@ -497,3 +497,43 @@ def test_arrays_that_are_written_to_twice_are_refused(comm, in_place):
         b,
     ):
         exchange({"a": a, "b": b}, out=outs if is_last(comm) else {})
+
+
+ERRORS = {
+    "KeyboardInterrupt": KeyboardInterrupt("stop"),
+    "SystemExit": SystemExit(3),
+    "ValueError": ValueError("bad sample"),
+    "text": "bad sample",
+    "class": ValueError,
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+@pytest.mark.at_least(2)
+def test_fail_takes_any_exception_and_refuses_anything_else(comm, error, steps):
+    """The rank raises it with the traceback that it had; what is no exception becomes a TypeError."""
+    exchange = GradientExchange(comm, TopK(0.1))
+    gradient = np.ones(2000, np.float32)
+    for _ in range(steps):
+        exchange(gradient)
+    is_exception = isinstance(error, BaseException)
+    if not is_last(comm):
+        kind = type(error).__name__ if is_exception else "TypeError"
+        words = "bad sample" if kind == "ValueError" else kind
+        with pytest.raises(CollectiveError, match=words):
+            exchange(gradient)
+    else:
+        try:
+            if is_exception:
+                raise error
+        except BaseException as caught:
+            error = caught
+        with pytest.raises(type(error) if is_exception else TypeError) as found:
+            exchange.fail(error)
+        assert not is_exception or found.value is error
+        lines = [str(entry.statement).strip() for entry in found.traceback]
+        assert not is_exception or "raise error" in lines
+    exchange(gradient)
+    assert exchange.steps == steps + 1

@@ -8,7 +8,14 @@ from cases import RandomK, through_a_file
 from devices import cupy_for_tests
 
 from collectives import GradientExchange, OuterLoop, dense_allreduce, sparse_allreduce
-from mpicomp import CheckError, CollectiveError, Dense, ErrorFeedback, TopK
+from mpicomp import (
+    CheckError,
+    CollectiveError,
+    Dense,
+    ErrorFeedback,
+    NoFeedback,
+    TopK,
+)
 
 SHAPES = {"weight": (20, 30), "bias": (7,)}  # the second is sent dense
 START = {
@@ -641,3 +648,89 @@ def test_the_bits_on_a_device_are_those_of_the_host(comm, settings):
     )
     third.load_state_dict(loop.state_dict())
     assert bits(third.state_dict()) == bits(loop.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["own state", "states of all ranks"])
+def test_a_state_from_the_end_of_a_round_writes_the_parameters(comm, kind):
+    """Else the next round would discard what was trained: the model is a new one."""
+    parameters = {"weight": np.ones(3000, np.float32)}
+    loop = OuterLoop(GradientExchange(comm, Dense(), NoFeedback()), parameters, every=2)
+
+    def train(parameters, loop, rounds):
+        for step in range(2 * rounds):
+            parameters["weight"] -= 1 + comm.rank + step
+            loop.step()
+
+    train(parameters, loop, 2)
+    states = comm.allgather(loop.state_dict())
+    new = {"weight": np.zeros(3000, np.float32)}
+    other = OuterLoop(GradientExchange(comm, Dense(), NoFeedback()), new, every=2)
+    if kind == "own state":
+        other.load_state_dict(states[comm.rank])
+    else:
+        other.load_state_dicts(comm.size, lambda rank: states[rank])
+    np.testing.assert_array_equal(new["weight"], parameters["weight"])
+    train(new, other, 1)
+    train(parameters, loop, 1)
+    np.testing.assert_array_equal(new["weight"], parameters["weight"])
+
+
+def test_a_state_from_within_a_round_leaves_the_parameters(comm):
+    """They belong to the rank, which saves them itself."""
+    parameters = {"weight": np.ones(3000, np.float32)}
+    loop = OuterLoop(GradientExchange(comm, Dense(), NoFeedback()), parameters, every=2)
+    loop.step()
+    parameters["weight"][:] = 5
+    loop.load_state_dict(loop.state_dict())
+    assert parameters["weight"][0] == 5
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("steps", [0, 3, 4, 5, 7])
+def test_a_round_ends_early_on_all_ranks(comm, steps, delay):
+    """All hold the mean of what they did then; the next round has as many steps as any."""
+    parameters = {"weight": np.zeros(3000)}
+    exchange = GradientExchange(comm, Dense(), NoFeedback())
+    loop = OuterLoop(exchange, parameters, every=4, delay=delay)
+    for _ in range(steps):
+        parameters["weight"] += 2 * comm.rank
+        loop.step()
+    exchanged = steps % 4 > 0 or (delay > 0 and steps > 0)
+    assert loop.synchronise() == exchanged
+    mean = steps * (comm.size - 1)
+    assert set(parameters["weight"]) == set(loop.anchor["weight"]) == {mean}
+    assert loop.synchronise() is False
+    rounds = loop.rounds
+    for step in range(4 + delay):
+        parameters["weight"] += 2 * comm.rank
+        assert loop.step() == (step == 3 + delay)
+    assert loop.rounds == rounds + 1
+    saved = loop.state_dict()
+    if not delay:
+        assert int(saved["count"]) % 4 == 0
+
+
+def test_parameters_that_were_loaded_are_the_anchor_after_restart(comm):
+    """Else the first round would send their change."""
+    parameters = {"weight": np.zeros(3000)}
+    exchange = GradientExchange(comm, bits=4)
+    loop = OuterLoop(exchange, parameters, every=2)
+    parameters["weight"][:] = np.linspace(-1, 1, 3000)
+    loop.restart()
+    for _ in range(2):
+        loop.step()
+    np.testing.assert_array_equal(parameters["weight"], np.linspace(-1, 1, 3000))
+    with pytest.raises(
+        RuntimeError, match="after step 2: expected it before the first"
+    ):
+        loop.restart()
+
+
+@pytest.mark.at_least(2)
+def test_ranks_that_restart_with_other_parameters_raise(comm):
+    parameters = {"weight": np.zeros(3000)}
+    loop = OuterLoop(GradientExchange(comm, bits=4), parameters, every=1)
+    parameters["weight"][0] = comm.rank == comm.size - 1
+    loop.restart()
+    with pytest.raises(CollectiveError, match=r"the parameters of ranks .* differ"):
+        loop.step()

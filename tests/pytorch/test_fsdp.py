@@ -1,5 +1,7 @@
 """`collectives.torch.attach_fsdp`: an FSDP2 model, sharded over two ranks; the other ranks are its replicas."""
 
+import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -337,11 +339,16 @@ def test_other_parameters_raise_on_all_ranks_and_the_remedy_works(
     model, comm = sharded(mesh["shard"]), between_replicas(world, mesh)
     model.middle.requires_grad_(change is not unfreeze)
     exchange = GradientExchange(comm, TopK(0.1))
-    attach_fsdp(model, exchange)
+    handle = attach_fsdp(model, exchange)
     model(batch(world, 0)).square().mean().backward()
     change(model)
     with pytest.raises(ValueError, match=match):
         model(batch(world, 1)).square().mean().backward()
+    if change is assign:
+        handle = attach_fsdp(model, handle)
+        model(batch(world, 3)).square().mean().backward()
+        assert (exchange.steps, handle.exchange) == (2, exchange)
+    handle.remove()
     exchange = GradientExchange(comm, Dense(), NoFeedback())
     attach_fsdp(model, exchange)
     model.zero_grad()
@@ -380,6 +387,137 @@ def test_a_step_that_is_refused_leaves_nan_and_the_model_goes_on(
         model(batch(world, step)).square().mean().backward()
         assert all(np.isfinite(each).all() for each in shards(model).values())
     assert exchange.steps == 2
+
+
+def test_the_recipe_of_a_loop_that_catches_errors_leaves_out_one_step(world, mesh):
+    """One replica has a bad gradient once: the steps after it are kept."""
+    model = sharded(mesh["shard"])
+    exchange = GradientExchange(between_replicas(world, mesh), TopK(0.1))
+    attach_fsdp(model, exchange)
+    caught = 0
+    for step in range(5):
+        bad = step == 1 and mesh.get_local_rank("replica") == 0
+        loss = model(batch(world, step)).square().mean() * (np.inf if bad else 1)
+        try:
+            loss.backward()
+        except (ValueError, CollectiveError):
+            caught += 1
+        model.zero_grad()
+    assert (caught, exchange.steps) == (1, 4)
+
+
+def test_after_an_interrupted_backward_pass_the_exchange_is_taken_over(world, mesh):
+    """As the error of the next forward pass says; on all ranks of one replica, which wait for each other."""
+    model, comm = sharded(mesh["shard"]), between_replicas(world, mesh)
+    handle = attach_fsdp(model, GradientExchange(comm, TopK(0.1), small=0))
+    model(batch(world, 0)).square().mean().backward()
+    before = handle.state_dict()
+    here = mesh.get_local_rank("replica") == 0
+
+    def step(number):
+        model.zero_grad()
+        model(batch(world, number)).square().mean().backward()
+
+    def fail(gradient):
+        raise MemoryError("no room")
+
+    def interrupted(inputs):
+        hidden = model.first(inputs)
+        hidden.register_hook(fail)
+        return model.last(model.middle(hidden))
+
+    if here:
+        model.forward, forward = interrupted, model.forward
+        with pytest.raises(MemoryError, match="no room"):
+            step(1)
+        model.forward = forward
+        model.reset_iter_state()
+    with pytest.raises(
+        RuntimeError if here else CollectiveError,
+        match=r"interrupted the last.*reset_iter_state\(\), and attach_fsdp\(model, handle\)",
+    ):
+        step(1)
+    after = handle.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    handle = attach_fsdp(model, handle)
+    for number in (2, 3):
+        step(number)
+    assert handle.exchange.steps == 3
+    everyone = comm.allgather(
+        b"".join(each.tobytes() for each in shards(model).values())
+    )
+    assert len({*everyone}) == 1
+
+
+def test_a_model_is_attached_once(world, mesh):
+    """Another exchange would take the place of the first one, whose handle saves what no longer changes."""
+    model, comm = sharded(mesh["shard"]), between_replicas(world, mesh)
+    handle = attach_fsdp(model, GradientExchange(comm, TopK(0.1)))
+    for twice in (model, nn.Sequential(model)):
+        with pytest.raises(ValueError, match="the model is already attached"):
+            attach_fsdp(twice, GradientExchange(comm, TopK(0.1)))
+    with pytest.raises(ValueError, match="the model is already attached"):
+        outer_loop(model, GradientExchange(comm, TopK(0.1)))
+    model(batch(world, 0)).square().mean().backward()
+    assert handle.exchange.steps == 1
+    handle.remove()
+    again = attach_fsdp(model, GradientExchange(comm, TopK(0.1)))
+    model(batch(world, 1)).square().mean().backward()
+    assert (handle.exchange.steps, again.exchange.steps) == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_that_start_with_other_parameters_are_refused(world, mesh, dtype):
+    """FSDP2 does not broadcast them, as DDP does: two models would be trained."""
+    model, comm = sharded(mesh["shard"], dtype), between_replicas(world, mesh)
+    with torch.no_grad():
+        model.middle.bias.to_local()[-1:] = mesh.get_local_rank("replica")
+    exchange = GradientExchange(comm, TopK(0.1))
+    if comm.size == 1:
+        attach_fsdp(model, exchange)
+        return
+    with pytest.raises(
+        CollectiveError,
+        match=r"the same parameters, by torch.manual_seed.*: 'middle.bias' is .* on rank 0, and .* on rank 1",
+    ):
+        attach_fsdp(model, exchange)
+    with torch.no_grad():
+        model.middle.bias.to_local()[-1:] = 0
+    attach_fsdp(model, exchange)
+
+
+def test_a_part_of_a_larger_model_is_warned_of(world, mesh):
+    model, comm = sharded(mesh["shard"]), between_replicas(world, mesh)
+    with pytest.warns(RuntimeWarning, match="it leaves out 4 parameters"):
+        attach_fsdp(model.middle, GradientExchange(comm, TopK(0.1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach_fsdp(sharded(mesh["shard"]), GradientExchange(comm, TopK(0.1)))
+
+
+def test_a_scaler_on_some_ranks_only_raises(world, mesh):
+    comm = between_replicas(world, mesh)
+    scaler = torch.amp.GradScaler("cpu") if comm.rank == 0 else None
+    with (
+        pytest.raises(
+            CollectiveError, match="'scaler' is one that is enabled on rank 0"
+        )
+        if comm.size > 1
+        else nullcontext()
+    ):
+        attach_fsdp(
+            sharded(mesh["shard"]), GradientExchange(comm, TopK(0.1)), scaler=scaler
+        )
+
+
+def test_another_dtype_after_attach_raises(world, mesh):
+    model, comm = sharded(mesh["shard"]), between_replicas(world, mesh)
+    attach_fsdp(model, GradientExchange(comm, TopK(0.1)))
+    model.double()
+    with pytest.raises(
+        ValueError, match=r"replaced are 'first.weight', .*\.double\(\)"
+    ):
+        model(batch(world, 0).double()).square().mean().backward()
 
 
 @pytest.mark.parametrize("scaled", [False, True])

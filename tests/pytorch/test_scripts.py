@@ -376,3 +376,73 @@ def test_lightning_trains_with_the_callback_of_the_page(tmp_path):
     done = run(LAUNCHED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("steps: 4, same bits: True") == 2, done.stdout
+
+
+ENDS = """
+import sys
+
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives import GradientExchange
+from collectives.torch import attach, init_process_group
+
+comm, case = MPI.COMM_WORLD, {case!r}
+if not torch.distributed.is_initialized():
+    init_process_group(comm)
+settings = {{"static_graph": True}} if case == "static graph" else {{}}
+settings |= {{"find_unused_parameters": True}} if case == "replaced" else {{}}
+model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3000)), **settings)
+attach(model, GradientExchange(comm, bits=4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+inputs = torch.ones(5, 4)
+
+
+def fail(*_):
+    raise MemoryError("no room")
+
+
+for step in range(4):
+    if comm.rank == 0 and step == (0 if case == "static graph" else 2):
+        if case == "before the forward pass":
+            fail()
+        if case in ("backward pass", "static graph"):
+            model.module[1].weight.register_hook(fail)
+        if case == "replaced":
+            model.load_state_dict({{name: each.clone() for name, each in model.state_dict().items()}}, assign=True)
+        if case == "step of the optimiser":
+            optimizer.step = fail
+    loss = model(inputs).sum()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "launch"),
+    [
+        ("before the forward pass", MPIRUN),
+        ("backward pass", MPIRUN),
+        ("static graph", MPIRUN),
+        ("replaced", MPIRUN),
+        ("step of the optimiser", LAUNCHED),
+        ("backward pass", LAUNCHED),
+    ],
+)
+def test_an_error_that_is_not_caught_ends_the_job_without_a_deadline(
+    tmp_path, case, launch
+):
+    """Wherever the other rank waits: in the exchange, in DDP's sums, or in its broadcast of buffers."""
+    script = ENDS.format(case=case)
+    if launch is LAUNCHED:
+        script = (
+            "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+            + script
+        )
+    (tmp_path / "train.py").write_text(script)
+    done = run(launch, tmp_path)
+    assert done.returncode != 0
+    words = "replaced are" if case == "replaced" else "MemoryError: no room"
+    assert words in done.stderr
