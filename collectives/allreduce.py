@@ -67,8 +67,8 @@ def sparse_allreduce(
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm.
     Entries whose sum is zero are kept; "dense_mpi" returns an entry for every position.
-    The sum may share memory with `vector`. With votes returns (sum, counts), of which
-    type checkers see the sum alone: counts is int64, one for each entry.
+    With votes returns (sum, counts), of which type checkers see the sum alone: counts
+    is int64, one for each entry.
 
     >>> vector = TopK(k=2).compress(gradient)
     >>> sparse_allreduce(vector, comm).to_dense().tolist()

@@ -170,16 +170,15 @@ class Engine:
     def start(self, steps: Steps[T], group: Group) -> Request[T]:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
+        faults = link.faults
         if (
             self._listens(link)
-            and not link.faults.finished
+            and not faults.finished
             and deadline.has_notice(link.comm)
         ):
-            self.give_up(
-                link.comm, link.faults, (group.signature["operation"], 0, set())
-            )
-        if link.faults.finished:
-            raise link.faults.error()
+            self.give_up(link.comm, faults, (group.signature["operation"], 0, set()))
+        if faults.finished:
+            raise faults.error()
         request = Request(steps, group, self)
         if not request.done:
             self._in_flight.append(request)
