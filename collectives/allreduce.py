@@ -29,7 +29,14 @@ from collectives.runtime.collective import Call, Codec, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, doubling
-from mpicomp.arrays import Array, kernels_for, on_device, to_device_of, to_numpy
+from mpicomp.arrays import (
+    Array,
+    kernels_for,
+    on_device,
+    rounded,
+    to_device_of,
+    to_numpy,
+)
 from mpicomp.codec import encoded_nbytes
 from mpicomp.vector import SparseVector, add_up, count_up, join
 
@@ -259,11 +266,7 @@ def dense_mpi(
     filled = to_numpy(values).reshape(-1)
     summed = np.empty_like(filled)
     yield (group.reduce(filled, summed),)
-    total = (
-        to_device_of(summed, values)
-        .astype(vector.dtype, copy=False)
-        .reshape(values.shape)
-    )
+    total = rounded(to_device_of(summed, values), vector.dtype).reshape(values.shape)
     indices = kernels_for(total).consecutive(0, metadata.length, vector.indices.dtype)
     return SparseVector(indices, total, metadata.length)
 

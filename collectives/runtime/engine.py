@@ -12,6 +12,7 @@ The operations in flight belong to the process, as in MPI, and so does the timeo
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -38,6 +39,13 @@ Waits = tuple[str, int, set[int]]
 # seconds of a round of polling of a rank that runs, at most, where ranks share cores
 _LONGEST_ROUND = 0.1
 _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
+_TWO_THREADS = (
+    "two threads are inside the library: call collectives from one thread at a time"
+)
+_FORKED = (
+    "this process was forked from a rank, and MPI counts it as no rank: call collectives in the rank itself, and end "
+    "the child with os._exit, as multiprocessing does"
+)
 
 
 class Request(Generic[T]):
@@ -166,6 +174,8 @@ class Engine:
         self._abandoned: list[Pending] = []
         self.timeout = initial_timeout()
         self._one_thread = Lock()
+        self._refusal = _TWO_THREADS
+        self._is_funneled = False  # only MPI's main thread may call it
 
     def start(self, steps: Steps[T], group: Group) -> Request[T]:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
@@ -186,13 +196,30 @@ class Engine:
 
     def __enter__(self) -> None:
         """Keep other threads out, from before anything is consumed that all ranks count until a wait has ended."""
+        if self._is_funneled:
+            self.check_thread()
         if not self._one_thread.acquire(False):
-            raise RuntimeError(
-                "two threads are inside the library: call collectives from one thread at a time"
-            )
+            raise RuntimeError(self._refusal)
 
     def __exit__(self, *raised: object) -> None:
         self._one_thread.release()
+
+    def check_thread(self) -> None:
+        """Raise RuntimeError in a thread that may not call MPI at the level at which MPI was initialised."""
+        from mpi4py import MPI
+
+        self._is_funneled = MPI.Query_thread() < MPI.THREAD_SERIALIZED
+        if self._is_funneled and not MPI.Is_thread_main():
+            raise RuntimeError(
+                "MPI was initialised for calls from its main thread only (MPI_THREAD_FUNNELED), and this is another "
+                'one: call collectives in the main thread, or set mpi4py.rc.thread_level = "multiple" before MPI is '
+                "imported"
+            )
+
+    def refuse_forked(self) -> None:
+        """Refuse all calls, in the child process of a rank."""
+        self._refusal = _FORKED
+        self._one_thread.acquire(False)  # for ever
 
     def finish(self, request: Request[Any]) -> None:
         """Return when `request` has ended."""
@@ -367,3 +394,13 @@ def configure(*, timeout: float | None) -> None:
 def of_process() -> Engine:
     """Return the engine of this process; as a context manager it keeps other threads out."""
     return Engine()
+
+
+def _after_fork() -> None:
+    """Refuse calls in the child of a process that is a rank; one that has not initialised MPI may."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        of_process().refuse_forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

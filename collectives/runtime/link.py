@@ -165,7 +165,7 @@ def check_communicator(comm: Any) -> None:
         return
     if isinstance(comm, mpi().Comm) and not comm:
         raise ValueError(
-            "comm is MPI.COMM_NULL: expected a communicator that this rank belongs to"
+            "comm is MPI.COMM_NULL: expected a communicator that this rank belongs to, and that is not freed"
         )
     raise TypeError(
         f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD"
@@ -182,13 +182,15 @@ def traffic(comm: Any) -> Traffic:
     """Return a copy of the traffic of this library on `comm`, sent by this rank so far; not collective.
 
     MPI's own allreduce, as in `dense_allreduce`, counts as one message of 2 (P-1)/P n v
-    bytes, the lower bound for n values of v bytes.
+    bytes, the lower bound for n values of v bytes. Raises TypeError or ValueError for a
+    `comm` that is no communicator in use.
 
     >>> before = traffic(comm)
     >>> total = sparse_allreduce(TopK(k=2).compress(gradient), comm)
     >>> traffic(comm).nbytes >= before.nbytes
     True
     """
+    check_communicator(comm)
     link = link_if_any(comm)
     return Traffic() if link is None else replace(link.traffic)
 
