@@ -75,10 +75,11 @@ def mpi(
 ) -> Steps[Any]:
     """Compare the call signatures, and sum the arrays by MPI; the sum is on the device of `beside`."""
     with group.turn() as turn:
+        mine = array.reshape(-1)
+        # first: a rank without memory for it breaks off before MPI's own sum
+        total = staging.pinned_like(mine) if on_device(beside) else np.empty_like(mine)
         yield from group.compare_calls()
         yield (turn,)
-        mine = array.reshape(-1)
-        total = staging.pinned_like(mine) if on_device(beside) else np.empty_like(mine)
         summing = group.reduce(mine, total)
     yield (summing,)
     total = staging.to_device(total) if on_device(beside) else total

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.agreement import ulfm
+from collectives.agreement.interrupts import defer_interrupt
 from collectives.agreement.state import Faults, named_ranks, ranks_by_value
 from collectives.planning import links
 from collectives.runtime import cuda_aware, engine, waiting
@@ -52,6 +53,7 @@ def link_of(comm: Any, operation: str = "an operation") -> Link:
     return link_if_any(comm) or _make_link(comm, operation)
 
 
+@defer_interrupt
 def _make_link(comm: Any, operation: str) -> Link:
     from mpi4py import MPI
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from collectives.agreement.state import disagreement, report
 from collectives.runtime.group import DisagreementError, Group
 from collectives.runtime.messages import Steps
-from mpicomp.errors import StepSkippedError
+from mpicomp.errors import CollectiveError, StepSkippedError
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
@@ -27,7 +27,8 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
 
     Raises this rank's own error if it has one, else CollectiveError that names the
     ranks and their arguments; StepSkippedError on every rank if gradients that are not
-    finite are the only errors.
+    finite are the only errors. What breaks off on one rank between two rounds, such as
+    for lack of memory, is the engine's (`Request`).
     """
     if group.error is None:
         try:
@@ -37,7 +38,16 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
         except DisagreementError:
             pass
     reports = yield from group.notify(report(group.signature, group.error))
-    error: Exception = disagreement(group.signature["operation"], reports)
+    operation = group.signature["operation"]
+    error: BaseException = disagreement(operation, reports)
+    if group.broken:
+        broken = "; ".join(
+            f"rank {rank}: {text}" for rank, text in group.broken.items()
+        )
+        error = CollectiveError(
+            f"{operation} broke off in the middle of its rounds: {broken}. Ranks that had ended it have the result: "
+            "the next operation on the communicator raises on all ranks"
+        )
     try:
         raise (
             error

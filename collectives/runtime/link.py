@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 from numpy.typing import NDArray
 
 from collectives.agreement.state import Faults
@@ -94,6 +95,17 @@ class Link:
         self.turns: deque[Turn] = deque()
         self._tags, self._next_tag = notice_tag(duplicate), 0
         self.faults = Faults(self.rank, self.size)
+        self._lost = ""
+
+    def lose(self, text: str) -> None:
+        """Remember that this rank has no result of an operation that the others may have: it is out of step."""
+        if self.size > 1:
+            self._lost = self._lost or text
+
+    def take_lost(self) -> str:
+        """Return the text of `lose`, once: the next operation then raises on all ranks; empty if nothing was lost."""
+        text, self._lost = self._lost, ""
+        return text
 
     def take_tag(self) -> int:
         """Return the tag of the next operation; all ranks start operations in the same order, so their tags agree."""
@@ -124,6 +136,17 @@ class Link:
             else []
         )
         return Sending(*sizes, *start(self.comm, buffer, dest, tag))
+
+    def discard(self, tag: int) -> bool:
+        """Receive a message with this tag from any rank, and drop it; return whether one had arrived."""
+        status = messages.new_status()
+        message = self.comm.Improbe(mpi().ANY_SOURCE, tag, status)
+        if message is None:
+            return False
+        message.Recv(
+            messages.in_bytes(np.empty(status.Get_count(mpi().BYTE), np.uint8))
+        )
+        return True
 
     def staged(self, buffer: Any) -> Any:
         """Return a device buffer as MPI accepts it: a copy in host memory, unless MPI is CUDA-aware."""
