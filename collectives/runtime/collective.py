@@ -168,7 +168,7 @@ class Collective(Generic[P, T]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the collective to its end."""
         try:
-            return self._start(self._called(args, kwargs)).wait()
+            return self._start(self._called(args, kwargs)).result()
         finally:
             # else an error among them, its traceback and this frame hold each other
             del args, kwargs
@@ -228,9 +228,9 @@ class Collective(Generic[P, T]):
 
     def _start(self, call: Call[T]) -> Request[T]:
         link = link_of(call.comm, call.operation or self.name)
-        vector, error = (
-            NOTHING,
-            call.contribution if isinstance(call.contribution, Exception) else None,
+        vector = NOTHING
+        error: BaseException | None = (
+            call.contribution if isinstance(call.contribution, Exception) else None
         )
         name, codec = call.algorithm, call.codec
         try:
@@ -243,7 +243,8 @@ class Collective(Generic[P, T]):
                 call.follow and link.rank != call.arguments["root"]
             ):
                 vector = call.prepare(call, link.size)
-        except Exception as raised:  # whatever it is: the other ranks must be notified
+        # whatever it is, also an interrupt: the other ranks must be notified
+        except BaseException as raised:
             # its frames would hold the vector
             error = raised.with_traceback(None) if error is None else error
         if error is not None:
