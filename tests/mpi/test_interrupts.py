@@ -299,3 +299,31 @@ def test_all_handlers_run_if_the_first_one_raises(comm, handle, monkeypatch):
     with pytest.raises(StopError):
         exchange(np.ones(8))
     assert sorted(ran) == sorted([signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("place", ["pack", "_received"])
+def test_a_step_in_which_memory_ends_between_two_rounds_is_undone_on_all(
+    comm, monkeypatch, place
+):
+    exchange, twin = (GradientExchange(comm, TopK(0.1)) for _ in range(2))
+    gradient = {"weight": np.arange(2000.0) + comm.rank}
+    exchange(gradient)
+    twin(gradient)
+    method, failed = getattr(Group, place), []
+
+    def failing(group, *args, **options):
+        failed.append(place)
+        monkeypatch.setattr(Group, place, method)
+        raise MemoryError("no room")
+
+    if comm.rank == 0:
+        monkeypatch.setattr(Group, place, failing)
+    got = outcome(partial(exchange, gradient))
+    if comm.bcast(bool(failed)):
+        assert got is (CollectiveError if comm.rank else MemoryError)
+    else:  # its messages need no decoding here
+        twin(gradient)
+    means = [each(gradient)["weight"] for each in (exchange, twin)]
+    np.testing.assert_array_equal(*means)
+    assert exchange.steps == twin.steps
