@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from collectives.agreement import deadline, ulfm
 from collectives.agreement.interrupts import FREQUENT, Deferred
 from collectives.agreement.state import Faults, report
-from collectives.runtime.group import Discarding, Group, Notifications
+from collectives.runtime.group import Group, Notifications
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps, mpi
 from collectives.runtime.waiting import initial_timeout, seconds
@@ -182,7 +182,7 @@ class Request(Generic[T]):
         deeper = error.__traceback__ and error.__traceback__.tb_next
         self._error, self.done = error.with_traceback(deeper), True
 
-    def is_after(self, other: Discarding) -> bool:
+    def is_after(self, other: Group) -> bool:
         """Return whether it was started after an operation that broke off."""
         return self.link is other.link and self._group.number > other.number
 
@@ -213,7 +213,7 @@ class Engine:
         self._in_flight: list[Request[Any]] = []
         # nobody waits for these any more, but MPI may still own their buffers
         self._abandoned: list[Pending] = []
-        self._discarding: list[Discarding] = []
+        self._discarding: list[Group] = []
         self.timeout = initial_timeout()
         self._one_thread = Lock()
         self._refusal = _TWO_THREADS
@@ -405,14 +405,14 @@ class Engine:
 
     def discard(self, group: Group) -> None:
         """Receive and drop the messages of an operation that broke off, until a later one has ended."""
-        self._discarding.append(Discarding(group))
+        self._discarding.append(group)
 
     def _forget(self, ended: Sequence[Request[Any]]) -> None:
         """Stop to discard the messages of operations before others that have ended: all ranks have left them."""
         self._discarding = [
-            each
-            for each in self._discarding
-            if not any([request.is_after(each) for request in ended])
+            group
+            for group in self._discarding
+            if not any([request.is_after(group) for request in ended])
         ]
 
     def abandon(self, pending: Iterable[Pending]) -> None:
@@ -439,8 +439,8 @@ class Engine:
             moved = False
             for request in self._in_flight:
                 moved |= request.advance(block=block)
-            for each in self._discarding:
-                each.test()
+            for group in self._discarding:
+                group.discard()
             return moved
         finally:
             if self._discarding:

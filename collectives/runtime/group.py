@@ -158,6 +158,14 @@ class Group:
             if rank != self.link.rank:
                 self.posted.append(self.link.send(message, rank, self._tag))
 
+    def discard(self) -> None:
+        """Receive and drop what has arrived of an operation that broke off here: its senders may wait for that."""
+        for each in self.posted:
+            with suppress(DamagedMessageError):
+                each.test()
+        while self.link.discard(self._tag):
+            pass
+
     def hear(self, message: Buffer, source: int) -> None:
         """Store the error notification of a rank of the communicator."""
         self.notifications[source] = self.checked_notification(message)
@@ -452,23 +460,6 @@ class Notifications:
         self._group.hear(message, rank)
         del self._arrivals[rank]
         return True
-
-
-class Discarding:
-    """The messages of an operation that broke off here: received and dropped, as their senders may wait for that."""
-
-    def __init__(self, group: Group) -> None:
-        self.link, self.number = group.link, group.number
-        self._posted = group.posted
-
-    def test(self) -> bool:
-        """Receive what has arrived; there may always be more."""
-        for each in self._posted:
-            with suppress(DamagedMessageError):
-                each.test()
-        while self.link.discard(self.number):
-            pass
-        return False
 
 
 def split(buffer: Buffer) -> Iterator[Buffer]:
