@@ -43,8 +43,7 @@ def sparse_allgather(
     vector: of numbers or of rows, of one length, width and dtype on all ranks; any
     number of entries, also none. algorithm: "auto" or "dissemination".
 
-    Returns one SparseVector a rank, in rank order, the same bits on every rank; they
-    share no memory with `vector`.
+    Returns one SparseVector a rank, in rank order, the same bits on every rank.
 
     >>> parts = sparse_allgather(TopK(k=2).compress(gradient), comm)
     >>> [part.indices.tolist() for part in parts]
@@ -60,5 +59,5 @@ sparse_iallgather = sparse_allgather.nonblocking
 def dissemination(vector: SparseVector, group: Group) -> Steps[list[SparseVector]]:
     """Send all blocks held so far over doubling distances; see the module."""
     parts = [theirs for theirs, _ in (yield from group.gather(vector))]
-    parts[group.rank] = vector.every(1)  # a copy: `gather` returns the vector itself
+    parts[group.rank] = vector.copy()  # `gather` returns the vector itself
     return parts

@@ -29,7 +29,14 @@ from collectives.runtime.collective import Call, Codec, Sum, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, doubling
-from mpicomp.arrays import Array, kernels_for, on_device, to_device_of, to_numpy
+from mpicomp.arrays import (
+    Array,
+    kernels_for,
+    on_device,
+    rounded,
+    to_device_of,
+    to_numpy,
+)
 from mpicomp.codec import encoded_nbytes
 from mpicomp.settings import to_bool
 from mpicomp.vector import SparseVector, add_up, count_up, join
@@ -79,8 +86,8 @@ def sparse_allreduce(
 
     Returns the sum, the same bits on every rank, and in every run of one algorithm.
     Entries whose sum is zero are kept; "dense_mpi" returns an entry for every position.
-    The sum may share memory with `vector`. With votes returns (sum, counts), of which
-    type checkers see the sum alone: counts is int64, one for each entry.
+    With votes returns (sum, counts), of which type checkers see the sum alone: counts
+    is int64, one for each entry.
 
     >>> vector = TopK(k=2).compress(gradient)
     >>> sparse_allreduce(vector, comm).to_dense().tolist()
@@ -271,11 +278,7 @@ def dense_mpi(
     filled = to_numpy(values).reshape(-1)
     summed = np.empty_like(filled)
     yield (group.reduce(filled, summed),)
-    total = (
-        to_device_of(summed, values)
-        .astype(vector.dtype, copy=False)
-        .reshape(values.shape)
-    )
+    total = rounded(to_device_of(summed, values), vector.dtype).reshape(values.shape)
     indices = kernels_for(total).consecutive(0, metadata.length, vector.indices.dtype)
     return SparseVector(indices, total, metadata.length)
 

@@ -14,7 +14,7 @@ from collectives.runtime import staging
 from collectives.runtime.collective import Call, Sum, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import like, namespace, on_device, to_array
+from mpicomp.arrays import like, namespace, on_device, rounded, to_array
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
@@ -75,11 +75,12 @@ def mpi(
 ) -> Steps[Any]:
     """Compare the call signatures, and sum the arrays by MPI; the sum is on the device of `beside`."""
     with group.turn() as turn:
+        mine = array.reshape(-1)
+        # first: a rank without memory for it breaks off before MPI's own sum
+        total = staging.pinned_like(mine) if on_device(beside) else np.empty_like(mine)
         yield from group.compare_calls()
         yield (turn,)
-        mine = array.reshape(-1)
-        total = staging.pinned_like(mine) if on_device(beside) else np.empty_like(mine)
         summing = group.reduce(mine, total)
     yield (summing,)
     total = staging.to_device(total) if on_device(beside) else total
-    return total.astype(vector.dtype, copy=False).reshape(array.shape)
+    return rounded(total, vector.dtype).reshape(array.shape)

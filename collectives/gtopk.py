@@ -95,8 +95,7 @@ def gtopk_allreduce(
     the same bits on every rank; of equal magnitudes an exact algorithm takes those with
     the lowest indices. rejected: the entries that this rank must keep, for example in
     its residual. result + the sum of all ranks' rejected is the sum of all vectors
-    (bitwise where the additions are exact, as on integer-valued floats). Both may share
-    memory with `vector`.
+    (bitwise where the additions are exact, as on integer-valued floats).
 
     >>> result, rejected = gtopk_allreduce(TopK(k=2).compress(gradient), comm, k=1)
     >>> result.values.tolist(), rejected.values.tolist()
@@ -127,8 +126,9 @@ def selecting(
     its share.
     """
     count = vector.nnz if k is None else k
-    kept, rejected = top_k(vector, count)
-    collected = [rejected]
+    kept, collected = vector, [group.nothing]
+    if vector.nnz > count:
+        kept, *collected = top_k(vector, count)
 
     def combine(ours: Part, theirs: Part, block: int) -> Part:
         count = max(ours[1], theirs[1])

@@ -32,6 +32,7 @@ from mpicomp.arrays import (
     kernels_for,
     like,
     on_device,
+    rounded,
     to_values,
     writable_vector,
 )
@@ -129,11 +130,12 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
     def finish(result: Result) -> tuple[Any, Any]:
         if outputs is None:
             total, rejected = (
-                each.astype(dtype, copy=False).reshape(values.shape) for each in result
+                rounded(each, dtype).reshape(values.shape) for each in result
             )
             return like(total, original=given), like(rejected, original=given)
         if buffers is not outputs:  # float16
-            outputs[0][...], outputs[1][...] = result
+            outputs[0][...] = rounded(result[0], dtype)
+            outputs[1][...] = rounded(result[1], dtype)
         return out  # type: ignore[no-any-return]
 
     call.finish = finish

@@ -74,8 +74,7 @@ def sparse_bcast(
     except for its device, on which the result is placed; it may be None, or an
     exception if the rank failed. root, algorithm: as of `sparse_reduce`.
 
-    Returns the root's vector on every rank, the same bits; on the root it is `vector`
-    itself.
+    Returns the root's vector on every rank, the same bits; on the root a copy.
 
     >>> vector = TopK(k=2).compress(gradient) if comm.rank == 0 else None
     >>> sparse_bcast(vector, comm, root=0).indices.tolist()

@@ -57,6 +57,11 @@ def to_array(array: Any) -> Array:
         raise TypeError(f"got {_type_name(array)}: expected a dense array; {remedy}")
     if hasattr(array, "untyped_storage"):
         _check_memory(array)
+    if hasattr(array, "is_deleted") and array.is_deleted():
+        raise ValueError(
+            f"got {_type_name(array)} whose memory JAX has deleted, as of an argument that was donated to a jitted "
+            "function: pass the array that the function returned"
+        )
     if _is_bfloat16(array):  # NumPy has no such dtype
         if hasattr(array, "float"):
             array = array.float()
@@ -75,11 +80,12 @@ def to_array(array: Any) -> Array:
         return _on_current_device(_import_cupy(array).asarray(array))  # type: ignore[no-any-return]
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
-    hint = (
-        "use its to_dense()"
-        if hasattr(array, "to_dense")
-        else "NumPy, CuPy, or one that supports DLPack"
-    )
+    if type(array).__name__.endswith("Tracer"):
+        hint = "it has no values while JAX traces a function: call outside of jit, grad and vmap"
+    elif hasattr(array, "to_dense"):
+        hint = "use its to_dense()"
+    else:
+        hint = "NumPy, CuPy, or one that supports DLPack"
     raise TypeError(f"got {_type_name(array)}: expected an array ({hint})")
 
 
@@ -354,6 +360,14 @@ def _remedy(dtype: Any) -> str:
     if dtype.kind in "iu":
         return "; astype(np.float64) keeps whole numbers up to 2**53, float32 up to 2**24, float16 up to 2**11"
     return "; astype(np.float64) converts them, and may round"
+
+
+def rounded(array: Array, dtype: Any) -> Array:
+    """Return an array in another dtype; values out of range become infinities, whatever NumPy's error settings say."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(all="ignore"):
+        return array.astype(dtype)
 
 
 def contiguous(array: Array) -> Array:

@@ -3,6 +3,10 @@
 A call that raises one of these changes no vector or residual.
 """
 
+from typing import TypeVar
+
+Raised = TypeVar("Raised", bound=BaseException)
+
 
 class CollectiveError(RuntimeError):
     """A collective failed because of the arguments of other ranks, which the text names.
@@ -54,7 +58,7 @@ class CheckError(CollectiveError):
     """The debug mode (MPICOMP_CHECK=1) found a wrong result, or ranks that call different operations."""
 
 
-def kept(error: Exception) -> Exception:
+def kept(error: Raised) -> Raised:
     """Return an error to be stored, and raised later: without tracebacks, its own and of the errors that led to it.
 
     Their frames hold arrays, and, with what holds the error, form cycles.

@@ -57,8 +57,7 @@ class SparseVector:
     in the gradient of an embedding. length: 0 to 2^63 - 1, in values or in rows.
 
     Both arrays are in host memory (NumPy) or on one device (CuPy). Arrays of the right
-    dtype are stored without a copy, and the results of operations may share them: do
-    not modify them.
+    dtype are stored without a copy. Results of collectives have arrays of their own.
 
     Raises TypeError or ValueError by checks without a pass over the entries: dtypes,
     shapes, the length, the first and the last index, more entries than positions
@@ -96,7 +95,10 @@ class SparseVector:
         indices: of the dtype for the length, increasing, in range. Both are contiguous.
         """
         vector = object.__new__(cls)
-        vars(vector).update(indices=indices, values=values, length=length)
+        fields = vars(vector)  # in half the time of `update`
+        fields["indices"] = indices
+        fields["values"] = values
+        fields["length"] = length
         return vector
 
     def with_values(self, values: Array) -> "SparseVector":
@@ -142,8 +144,8 @@ class SparseVector:
         """Return the vector of entries in any order, such as the tokens of a batch; repeated entries are added.
 
         indices, values, length: as for the constructor, except for the order, in which
-        repeated entries are added; float16 in float32. In host memory only; raises
-        TypeError for arrays on a device.
+        repeated entries are added in float64; the sum is rounded once. In host memory
+        only; raises TypeError for arrays on a device.
         """
         places, given = _array(indices), _checked_values(values)
         if on_device(places) or on_device(given):
@@ -155,9 +157,7 @@ class SparseVector:
                 f"got indices of shape {places.shape} and {len(given)} values: expected as many of each"
             )
         union, where = np.unique(places, return_inverse=True)
-        sums = np.zeros(
-            (union.size, *given.shape[1:]), np.promote_types(given.dtype, np.float32)
-        )
+        sums = np.zeros((union.size, *given.shape[1:]))  # float64
         np.add.at(sums, where, given)
         return cls(
             union if union.size else union.astype(np.int32),
@@ -173,12 +173,14 @@ class SparseVector:
         shape.
         """
         entries = matrix.tocoo()
-        if math.prod(entries.shape) != max(entries.shape):
-            raise ValueError(
-                f"got shape {entries.shape}: expected a row or column, as m[[0]]; {sparse_remedy(matrix)}"
-            )
-        places = entries.col if entries.shape[-1] == max(entries.shape) else entries.row
-        return cls.from_entries(places, entries.data, max(entries.shape))
+        *rows, columns = entries.shape
+        if rows in ([], [1]):
+            return cls.from_entries(entries.col, entries.data, columns)
+        if columns == 1:
+            return cls.from_entries(entries.row, entries.data, rows[0])
+        raise ValueError(
+            f"got shape {entries.shape}: expected a row or column, as m[[0]]; {sparse_remedy(matrix)}"
+        )
 
     def to_scipy(self) -> Any:
         """Return the vector as a CSR matrix of SciPy: one row of `length` columns, or `length` rows of its width.
@@ -384,9 +386,17 @@ class SparseVector:
         """Return the same indices with rows of width 0, which take no bytes."""
         return self.with_values(namespace(self.values).empty((self.nnz, 0), np.float32))
 
+    def copy(self) -> "SparseVector":
+        """Return the vector with arrays of its own; without entries itself."""
+        if not self.indices.size:
+            return self
+        return SparseVector.trusted(
+            self.indices.copy(), self.values.copy(), self.length
+        )
+
     def every(self, step: int, start: int = 0) -> "SparseVector":
-        """Return the entries start, start + step, ...: one of `step` disjoint shares of the vector."""
-        return SparseVector(
+        """Return a copy of the entries start, start + step, ...: one of `step` disjoint shares of the vector."""
+        return SparseVector.trusted(
             self.indices[start::step].copy(),
             self.values[start::step].copy(),
             self.length,
@@ -421,9 +431,12 @@ class SparseVector:
 
 
 def merge(a: SparseVector, b: SparseVector) -> SparseVector:
-    """Return a + b over the union of the supports; bitwise commutative. Both have one length, width and dtype."""
+    """Return a + b over the union of the supports, in new arrays; bitwise commutative.
+
+    Both have one length, width and dtype.
+    """
     if not a.nnz or not b.nnz:
-        return a if a.nnz else b
+        return (a if a.nnz else b).copy()
     indices, values = kernels_for(a.values).merge(
         a.indices, a.values, b.indices, b.values
     )
@@ -434,9 +447,11 @@ def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return the sum of one or more vectors of one length and dtype, over the union of their supports.
 
     At each index the entries are added in the order of the vectors, ((a0 + a1) + a2) +
-    ..., float16 in float32, rounded once.
+    ..., float16 in float32, rounded once. The arrays are new ones.
     """
     some = [each for each in vectors if each.nnz] or list(vectors[:1])
+    if len(some) == 1:
+        return some[0].copy()
     if len(some) < 3 or (
         len(some) < 5
         and sum(each.nnz for each in some) <= _FEW
@@ -463,9 +478,12 @@ def join(parts: Sequence[SparseVector]) -> SparseVector:
 
 
 def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
-    """Return vectors of one dtype one after the other as one vector of the summed length; the inverse of `split`."""
+    """Return vectors of one dtype one after the other as one vector of the summed length; the inverse of `split`.
+
+    The arrays are new ones.
+    """
     if len(vectors) == 1:
-        return vectors[0]
+        return vectors[0].copy()
     *starts, length = accumulate((vector.length for vector in vectors), initial=0)
     dtype = index_dtype(length)
     indices = [
@@ -504,7 +522,10 @@ def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:
 
 
 def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
-    """Return the parts of a vector between consecutive bounds, from 0 to its length, each with indices from 0 on."""
+    """Return the parts of a vector between consecutive bounds, from 0 to its length, each with indices from 0 on.
+
+    Their arrays may be views of those of the vector.
+    """
     if len(bounds) == 2:
         return [vector]
     places, sizes = places_of(vector, bounds), np.diff(bounds).tolist()
@@ -524,15 +545,13 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
 
 
 def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """Split a vector of numbers into (its `k` largest magnitudes, the rest); ties go to the lowest indices."""
-    if vector.nnz <= k:
-        return vector, SparseVector.empty(
-            vector.length, vector.dtype, beside=vector.values
-        )
-    if not k:
-        return SparseVector.empty(
-            vector.length, vector.dtype, beside=vector.values
-        ), vector
+    """Split a vector of numbers into (its `k` largest magnitudes, the rest); ties go to the lowest indices.
+
+    The arrays are new ones.
+    """
+    if vector.nnz <= k or not k:
+        nothing = SparseVector.empty(vector.length, vector.dtype, beside=vector.values)
+        return (vector.copy(), nothing) if k else (nothing, vector.copy())
     divide_largest = kernels_for(vector.values).divide_largest
     indices, values, other_indices, other_values = divide_largest(
         vector.indices, vector.values, k
@@ -544,9 +563,9 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
 
 
 def without_zeros(vector: SparseVector) -> SparseVector:
-    """Return the non-zero entries of a vector of numbers: the vector itself if all are."""
+    """Return the non-zero entries of a vector of numbers, in new arrays."""
     kept = nonzero(vector.values)
-    return vector if kept.all() else vector.divide(np.flatnonzero(kept))[0]
+    return vector.copy() if kept.all() else vector.divide(np.flatnonzero(kept))[0]
 
 
 def within(vector: SparseVector, other: SparseVector) -> SparseVector:
@@ -557,11 +576,14 @@ def within(vector: SparseVector, other: SparseVector) -> SparseVector:
 def parted(
     vector: SparseVector, other: SparseVector
 ) -> tuple[SparseVector, SparseVector]:
-    """Split a vector into its entries at the indices of `other`, which has the same length, and the rest."""
+    """Split a vector into its entries at the indices of `other`, which has the same length, and the rest.
+
+    The arrays are new ones.
+    """
     if not other.nnz:
         return SparseVector.empty(
             vector.length, vector.dtype, vector.width, beside=vector.values
-        ), vector
+        ), vector.copy()
     places = np.minimum(np.searchsorted(other.indices, vector.indices), other.nnz - 1)
     return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))
 

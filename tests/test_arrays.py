@@ -206,3 +206,21 @@ def test_an_array_on_several_devices_is_refused_with_the_remedy():
         match=r"Sharded: array is on 2 devices; pass a copy in one memory, as of jax.device_get",
     ):
         to_array(Sharded())
+
+
+class DynamicJaxprTracer:
+    """Stand in for JAX's: JAX is no requirement of the tests."""
+
+    dtype = np.dtype(np.float32)
+
+
+class Deleted(Foreign):
+    def is_deleted(self):
+        return True
+
+
+def test_arrays_of_jax_without_values_are_refused_with_the_remedy():
+    with pytest.raises(TypeError, match=r"call outside of jit, grad and vmap"):
+        to_array(DynamicJaxprTracer())
+    with pytest.raises(ValueError, match=r"JAX has deleted, .*donated"):
+        to_array(Deleted(np.ones(3)))

@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from strategies import sparse_vectors
 
 from mpicomp import SparseVector
-from mpicomp.vector import add_up, index_dtype, join, merge, top_k, within
+from mpicomp.vector import (
+    add_up,
+    concatenate,
+    index_dtype,
+    join,
+    merge,
+    parted,
+    top_k,
+    within,
+    without_zeros,
+)
 
 
 def test_arrays_of_the_right_dtype_are_not_copied():
@@ -465,3 +475,66 @@ def test_scipy_s_matrices_become_vectors_and_back(form, kind):
         match=r"got shape \(2, 4\): expected a row or column, as m.*np.unique",
     ):
         SparseVector.from_scipy(kind(np.ones((2, 4))))
+
+
+def test_results_of_operations_share_no_memory_with_their_arguments():
+    vector, empty = SparseVector([1, 4], np.ones(2), 6), SparseVector.empty(6, float)
+    results = [
+        vector.copy(),
+        vector.every(1),
+        merge(vector, empty),
+        merge(empty, vector),
+        add_up([vector]),
+        add_up([empty, vector, empty]),
+        *top_k(vector, 2),
+        *top_k(vector, 0),
+        concatenate([vector]),
+        join([vector]),
+        without_zeros(vector),
+        *parted(vector, empty),
+        within(vector, vector),
+    ]
+    for result in results:
+        assert not np.shares_memory(result.indices, vector.indices)
+        assert not np.shares_memory(result.values, vector.values)
+        result.values[...] = 7
+    assert vector.values.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "repeats", "total"),
+    [
+        (np.float32, 1.0, 2**24 + 4, 2**24 + 4),
+        (np.float32, 2.0**-149, 2**10, 2.0**-139),
+        (np.float16, 1.0, 2**11 + 2, 2**11 + 2),
+        (np.float16, 0.5, 2**16, 2**15),
+    ],
+)
+def test_repeated_entries_are_added_in_float64_and_rounded_once(
+    dtype, value, repeats, total
+):
+    places = np.zeros(repeats, np.int32)
+    vector = SparseVector.from_entries(places, np.full(repeats, value, dtype), 1)
+    assert vector.dtype == dtype
+    assert vector.values.tolist() == [total]
+
+
+def test_rows_that_repeat_are_added_in_float64():
+    rows = np.float32([[2.0**24, 1], [1, 1], [1, 1]])
+    vector = SparseVector.from_entries([2, 2, 2], rows, 4)
+    assert vector.values.tolist() == [[2.0**24 + 2, 3]]
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 1), (1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("kind", ["csr_matrix", "csc_array", "coo_array", "lil_matrix"])
+def test_a_row_or_column_of_scipy_of_any_length_is_a_vector(shape, kind):
+    matrix = getattr(scipy.sparse, kind)(np.ones(shape, np.float32))
+    vector = SparseVector.from_scipy(matrix)
+    assert vector.length == np.prod(shape)
+    assert vector.to_dense().tolist() == [1] * vector.length
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 2), (2, 0), (2, 2)])
+def test_a_matrix_of_scipy_without_a_row_or_column_of_its_own_is_refused(shape):
+    with pytest.raises(ValueError, match=r"expected a row or column"):
+        SparseVector.from_scipy(scipy.sparse.csr_matrix(shape))

@@ -16,6 +16,7 @@ import numpy as np
 from collectives.agreement import recovery, ulfm
 from collectives.runtime.collective import NOTHING, Call, collective
 from collectives.runtime.group import Group
+from collectives.runtime.link import link_if_any
 from collectives.runtime.messages import Steps
 from mpicomp.errors import CollectiveError, kept
 from mpicomp.vector import SparseVector
@@ -69,6 +70,11 @@ def all_or_none(comm: Any, operation: str, place: str = "") -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
+    # in the agreement itself, which is MPI's sum and no exchange of messages
+    link = link_if_any(comm)
+    lost = "" if link is None else link.take_lost()
+    if lost and error is None:
+        error = CollectiveError(lost)
     if not ulfm.survives():
         _raise_together(error, comm, operation, place)
         return

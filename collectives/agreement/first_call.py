@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.agreement import ulfm
-from collectives.agreement.state import Faults
-from collectives.planning.links import agreed_links
+from collectives.agreement.interrupts import defer_interrupt
+from collectives.agreement.state import Faults, named_ranks, ranks_by_value
+from collectives.planning import links
 from collectives.runtime import cuda_aware, engine, waiting
-from collectives.runtime.launcher import torchrun_warning
+from collectives.runtime.launcher import lone_warning, torchrun_warning
 from collectives.runtime.link import (
     LINK,
     Link,
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FIRST = ", the first call on the communicator,"
+# in the environment, the same on all ranks, with what an unset variable means
+SETTINGS = {
+    checking.VARIABLE: "0",
+    cuda_aware.VARIABLE: "0",
+    links.VARIABLE: "",
+    waiting.TIMEOUT: "",
+    waiting.VARIABLE: "auto",
+}
 
 
 def link_of(comm: Any, operation: str = "an operation") -> Link:
@@ -44,11 +53,15 @@ def link_of(comm: Any, operation: str = "an operation") -> Link:
     return link_if_any(comm) or _make_link(comm, operation)
 
 
+@defer_interrupt
 def _make_link(comm: Any, operation: str) -> Link:
     from mpi4py import MPI
 
     if wrong := torchrun_warning(MPI.COMM_WORLD.size, os.environ):
         raise RuntimeError(wrong)
+    if wrong := lone_warning(MPI.COMM_WORLD.size, os.environ):
+        ulfm.warn_once(wrong)
+    engine.of_process().check_thread()
     faults = attached(comm, "faults", lambda: Faults(comm.rank, comm.size))
     if faults.finished:
         raise faults.error()
@@ -84,8 +97,8 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
         backs_off, sharers, crowding = waiting.agree_on_waiting(duplicate, nodes)
         threads.share(sharers)
         direct = cuda_aware.is_direct(duplicate)
-        choice = agreed_links(duplicate, nodes, crowding)
-        checked = _checked(duplicate)
+        choice = links.agreed_links(duplicate, nodes, crowding)
+        _compare_settings(duplicate)
     except ValueError:  # on all ranks: what they were to agree on is broken
         duplicate.Free()
         raise
@@ -95,7 +108,7 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
         choice,
         backs_off=backs_off,
         direct=direct,
-        checked=checked,
+        checked=checking.is_enabled(),
         on_free=engine.of_process().freed,
     )
 
@@ -130,16 +143,23 @@ def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
     return tuple(comm.allgather(first))
 
 
-def _checked(comm: "MPI.Intracomm") -> bool:
-    """Return whether the debug mode is on. Collective, blocks; ValueError on all ranks if they differ."""
-    everywhere = comm.allgather(checking.is_enabled())
-    if len(set(everywhere)) > 1:
-        with_it = [rank for rank, on in enumerate(everywhere) if on]
-        raise ValueError(
-            f"{checking.VARIABLE} is set on ranks {with_it} and not on the others: set it on all ranks or on none "
-            "(mpirun -x exports a variable to all ranks)"
+def _compare_settings(comm: "MPI.Intracomm") -> None:
+    """Raise ValueError on all ranks if their settings in the environment differ. Collective, blocks."""
+    mine = {name: os.environ.get(name) or off for name, off in SETTINGS.items()}
+    everywhere = comm.allgather(mine)
+    for name, off in SETTINGS.items():
+        holders = ranks_by_value(
+            (rank, settings[name]) for rank, settings in enumerate(everywhere)
         )
-    return bool(everywhere[0])
+        if len(holders) > 1:
+            found = "; ".join(
+                f"{'not set' if value == off else value} on {named_ranks(ranks)}"
+                for value, ranks in holders.items()
+            )
+            raise ValueError(
+                f"the environment variable {name} must be the same on all ranks, got {found}: export it to all "
+                f"(mpirun -x {name}; srun --export=ALL; MPICH: mpiexec -genvlist {name})"
+            )
 
 
 def _keep_pages() -> None:

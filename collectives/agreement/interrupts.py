@@ -1,47 +1,87 @@
-"""Ctrl-C within a step: a first SIGINT is delivered after it, so that the rank stays in step with the others."""
+"""Signals within a call: Python's handlers run after it, so that the rank stays in step with the others.
+
+A handler may raise, and Python runs it between any two calls of C: in the middle of a
+step, or when MPI has just returned a message.
+"""
 
 import _signal  # type: ignore[import-not-found]  # `signal.signal` converts enumerations: 3 us in place of 0.3
-import threading
 from collections.abc import Callable
 from functools import wraps
-from signal import SIGINT
+from signal import SIGINT, Signals, valid_signals
+from threading import get_ident, main_thread
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# those that a program cannot go on after, or that no program can handle
+_FATAL = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+EVERY = tuple(
+    sorted(int(each) for each in valid_signals() - {Signals[name] for name in _FATAL})
+)
+# to look at every signal takes a tenth of a short collective
+FREQUENT = tuple(
+    int(Signals[name])
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+)
+
+
+class Deferred:
+    """A context in which Python's handlers of signals wait for its end, or for `deliver`.
+
+    A second SIGINT is delivered at once, to leave a call that waits. In other threads
+    than the main one, and within another such context, it does nothing. numbers: of the
+    signals.
+    """
+
+    def __init__(self, numbers: tuple[int, ...] = EVERY) -> None:
+        self._numbers = numbers
+        self._handlers: dict[int, Any] = {}
+        self._waiting: dict[int, Any] = {}  # their frames
+
+    def __enter__(self) -> "Deferred":
+        if get_ident() == main_thread().ident:
+            for number in self._numbers:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+            if any([_is_deferring(each) for each in self._handlers.values()]):
+                self._handlers.clear()
+            for number in self._handlers:
+                _signal.signal(number, self._defer)
+        return self
+
+    def _defer(self, number: int, frame: Any) -> None:
+        if number == SIGINT and number in self._waiting:
+            self._handlers[number](number, frame)
+        else:
+            self._waiting[number] = frame
+
+    def deliver(self) -> None:
+        """Call the handlers of the signals that have arrived; if one raises, after the others have run."""
+        while self._waiting:
+            number, frame = self._waiting.popitem()
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self.deliver()
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._handlers.items():
+            _signal.signal(number, handler)
+        self.deliver()
+
+
+def _is_deferring(handler: Any) -> bool:
+    return getattr(handler, "__func__", None) is Deferred._defer
+
 
 def defer_interrupt(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function whose calls deliver a SIGINT when they end; a second one at once, to leave a call that waits.
-
-    In other threads than the main one, without a Python handler, and within another
-    such call it only calls the function.
-    """
+    """Return a function whose calls defer every signal that has a Python handler; see `Deferred`."""
 
     @wraps(function)
     def deferring(*args: P.args, **kwargs: P.kwargs) -> T:
-        handler: Any = _signal.getsignal(SIGINT)
-        deferred: list[Any] = []
-
-        def defer(number: int, frame: Any) -> None:
-            if deferred:
-                handler(number, frame)
-            else:
-                deferred[:] = number, frame
-
-        is_nested = getattr(handler, "__code__", None) is defer.__code__
-        if (
-            is_nested
-            or not callable(handler)
-            or threading.current_thread() is not threading.main_thread()
-        ):
+        with Deferred():
             return function(*args, **kwargs)
-        _signal.signal(SIGINT, defer)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _signal.signal(SIGINT, handler)
-            if deferred:
-                handler(*deferred)
 
     return deferring

@@ -8,12 +8,13 @@ every other rank, so all ranks raise; also between two schedules, if one begins 
 message from every rank to every other one, as the exact gTop-k does.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from collectives.agreement.state import disagreement, report
 from collectives.runtime.group import DisagreementError, Group
 from collectives.runtime.messages import Steps
-from mpicomp.errors import StepSkippedError
+from mpicomp.errors import CollectiveError, StepSkippedError
+from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
 
@@ -21,23 +22,51 @@ T = TypeVar("T")
 def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
     """Run an operation to its end; return its result on every rank, or raise on every rank.
 
+    The result shares no memory with the vector of the call, whose values are
+    `group.like`.
+
     Raises this rank's own error if it has one, else CollectiveError that names the
     ranks and their arguments; StepSkippedError on every rank if gradients that are not
-    finite are the only errors.
+    finite are the only errors. What breaks off on one rank between two rounds, such as
+    for lack of memory, is the engine's (`Request`).
     """
     if group.error is None:
         try:
-            return (yield from steps)
+            result: Any = yield from steps
+            own: T = apart(result, group.like)
+            return own
         except DisagreementError:
             pass
-    raise _error_of(
-        group, (yield from group.notify(report(group.signature, group.error)))
-    )
+    reports = yield from group.notify(report(group.signature, group.error))
+    error = _error_of(group, reports)
+    try:
+        raise error
+    finally:
+        # else the error, its traceback and this frame hold each other
+        del group, steps, error
 
 
-def _error_of(group: Group, reports: list[str]) -> Exception:
-    """Return the error to raise. The group no longer holds its own one, whose traceback will hold the group."""
-    own = group.error
-    group.error = None
-    error = disagreement(group.signature["operation"], reports)
-    return error if own is None or isinstance(error, StepSkippedError) else own
+def _error_of(group: Group, reports: list[str]) -> BaseException:
+    """Return the error to raise: this rank's own, or what the ranks report."""
+    operation = group.signature["operation"]
+    error: Exception = disagreement(operation, reports)
+    if group.broken:
+        broken = "; ".join(
+            f"rank {rank}: {text}" for rank, text in group.broken.items()
+        )
+        error = CollectiveError(
+            f"{operation} broke off in the middle of its rounds: {broken}. Ranks that had ended it have the result: "
+            "the next operation on the communicator raises on all ranks"
+        )
+    if group.error is None or isinstance(error, StepSkippedError):
+        return error
+    return group.error
+
+
+def apart(result: Any, values: Any) -> Any:
+    """Return a result; vectors in it that have the array `values`, as nothing was to be done, are copied."""
+    if isinstance(result, SparseVector):
+        return result.copy() if result.values is values else result
+    if type(result) is tuple:
+        return tuple([apart(part, values) for part in result])
+    return result

@@ -172,11 +172,18 @@ class Faults:
         return f" {word} {longest:.3g} s" if longest else ""
 
 
-def report(call: Mapping[str, Any], error: Exception | None) -> str:
-    """Return the report of a failed operation that a rank sends to all others: its arguments, or its own error."""
+def report(
+    call: Mapping[str, Any], error: BaseException | None, *, broken: bool = False
+) -> str:
+    """Return the report of a failed operation that a rank sends to all others: its arguments, or its own error.
+
+    broken: the rank broke off in the middle of the schedule, and some ranks may have
+    the result.
+    """
     text = None if error is None else _words(error)
+    skip = isinstance(error, NotFiniteError)
     return json.dumps(
-        {"call": dict(call), "error": text, "skip": isinstance(error, NotFiniteError)}
+        {"call": dict(call), "error": text, "skip": skip, "broken": broken}
     )
 
 
@@ -250,7 +257,7 @@ def _named(ranks: list[int]) -> str:
     return named_ranks(ranks) if ranks else "MPI"
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # its own fault must not keep the other ranks waiting

@@ -88,11 +88,12 @@ def warn_of_detector(nodes: "tuple[int, ...]", rank: int) -> None:
         and survives()
         and (wrong := detector_warning(os.environ))
     ):
-        _warn_once(wrong)
+        warn_once(wrong)
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Warn once in this process."""
     # raised by a filter, it would leave the other ranks waiting
     with suppress(RuntimeWarning):
         warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -35,12 +35,15 @@ def start(
     call = _call_of(collective, args, kwargs)
     operation = call.operation or collective.name
     link = link_of(call.comm, operation)
-    vector, error = NOTHING, call.contribution
-    if not isinstance(error, Exception):
-        error = None
+    vector = NOTHING
+    error: BaseException | None = None
+    if isinstance(call.contribution, Exception):
+        error = call.contribution
+    else:
         try:
             vector = _vector_of(call, collective, link)
-        except Exception as raised:  # whatever it is: the other ranks must be notified
+        # whatever it is, also an interrupt: the other ranks must be notified
+        except BaseException as raised:
             error = kept(raised)
     if error is not None:
         call = replace(call, algorithm="auto", codec="auto", arguments={}, own={})

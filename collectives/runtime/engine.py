@@ -12,18 +12,19 @@ The operations in flight belong to the process, as in MPI, and so does the timeo
 
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable
-from functools import cache, partial
-from inspect import GEN_CLOSED, getgeneratorstate
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from collectives.agreement import deadline, ulfm
-from collectives.agreement.state import Faults
+from collectives.agreement.interrupts import FREQUENT, Deferred
+from collectives.agreement.state import Faults, report
 from collectives.runtime.group import Group, Notifications
 from collectives.runtime.link import Link
-from collectives.runtime.messages import Arrival, Pending, Steps
+from collectives.runtime.messages import Arrival, Pending, Steps, mpi
 from collectives.runtime.waiting import initial_timeout, seconds
 from mpicomp.errors import CollectiveError, CollectiveTimeoutError, DamagedMessageError
 
@@ -38,6 +39,13 @@ Waits = tuple[str, int, set[int]]
 # seconds of a round of polling of a rank that runs, at most, where ranks share cores
 _LONGEST_ROUND = 0.1
 _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
+_TWO_THREADS = (
+    "two threads are inside the library: call collectives from one thread at a time"
+)
+_FORKED = (
+    "this process was forked from a rank, and MPI counts it as no rank: call collectives in the rank itself, and end "
+    "the child with os._exit, as multiprocessing does"
+)
 
 
 class Request(Generic[T]):
@@ -53,19 +61,16 @@ class Request(Generic[T]):
     """
 
     def __init__(self, steps: Steps[T], group: Group, engine: "Engine") -> None:
-        self._steps, self._engine = steps, engine
+        self._steps, self._engine, self._group = steps, engine, group
         self.link, self.operation, self._round = (
             group.link,
             group.signature["operation"],
             0,
         )
-        # this rank's own, which says nothing of the communicator
-        self._own_error = group.error
         self._pending: tuple[Pending, ...] = ()
         self._result: T
         self._error: Exception | None = None
         self.done = False
-        self.advance(block=True)  # nothing is pending yet
 
     @property
     def failed(self) -> bool:
@@ -82,8 +87,8 @@ class Request(Generic[T]):
     def wait(self) -> T:
         """Wait for the end and return the result, or raise the collective's error; may be called again."""
         if not self.done:
-            with self._engine:
-                self._engine.finish(self)
+            with Deferred(FREQUENT) as signals, self._engine:
+                self._engine.finish(self, signals)
         if self._error is None:
             return self._result
         try:
@@ -91,11 +96,30 @@ class Request(Generic[T]):
         finally:
             del self  # else the error, its traceback and this frame hold each other
 
+    def result(self) -> T:
+        """Return what `wait` does, for a caller that keeps no reference: with an exception the result is lost."""
+        try:
+            return self.wait()
+        except BaseException as error:
+            if error is not self._error and error is not self._group.error:
+                self.lose(error)
+            raise
+        finally:
+            del self  # as in `wait`
+
+    def lose(self, error: BaseException) -> None:
+        """Remember that this rank will not get the result."""
+        self.link.lose(
+            f"the result of {self.operation}, call {self._group.number} on this communicator, was lost on rank "
+            f"{self.link.rank} by {type(error).__name__}, and other ranks may have it; all ranks are in step again now"
+        )
+
     def advance(self, *, block: bool = False) -> bool:
         """Resume the collective if its messages are complete, with `block` once they are; return whether they were."""
+        if self.done:  # by the fault of another one
+            return False
+        is_resumed = False
         try:
-            if self.done:  # by the fault of another one
-                return False
             if block:
                 for one in self._pending:
                     one.wait()
@@ -103,39 +127,64 @@ class Request(Generic[T]):
                 self._pending = tuple([one for one in self._pending if not one.test()])
                 if self._pending:
                     return False
+            is_resumed = True
+            self._group.posted.clear()
             self._pending = next(self._steps)
             self._round += 1
         except StopIteration as end:
             self._result, self.done = end.value, True
-        except Exception as error:
-            if isinstance(error, DamagedMessageError) and error is not self._own_error:
-                self._engine.give_up(
-                    self.link.comm, self.link.faults, self.waits(), damage=str(error)
-                )
-                if not self.done:
-                    self.fail(self.link.faults.error())
-                return True
-            self._steps.close()
-            if isinstance(error, RuntimeError) and isinstance(
-                error.__cause__, StopIteration
-            ):
-                # a rank contributed it as its own error, and a generator cannot raise
-                # it
-                error = error.__cause__
-            if error is not self._own_error and ulfm.is_failure(error, self.link.comm):
-                self._engine.abandon(self._pending)
-                doing = f"{self.operation} was interrupted in round {self._round}"
-                error = ulfm.on_death(self.link.faults, doing, self.link.comm)
-            # this frame would hold what holds the error
-            deeper = error.__traceback__ and error.__traceback__.tb_next
-            self._error, self.done = error.with_traceback(deeper), True
-        # an interrupt: between two rounds it leaves the operation as it was
-        except BaseException:
-            if getgeneratorstate(self._steps) == GEN_CLOSED:
-                text = f"{self.operation} was interrupted in round {self._round} on this rank and cannot continue"
-                self.fail(CollectiveError(f"{text}: other ranks may wait for it"))
-            raise
+        except BaseException as error:
+            # of a signal's handler, while it waited: the operation is as it was
+            if not is_resumed and not self._is_of_mpi(error):
+                raise
+            self._end(error)
+            if not isinstance(error, Exception):
+                raise
         return True
+
+    def _is_of_mpi(self, error: BaseException) -> bool:
+        return isinstance(error, DamagedMessageError | mpi().Exception)
+
+    def _end(self, error: BaseException) -> None:
+        """End with an error of the schedule or of MPI; if only this rank has it, break off."""
+        is_own = error is self._group.error
+        if isinstance(error, DamagedMessageError) and not is_own:
+            self._engine.give_up(
+                self.link.comm, self.link.faults, self.waits(), damage=str(error)
+            )
+            if not self.done:
+                self.fail(self.link.faults.error())
+            return
+        self._steps.close()
+        if isinstance(error, RuntimeError) and isinstance(
+            error.__cause__, StopIteration
+        ):
+            # a rank contributed it as its own error, and a generator cannot raise it
+            error = error.__cause__
+            is_own = error is self._group.error
+        if not is_own and ulfm.is_failure(error, self.link.comm):
+            self._engine.abandon(self._pending)
+            doing = f"{self.operation} was interrupted in round {self._round}"
+            error = ulfm.on_death(self.link.faults, doing, self.link.comm)
+        elif self._group.broken:
+            self._engine.discard(self._group)
+        elif not (is_own or isinstance(error, CollectiveError)):
+            self.lose(error)
+            self._group.break_off(report(self._group.signature, error, broken=True))
+            self._engine.discard(self._group)
+        if not isinstance(error, Exception):
+            text = f"{self.operation} was interrupted in round {self._round} on this rank and cannot continue"
+            self.fail(
+                CollectiveError(f"{text}: the next operation raises on all ranks")
+            )
+            return
+        # this frame would hold what holds the error
+        deeper = error.__traceback__ and error.__traceback__.tb_next
+        self._error, self.done = error.with_traceback(deeper), True
+
+    def is_after(self, other: Group) -> bool:
+        """Return whether it was started after an operation that broke off."""
+        return self.link is other.link and self._group.number > other.number
 
     def waits(self) -> Waits:
         """Return the operation, the round, and the ranks that it waits for."""
@@ -164,49 +213,84 @@ class Engine:
         self._in_flight: list[Request[Any]] = []
         # nobody waits for these any more, but MPI may still own their buffers
         self._abandoned: list[Pending] = []
+        self._discarding: list[Group] = []
         self.timeout = initial_timeout()
         self._one_thread = Lock()
+        self._refusal = _TWO_THREADS
+        self._is_funneled = False  # only MPI's main thread may call it
 
     def start(self, steps: Steps[T], group: Group) -> Request[T]:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
+        faults = link.faults
         if (
             self._listens(link)
-            and not link.faults.finished
+            and not faults.finished
             and deadline.has_notice(link.comm)
         ):
-            self.give_up(
-                link.comm, link.faults, (group.signature["operation"], 0, set())
-            )
-        if link.faults.finished:
-            raise link.faults.error()
+            self.give_up(link.comm, faults, (group.signature["operation"], 0, set()))
+        if faults.finished:
+            raise faults.error()
+        lost = link.take_lost()
+        if lost and group.error is None:
+            group.contribute(CollectiveError(lost))
         request = Request(steps, group, self)
-        if not request.done:
-            self._in_flight.append(request)
+        try:
+            request.advance(block=True)  # nothing is pending yet
+        except BaseException as error:
+            request.lose(error)
+            raise
+        finally:
+            if not request.done:
+                self._in_flight.append(request)
+            elif self._discarding:
+                self._forget([request])
         return request
 
     def __enter__(self) -> None:
         """Keep other threads out, from before anything is consumed that all ranks count until a wait has ended."""
+        if self._is_funneled:
+            self.check_thread()
         if not self._one_thread.acquire(False):
-            raise RuntimeError(
-                "two threads are inside the library: call collectives from one thread at a time"
-            )
+            raise RuntimeError(self._refusal)
 
     def __exit__(self, *raised: object) -> None:
         self._one_thread.release()
 
-    def finish(self, request: Request[Any]) -> None:
-        """Return when `request` has ended."""
-        watch = partial(self._watch_link, request.link)
+    def check_thread(self) -> None:
+        """Raise RuntimeError in a thread that may not call MPI at the level at which MPI was initialised."""
+        from mpi4py import MPI
+
+        self._is_funneled = MPI.Query_thread() < MPI.THREAD_SERIALIZED
+        if self._is_funneled and not MPI.Is_thread_main():
+            raise RuntimeError(
+                "MPI was initialised for calls from its main thread only (MPI_THREAD_FUNNELED), and this is another "
+                'one: call collectives in the main thread, or set mpi4py.rc.thread_level = "multiple" before MPI is '
+                "imported"
+            )
+
+    def refuse_forked(self) -> None:
+        """Refuse all calls, in the child process of a rank."""
+        self._refusal = _FORKED
+        self._one_thread.acquire(False)  # for ever
+
+    def finish(self, request: Request[Any], signals: Deferred) -> None:
+        """Return when `request` has ended. signals: delivered while no operation advances."""
+
+        def watch(waited: float) -> None:
+            signals.deliver()
+            self._watch_link(request.link, waited)
+
+        def is_alone() -> bool:
+            return self._in_flight == [request] and not self._discarding
+
         if self._listens(request.link) or request.link.backs_off:
             self.poll_until(lambda: request.done, watch)
         while not request.done:
-            if self._in_flight == [request]:
+            if is_alone():
                 self.advance(block=True)
             else:
-                self.poll_until(
-                    lambda: request.done or self._in_flight == [request], watch
-                )
+                self.poll_until(lambda: request.done or is_alone(), watch)
 
     def wait_for(self, pending: Pending, call: str) -> None:
         """Return when `pending` is complete; meanwhile the operations in flight advance. call: for errors."""
@@ -319,6 +403,18 @@ class Engine:
         finally:
             self.end_all(faults)
 
+    def discard(self, group: Group) -> None:
+        """Receive and drop the messages of an operation that broke off, until a later one has ended."""
+        self._discarding.append(group)
+
+    def _forget(self, ended: Sequence[Request[Any]]) -> None:
+        """Stop to discard the messages of operations before others that have ended: all ranks have left them."""
+        self._discarding = [
+            group
+            for group in self._discarding
+            if not any([request.is_after(group) for request in ended])
+        ]
+
     def abandon(self, pending: Iterable[Pending]) -> None:
         """Keep references to abandoned messages, as MPI may still own their buffers."""
         self._abandoned += pending
@@ -343,8 +439,12 @@ class Engine:
             moved = False
             for request in self._in_flight:
                 moved |= request.advance(block=block)
+            for group in self._discarding:
+                group.discard()
             return moved
         finally:
+            if self._discarding:
+                self._forget([request for request in self._in_flight if request.done])
             self._in_flight = [
                 request for request in self._in_flight if not request.done
             ]
@@ -368,3 +468,13 @@ def configure(*, timeout: float | None) -> None:
 def of_process() -> Engine:
     """Return the engine of this process; as a context manager it keeps other threads out."""
     return Engine()
+
+
+def _after_fork() -> None:
+    """Refuse calls in the child of a process that is a rank; one that has not initialised MPI may."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        of_process().refuse_forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

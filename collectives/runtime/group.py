@@ -10,7 +10,7 @@ import json
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -77,7 +77,7 @@ class Group:
         self,
         link: "Link",
         signature: Mapping[str, Any],
-        error: Exception | None = None,
+        error: BaseException | None = None,
         *,
         codec: str = "auto",
         like: Any = None,
@@ -90,6 +90,10 @@ class Group:
             codec,
         )
         self._turn_reserved: Turn | None = None
+        # the messages of this round: an operation that breaks off has to keep them
+        self.posted: list[Arrival | Sending] = []
+        # the errors of ranks by which the operation broke off in the middle
+        self.broken: dict[int, str] = {}
         # the error notifications of other ranks
         self.notifications: dict[int, Buffer] = {}
         # counts the operations on the communicator, alike on all ranks
@@ -144,6 +148,32 @@ class Group:
         """End the operation on all ranks, which all detect it, with the error of this rank, if it has one."""
         self.error = error
         raise DisagreementError
+
+    def contribute(self, error: Exception) -> None:
+        """End the operation on all ranks with an error of this rank; before the operation is started."""
+        self.error = error
+
+    def break_off(self, text: str) -> None:
+        """Send a last error notification to every rank, in the middle of the schedule; waits for no other rank."""
+        message = self._pack_text(text, ERROR)
+        for rank in range(self.link.size):
+            if rank != self.link.rank:
+                self.posted.append(self.link.send(message, rank, self._tag))
+
+    def discard(self) -> None:
+        """Receive and drop what has arrived of an operation that broke off here: its senders may wait for that."""
+        for each in self.posted:
+            with suppress(DamagedMessageError):
+                each.test()
+        while self.link.discard(self._tag):
+            pass
+
+    def hear(self, message: Buffer, source: int) -> None:
+        """Store the error notification of a rank of the communicator."""
+        self.notifications[source] = self.checked_notification(message)
+        report = json.loads(text_of(self.notifications[source]))
+        if report["broken"]:
+            self.broken[source] = report["error"]
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
@@ -365,7 +395,7 @@ class Group:
         return message
 
     def _keep_notification(self, message: Buffer, source: int) -> NoReturn:
-        self.notifications[source] = self.checked_notification(message)
+        self.hear(message, source)
         raise DisagreementError
 
     def checked_notification(self, message: Buffer) -> Buffer:
@@ -390,12 +420,16 @@ class Group:
         return header
 
     def _arrival(self, source: int, like: Any) -> Arrival:
-        return self.link.receive(self._ranks[source], self._tag, like)
+        arrival = self.link.receive(self._ranks[source], self._tag, like)
+        self.posted.append(arrival)
+        return arrival
 
     def _sending(
         self, message: Buffer, dest: int, arrival: Arrival | None = None
     ) -> Sending:
-        return self.link.send(message, self._ranks[dest], self._tag, arrival)
+        sending = self.link.send(message, self._ranks[dest], self._tag, arrival)
+        self.posted.append(sending)
+        return sending
 
 
 class Notifications:
@@ -414,7 +448,7 @@ class Notifications:
         for rank, arrival in list(self._arrivals.items()):
             while arrival.test() and not self._is_last(rank, arrival.buffer):
                 arrival = self._arrivals[rank] = self._group._arrival(rank, None)
-        return not self._arrivals
+        return not self._arrivals or bool(self._group.broken)
 
     def wait(self) -> None:
         """See `Pending.wait`; it polls, as another rank may wait until any of these messages is received."""
@@ -425,7 +459,7 @@ class Notifications:
         """Return whether a message is a rank's notification, and store it if so."""
         if message.size < LINE or _read_header(message).kind != ERROR:
             return False
-        self._group.notifications[rank] = self._group.checked_notification(message)
+        self._group.hear(message, rank)
         del self._arrivals[rank]
         return True
 

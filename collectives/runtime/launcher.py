@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 # Where launchers say how many ranks they started, the innermost one first: inside a
 # batch job Open MPI's mpirun starts its daemons through srun, and the ranks see both.
 LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+PMIX_RANK = "PMIX_RANK"  # PMIx states no number of ranks
+ALONE = "MPICOMP_ALONE"  # 1: a rank is to work alone, whatever the launcher says
+REMEDY = "use the mpirun that belongs to this MPI (under Slurm, the --mpi plugin that it was built for)"
 
 
 def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:
@@ -19,8 +22,20 @@ def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:
     if name is None or int(environment[name]) == size:
         return torchrun_warning(size, environment)
     return (
-        f"the launcher says {name}={environment[name]}, and MPI sees {size}: "
-        "use the mpirun that belongs to this MPI (under Slurm, the --mpi plugin that it was built for)"
+        f"the launcher says {name}={environment[name]}, and MPI sees {size}: {REMEDY}"
+    )
+
+
+def lone_warning(size: int, environment: Mapping[str, str]) -> str | None:
+    """Return a warning if this rank is alone, though its launcher started several; None with MPICOMP_ALONE=1."""
+    if size > 1 or environment.get(ALONE, "0") not in ("", "0"):
+        return None
+    wrong = singleton_warning(size, environment)
+    if wrong is None and environment.get(PMIX_RANK, "0").strip("0").isdigit():
+        wrong = f"the launcher says {PMIX_RANK}={environment[PMIX_RANK]}, and MPI sees one rank: {REMEDY}"
+    return (
+        wrong
+        and f"this process trains alone: {wrong}; {ALONE}=1 turns this warning off"
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 from numpy.typing import NDArray
 
 from collectives.agreement.state import Faults
@@ -94,6 +95,17 @@ class Link:
         self.turns: deque[Turn] = deque()
         self._tags, self._next_tag = notice_tag(duplicate), 0
         self.faults = Faults(self.rank, self.size)
+        self._lost = ""
+
+    def lose(self, text: str) -> None:
+        """Remember that this rank has no result of an operation that the others may have: it is out of step."""
+        if self.size > 1:
+            self._lost = self._lost or text
+
+    def take_lost(self) -> str:
+        """Return the text of `lose`, once: the next operation then raises on all ranks; empty if nothing was lost."""
+        text, self._lost = self._lost, ""
+        return text
 
     def turn(self) -> Turn:
         """Return a new turn, after all that were taken."""
@@ -128,6 +140,17 @@ class Link:
             else []
         )
         return Sending(*sizes, *start(self.comm, buffer, dest, tag))
+
+    def discard(self, tag: int) -> bool:
+        """Receive a message with this tag from any rank, and drop it; return whether one had arrived."""
+        status = messages.new_status()
+        message = self.comm.Improbe(mpi().ANY_SOURCE, tag, status)
+        if message is None:
+            return False
+        message.Recv(
+            messages.in_bytes(np.empty(status.Get_count(mpi().BYTE), np.uint8))
+        )
+        return True
 
     def staged(self, buffer: Any) -> Any:
         """Return a device buffer as MPI accepts it: a copy in host memory, unless MPI is CUDA-aware."""
@@ -169,7 +192,7 @@ def check_communicator(comm: Any) -> None:
         return
     if isinstance(comm, mpi().Comm) and not comm:
         raise ValueError(
-            "comm is MPI.COMM_NULL: expected a communicator that this rank belongs to"
+            "comm is MPI.COMM_NULL: expected a communicator that this rank belongs to, and that is not freed"
         )
     raise TypeError(
         f"comm is {type(comm).__name__}: expected an mpi4py intracommunicator such as MPI.COMM_WORLD"
@@ -186,13 +209,15 @@ def traffic(comm: Any) -> Traffic:
     """Return a copy of the traffic of this library on `comm`, sent by this rank so far; not collective.
 
     MPI's own allreduce, as in `dense_allreduce`, counts as one message of 2 (P-1)/P n v
-    bytes, the lower bound for n values of v bytes.
+    bytes, the lower bound for n values of v bytes. Raises TypeError or ValueError for a
+    `comm` that is no communicator in use.
 
     >>> before = traffic(comm)
     >>> total = sparse_allreduce(TopK(k=2).compress(gradient), comm)
     >>> traffic(comm).nbytes >= before.nbytes
     True
     """
+    check_communicator(comm)
     link = link_if_any(comm)
     return Traffic() if link is None else replace(link.traffic)
 

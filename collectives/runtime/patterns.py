@@ -31,6 +31,8 @@ def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
     this one, with the same result. Invariant: after round j the 2^(j+1) ranks of a
     block hold the same bits, if `combine` is bitwise commutative.
     """
+    if group.size == 1:
+        return part
     folded = fold_partner(group.rank, group.size)
     if folded is not None and folded < group.rank:
         yield from group.send(part[0], folded, part[1])

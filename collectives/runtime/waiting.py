@@ -26,7 +26,7 @@ def agree_on_waiting(
     memory. Collective, blocks; ValueError on all ranks for a bad variable.
     """
     settings = comm.allgather(
-        (os.environ.get(VARIABLE, "auto"), os.environ.get(TIMEOUT), cores())
+        (os.environ.get(VARIABLE) or "auto", os.environ.get(TIMEOUT), cores())
     )
     for rank, (setting, time, _) in enumerate(settings):
         if setting not in SETTINGS:

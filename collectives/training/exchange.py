@@ -331,12 +331,6 @@ class GradientExchange:
             for name, compressor in bucket.selection.compressors.items()
         }
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "an exchange belongs to a communicator, and cannot be copied or pickled: save state_dict(), and load it "
-            "into a new exchange"
-        )
-
     def report(self) -> str:
         """Return lines to print: bytes and milliseconds of an exchange, in the mean of all but the first one."""
         itemsize = next(

@@ -18,11 +18,13 @@ from collectives import (
     allreduce,
     dense_allreduce,
     gtopk_allreduce,
+    quantised_allreduce,
     sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
     sparse_reduce,
     sparse_reduce_scatter,
+    traffic,
 )
 from mpicomp import (
     CollectiveError,
@@ -322,6 +324,54 @@ def test_what_is_no_intracommunicator_raises_at_once(comm, collective):
         collective(SOUND, 3)
     with pytest.raises(ValueError, match="COMM_NULL"):
         collective(SOUND, MPI.Intracomm(MPI.COMM_NULL))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_communicator_that_was_freed_is_refused_in_the_words_of_the_library(
+    comm, known
+):
+    freed, array = comm.Dup(), np.ones(4)
+    exchange = GradientExchange(freed, TopK(k=2))
+    if known:
+        exchange(array)
+        plan = SupportPlan.union(SOUND, freed)
+    freed.Free()
+    calls = [
+        lambda: dense_allreduce(array, freed),
+        lambda: sparse_allreduce(SOUND, freed),
+        lambda: exchange(array),
+        lambda: traffic(freed),
+        lambda: plan.allreduce(np.ones(3)) if known else traffic(freed),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL.*is not freed"):
+            call()
+
+
+@pytest.mark.parametrize("value", [4e4, 6e-8])
+def test_error_settings_of_numpy_on_one_rank_raise_on_none(comm, value):
+    """float16 sums that leave their range are infinite on all ranks."""
+    array = np.full(300, value, np.float16)
+    vector = SparseVector.from_dense(array)
+    calls = [
+        lambda: dense_allreduce(array, comm),
+        lambda: quantised_allreduce(array, comm, 8)[0],
+        lambda: quantised_allreduce(
+            array, comm, out=(np.empty_like(array), np.empty_like(array))
+        )[0],
+        lambda: SupportPlan.union(vector, comm).allreduce(array),
+        *[
+            partial(sparse_allreduce, vector, comm, algorithm=name)
+            for name in allreduce.ALGORITHMS
+        ],
+        lambda: gtopk_allreduce(vector, comm, 7)[0],
+        lambda: sparse_allreduce(vector, comm, votes=True)[0],
+    ]
+    with np.errstate(all="raise" if comm.rank == 0 else "ignore"):
+        for call in calls:
+            total = call()
+            values = total.values if isinstance(total, SparseVector) else total
+            assert len(set(comm.allgather(values.tobytes()))) == 1
 
 
 @pytest.mark.at_least(2)

@@ -8,7 +8,7 @@ import pytest
 from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce, traffic
 from collectives.agreement.first_call import link_of
 from collectives.allreduce import ALGORITHMS
-from collectives.planning.choice import links
+from collectives.planning import links
 from collectives.planning.links import agreed_links
 from mpicomp import CollectiveError, SparseVector
 

@@ -303,5 +303,9 @@ def test_an_operation_that_an_interrupt_ended_says_so_and_later_ones_go_on(
             request.wait()
     else:
         assert_equal(request.wait(), sum(window(vector) for vector in vectors))
+    with pytest.raises(
+        CollectiveError, match="was lost on rank 0 by KeyboardInterrupt"
+    ):
+        sparse_allgather(vectors[comm.rank], comm)
     total = sparse_iallreduce(vectors[comm.rank], comm, algorithm="allgather").wait()
     assert_equal(total, sum(window(vector) for vector in vectors))

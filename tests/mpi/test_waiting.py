@@ -108,3 +108,43 @@ def test_a_network_without_matched_probes_raises_on_all_and_in_mpicomp_info(
     out = io.StringIO()
     assert info.run(argparse.Namespace(json=False, recovery=False), out) == 1
     assert ("warning: MPI has no matched probes" in out.getvalue()) == (comm.rank == 0)
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MPICOMP_TIMEOUT", "60"),
+        ("MPICOMP_CHECK", "1"),
+        ("MPICOMP_WAIT", "backoff"),
+        ("MPICOMP_NETWORK", "10gbit"),
+    ],
+)
+@pytest.mark.parametrize("others", [None, ""])
+def test_a_setting_of_some_ranks_only_raises_on_all_with_the_remedy(
+    comm, fresh, monkeypatch, name, value, others
+):
+    monkeypatch.delenv(name, raising=False)
+    if comm.rank == 0:
+        monkeypatch.setenv(name, value)
+    elif others is not None:
+        monkeypatch.setenv(name, others)
+    rest = "rank 1" if comm.size == 2 else f"ranks 1{',' if comm.size == 3 else '-'}"
+    said = rf"{name} must be the same .*got {value} on rank 0; not set on {rest}.*mpirun -x {name}.*srun --export"
+    vector = contribution("random", comm.rank, comm.size)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            sparse_allreduce(vector, fresh)
+    monkeypatch.setenv(name, value)
+    assert_same_bits(comm, sparse_allreduce(vector, fresh))
+
+
+@pytest.mark.at_least(2)
+def test_settings_that_mean_the_same_and_threads_may_differ(comm, fresh, monkeypatch):
+    if comm.rank == 0:
+        monkeypatch.setenv("MPICOMP_CHECK", "0")
+        monkeypatch.setenv("MPICOMP_WAIT", "auto")
+        monkeypatch.setenv("MPICOMP_TIMEOUT", "")
+        monkeypatch.setenv("MPICOMP_THREADS", "1")
+    vector = contribution("random", comm.rank, comm.size)
+    assert_same_bits(comm, sparse_allreduce(vector, fresh))

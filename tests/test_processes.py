@@ -1,0 +1,150 @@
+"""What processes and threads may do beside a rank: forked children, threads that may not call MPI, ranks left alone."""
+
+import pytest
+from jobs import environment, mpirun, python
+
+from collectives.runtime.launcher import lone_warning
+
+FORKED = """
+import multiprocessing, os, sys
+import numpy as np
+from mpi4py import MPI
+from collectives import GradientExchange, dense_allreduce
+from mpicomp import TopK
+
+comm = MPI.COMM_WORLD
+calls = [
+    lambda: dense_allreduce(np.ones(2), comm),
+    lambda: dense_allreduce(np.ones(2), MPI.COMM_SELF),
+    lambda: GradientExchange(comm, TopK(0.5))(np.ones(4)),
+]
+
+def child():
+    refused = 0
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as error:
+            refused += "forked from a rank" in str(error)
+    return refused
+
+def work():
+    os._exit(child())
+
+if "known" in sys.argv:
+    dense_allreduce(np.ones(2), comm)
+if comm.rank == 0:
+    if "multiprocessing" in sys.argv:
+        worker = multiprocessing.get_context("fork").Process(target=work)
+        worker.start()
+        worker.join()
+        status = worker.exitcode
+    else:
+        pid = os.fork()
+        if not pid:
+            work()
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status == len(calls), status
+for call in calls:
+    call()
+assert (dense_allreduce(np.ones(2), comm) == comm.size).all()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["os.fork first", "multiprocessing known"])
+def test_a_forked_child_is_refused_and_the_rank_goes_on(tmp_path, how):
+    (tmp_path / "job.py").write_text(FORKED)
+    done = mpirun(2, "job.py", *how.split(), cwd=tmp_path)
+    assert done.stdout.count("done") == 2, done.stderr
+
+
+def test_a_child_of_a_process_without_mpi_is_a_rank(tmp_path):
+    """The parent only imports the library."""
+    script = """
+import os, collectives
+pid = os.fork()
+if pid:
+    assert os.waitpid(pid, 0)[1] == 0
+else:
+    import numpy as np
+    from mpi4py import MPI
+    assert collectives.dense_allreduce(np.ones(2), MPI.COMM_WORLD).tolist() == [1, 1]
+"""
+    done = python("-c", script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+FUNNELED = """
+import mpi4py
+mpi4py.rc.thread_level = "funneled"
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+from mpi4py import MPI
+from collectives import dense_allreduce
+
+def call():
+    return dense_allreduce(np.ones(2), MPI.COMM_WORLD).tolist()
+
+for _ in range(2):
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(call).result()
+        except RuntimeError as error:
+            assert "main thread only (MPI_THREAD_FUNNELED)" in str(error)
+        else:
+            raise AssertionError("another thread called MPI")
+    assert call() == [2, 2]
+print("done")
+"""
+
+
+def test_another_thread_is_refused_where_mpi_has_only_its_main_thread(tmp_path):
+    (tmp_path / "job.py").write_text(FUNNELED)
+    done = mpirun(2, "job.py", cwd=tmp_path)
+    assert done.stdout.count("done") == 2, done.stderr
+
+
+ALONE = """
+import numpy as np
+from mpi4py import MPI
+from collectives import dense_allreduce
+for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+    dense_allreduce(np.ones(2), comm)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "remedy"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS=8, and MPI sees 1: use"),
+        ({"PMI_SIZE": "8"}, "PMI_SIZE=8, and MPI sees 1: use"),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8"),
+        ({"PMIX_RANK": "3"}, "PMIX_RANK=3, and MPI sees one rank: use the mpirun"),
+        ({"WORLD_SIZE": "8"}, "torchrun says WORLD_SIZE=8"),
+    ],
+)
+def test_a_rank_is_alone_where_the_launcher_started_several(variables, remedy):
+    assert remedy in lone_warning(1, variables)
+    assert lone_warning(8, variables) is None
+    assert lone_warning(1, {**variables, "MPICOMP_ALONE": "1"}) is None
+
+
+def test_a_rank_that_is_meant_to_be_alone_is_not_warned():
+    assert lone_warning(1, {}) is None
+    assert lone_warning(1, {"PMIX_RANK": "0", "PMI_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "warnings"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 1),
+        ({"SLURM_STEP_NUM_TASKS": "8", "MPICOMP_ALONE": "1"}, 0),
+    ],
+)
+def test_a_rank_that_is_alone_under_a_launcher_of_several_warns_once(
+    variables, warnings
+):
+    done = python("-W", "always", "-c", ALONE, env=environment(**variables))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("this process trains alone") == warnings
