@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import Bucket
 from mpicomp.checking import is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.errors import CheckError
@@ -80,8 +80,8 @@ class Audit:
             left = self._left[place]
             if residual is not None:
                 before, kept = (
-                    self._expected[first:end].astype(np.float64),
-                    residual[first:end],
+                    to_numpy(self._expected[first:end]).astype(np.float64),
+                    to_numpy(residual[first:end]),
                 )
                 left = mass(before - kept)
                 # by which what is kept is rounded

@@ -14,7 +14,7 @@ from collectives.compressed import compressed_allreduce
 from collectives.dense import dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.collective import declared_by, nonblocking_sum, with_votes
-from mpicomp.arrays import Array, on_device
+from mpicomp.arrays import Array, converted, kernels_for, on_device
 from mpicomp.bucket import Compressed, Mean
 from mpicomp.feedback.base import check_range
 from mpicomp.vector import SparseVector, add_up, count_up, whole
@@ -124,19 +124,18 @@ class Reduction:
         """
         total = received.total
         if not isinstance(total, SparseVector):
-            mean = (
-                np.divide(total, ranks, out=total)
-                if self.average in (True, CONTRIBUTORS)
-                else total
-            )
-            check_range(mean, "sum over the ranks")
-            return mean
+            if self.average in (True, CONTRIBUTORS):
+                kernels_for(total).quotient(total, ranks, total)
+            check_range(total, "sum over the ranks")
+            return total
         values, by_entry = total.values, self.average == CONTRIBUTORS
         if ranks > 1 and self.average in (True, CONTRIBUTORS):
-            values = values / (
+            by = (
                 contributors(total, received.votes, ranks, dense) if by_entry else ranks
             )
-        vector = total.with_values(values.astype(dtype, copy=False))
+            values = np.empty_like(values)
+            kernels_for(values).quotient(total.values, by, values)
+        vector = total.with_values(converted(values, dtype))
         try:
             vector.validate()
         except ValueError:

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, to_vector
+from mpicomp.arrays import Array, kernels_for, to_numpy, to_vector
 from mpicomp.compressors.base import (
     Compressor,
     Report,
@@ -298,7 +298,8 @@ def _with_largest(
         )
         parts[place] = found[0] + bounds[place], found[1]
         plan["kept"], plan["stages"] = found[1].size, 0
-        plan["threshold"] = float(np.abs(found[1]).min()) if found[1].size else 0.0
+        kept = np.abs(to_numpy(found[1]))
+        plan["threshold"] = kept.min() if kept.size else 0.0
     positions, values = (np.concatenate(each) for each in zip(*parts, strict=True))
     return positions, values
 

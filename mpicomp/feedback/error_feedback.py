@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
+from mpicomp.arrays import Array, kernels_for, negated
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import write_sum
 from mpicomp.feedback.base import Dtypes, Feedback, Gradient, check_range
@@ -175,7 +175,7 @@ class ErrorFeedback(Feedback):
                 )
             check_range(left, "residual")
             check_range(base + back.values, "residual")
-        removed = sent.with_values(-sent.values)
+        removed = sent.with_values(negated(sent.values))
         return (removed, back) if back.nnz else (removed,)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
+from mpicomp.arrays import Array, kernels_for, nonzero
 from mpicomp.feedback.base import Dtypes, Feedback, Gradient, wide
 from mpicomp.settings import to_bool, to_number
 from mpicomp.vector import SparseVector, places_of
@@ -66,9 +66,9 @@ class MomentumCorrection(Feedback):
         gradient = self._joined(gradient)
         before, residual = self._arrays["velocity"], self._arrays["residual"]
         velocity, corrected = self._spare("velocity"), self._spare("residual")
-        np.multiply(before, self.momentum, out=velocity)
-        velocity += gradient
-        np.add(residual, velocity, out=corrected, casting="same_kind")
+        kernels = kernels_for(velocity)
+        kernels.add_scaled(before, self.momentum, gradient, velocity)
+        kernels.add_scaled(residual, 1, velocity, corrected)
         return corrected
 
     def settle(
@@ -106,6 +106,5 @@ class MomentumCorrection(Feedback):
 
 def _has_nonzero(values: Array) -> bool:
     """Return whether a value is not zero; unlike any(), stops at the first block that has one."""
-    return any(
-        values[start : start + _BLOCK].any() for start in range(0, values.size, _BLOCK)
-    )
+    starts = range(0, values.size, _BLOCK)
+    return any(nonzero(values[start : start + _BLOCK]).any() for start in starts)
