@@ -219,10 +219,13 @@ def test_a_dry_run_of_the_evidence_writes_that_there_was_no_time(tmp_path):
     written = json.loads(report.read_text())
     assert written["device"] == "fake device"
     assert {
-        "tests, serial",
-        "tests, 2 ranks",
-        "kernels 30000",
+        "tests",
+        "calls 20000",
+        "calls 10000",
         "step staged",
         "step direct",
+        "PyTorch, staged",
+        "selection 20000",
+        "counters",
     } < written.keys()
     assert written["step staged"] == "no time left of 1.0 s"
