@@ -68,6 +68,7 @@ COUNTERS = (
 def main() -> int:
     """Run everything; 1 where a test failed, 2 where there is no GPU or a package is missing."""
     options = parsed()
+    os.environ.update(environment(options))
     missing = [
         name
         for name in NEEDED
@@ -82,11 +83,12 @@ def main() -> int:
 
     if real_cupy() is None and not options.dry_run:
         return refused("no GPU here, or CuPy is missing")
-    os.environ.update(environment(options))
     cupy = cupy_for_tests()
     path = Path(options.folder)
     path.mkdir(parents=True, exist_ok=True)
     found = about(cupy)
+    if found["MPI"] is None:
+        return refused("no MPI that mpi4py loads; see mpicomp info, or --mpi")
     path /= f"{found['date']}-{found['commit'][:12]}.json"
     with tempfile.TemporaryDirectory() as folder:
         for name, (most, part) in parts(options, Path(folder)).items():
@@ -127,7 +129,11 @@ def parsed() -> argparse.Namespace:
         default=300.0,
         help="for all parts together (%(default)s)",
     )
-    add("--mpi", metavar="DIR", help="a CUDA-aware MPI: DIR/bin/mpirun, DIR/lib")
+    add(
+        "--mpi",
+        metavar="DIR",
+        help="an MPI, such as a CUDA-aware one: DIR/bin, DIR/lib",
+    )
     add("--folder", help="where the report is written (docs/gpu_evidence)")
     add(
         "--dry-run",
@@ -159,7 +165,9 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
         mpi = Path(options.mpi).resolve()
         found["PATH"] = before("PATH", mpi / "bin")
         found["LD_LIBRARY_PATH"] = before("LD_LIBRARY_PATH", mpi / "lib")
-        found["MPI4PY_LIBMPI"] = str(mpi / "lib" / "libmpi.so")
+        # some packages have no libmpi.so, or a text in its place
+        numbered = sorted((mpi / "lib").glob("libmpi.so.[0-9]*"))
+        found["MPI4PY_LIBMPI"] = str([*numbered, mpi / "lib" / "libmpi.so"][0])
     settings = (ROOT / "tests" / "openmpi.env").read_text().splitlines()
     return found | dict(
         line.split("=", 1) for line in settings if line and line[0] != "#"
@@ -229,7 +237,8 @@ def about(cupy: Any) -> dict[str, Any]:
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     # of the MPI that the parts load, perhaps another one than this process
-    of_mpi = json.loads(said([sys.executable, "-m", "mpicomp_bench", "info", "--json"]))
+    said_of_mpi = said([sys.executable, "-m", "mpicomp_bench", "info", "--json"])
+    of_mpi = {"MPI": None, "CUDA": None} | json.loads(said_of_mpi)
     dirty = said(["git", "status", "--porcelain", "--untracked-files=no"])
     return {
         "date": str(date.today()),
