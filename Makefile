@@ -113,9 +113,10 @@ test-links: $(READY)
 	timeout --signal=INT --kill-after=60 1800 python -m pytest tests/links -v
 
 # Needs a GPU and CuPy (pip install ".[gpu]"); its report in docs/gpu_evidence is to be committed. Where there is no
-# package index, run the script itself with a Python that has what it needs: it names what is missing.
+# package index, run the script itself with a Python that has what it needs: it names what is missing. Without a GPU:
+# make gpu-evidence EVIDENCE="--dry-run --folder build/evidence"
 gpu-evidence: $(READY)
-	python benchmarks/gpu_evidence.py
+	python benchmarks/gpu_evidence.py $(EVIDENCE)
 
 lint: $(READY)
 	ruff check .

@@ -10,6 +10,7 @@
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json
     mpirun -n 4 python -m mpi4py benchmarks/training/train.py ...        # docs/accuracy.md has the whole line
+    make gpu-evidence                                                    # on a machine with a GPU
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9 E10    # and so benchmarks/papers/README.md
     python benchmarks/doc_tables.py
 
@@ -45,6 +46,12 @@ from tables import table as of_experiment
 ROOT = pathlib.Path(__file__).parent.parent
 
 RESULTS = ROOT / "docs" / "results"
+# of `make gpu-evidence` on an H200, and beside it what it did not measure at that commit
+EVIDENCE = ROOT / "docs" / "gpu_evidence" / "2026-11-26-a4519dbf21b1.json"
+ON_ONE_RANK, OF_THE_HOST = (
+    EVIDENCE.with_name(f"{EVIDENCE.stem}-{name}.txt")
+    for name in ("one-rank-268e6", "host-cost")
+)
 MPIS = {"exchange": "Open MPI", "exchange-impi-rt": "Intel MPI"}
 RANKS = 4, 2
 CHOICES = 2, 4, 8  # ranks
@@ -350,7 +357,96 @@ def paper(name: str) -> list[str]:
     return found
 
 
+def on_one_rank() -> dict[str, tuple[float, float]]:
+    """Return the milliseconds of calls on 268,435,456 values on a GPU, and the same in reads of the vector, by name."""
+    row = re.compile(r"  (.+?)\s+wall\s+([\d.]+) ms\s+([\d.]+) reads", re.MULTILINE)
+    found = row.findall(ON_ONE_RANK.read_text())
+    return {name: (float(time), float(reads)) for name, time, reads in found}
+
+
+def gpu_selection() -> list[str]:
+    """Return the table of selections on a GPU: milliseconds, reads, and how many times as long others take."""
+    lines, found = [], json.loads(EVIDENCE.read_text())
+    for run, densities in (("25e6", ("0.001", "0.01")), ("1e9", ("0.0001", "0.001"))):
+        by_name: dict[str, dict[str, Any]] = {}
+        for row in found[f"kernels {run}"]["rows"]:
+            by_name.setdefault(row["name"], {})[row["baseline"]] = row
+        for density in densities:
+            name = f"top_k normal {float(run) / 1e6:g}e6 k/n={density}"
+            own = by_name[name]["torch.topk"]
+            lines.append(
+                [f"{run}, {100 * float(density):g} %"]
+                + [f"{1e3 * own['seconds']:.2f}, {own['seconds'] / own['floor']:.1f}"]
+                + [
+                    f"{by_name[name][other]['speedup']:.1f}"
+                    for other in ("torch.topk", "cupy.argpartition")
+                ]
+            )
+    rows = on_one_rank()
+    for density in ("0.001", "0.01"):
+        time, reads = rows[f"kernels.largest {density}"]
+        others = [
+            f"{rows[name][0] / time:.1f}"
+            for name in (f"torch.topk abs {density}", f"cupy.argpartition {density}")
+        ]
+        cells = [f"2.7e8, {100 * float(density):g} %", f"{time:.2f}, {reads:.1f}"]
+        lines.insert(-2, [*cells, *others])
+    heads = [
+        "float32 values, density",
+        "Top-k: ms, reads",
+        "`torch.topk`",
+        "`cupy.argpartition`",
+    ]
+    return table(heads, lines)
+
+
+def gpu_step() -> list[str]:
+    """Return the table of steps of two ranks on one GPU: milliseconds, and over MPI's dense sum."""
+    found = json.loads(EVIDENCE.read_text())
+    ways = [found[f"step {way}"] for way in ("staged", "direct")]
+    lines = [
+        [staged["name"]]
+        + [f"{1e3 * row['seconds']:.1f}, {row['over_dense']:.3f}" for row in rows]
+        for staged, *rows in zip(ways[0], *ways, strict=True)
+    ]
+    return table(["step", "staged: ms, over dense", "direct"], lines)
+
+
+def gpu_calls() -> list[str]:
+    """Return the table of what one rank computes on a GPU, in reads of 1.07 GB, and what the host takes alone."""
+    reads = {name: reads for name, (_, reads) in on_one_rank().items()}
+    row = re.compile(r"^(.+?)\s+([\d.]+) us$", re.MULTILINE)
+    host = dict(row.findall(OF_THE_HOST.read_text()))
+    calls = {
+        "`TopK.compress`": ("TopK.compress 0.001 (0.00100)", "TopK.compress"),
+        "`ChunkedTopK`": ("ChunkedTopK.compress 0.001 (0.00098)", "Chunked.compress"),
+        "`SIDCo`": ("SIDCo-exp.compress 0.001 (0.00100)", "SIDCo.compress"),
+        "`AggregationAware`": (
+            "AggregationAware.compress 0.001 (0.00100)",
+            "Aggr.compress",
+        ),
+        "`AdaComp`": ("AdaComp.compress 0.001 (0.22109)", "AdaComp.compress"),
+        "a step, Top-k, `sparse=True`": ("step sparse 0.001", "step sparse"),
+        "a step, Top-k, `out=`": ("step out= 0.001", "step out="),
+        "a step, `bits=4`": ("step bits=4 out=", "step bits=4 out="),
+    }
+    lines = [
+        [name, f"{reads[large]:.1f}", f"{float(host[f'{small} n=10000']):,.0f}"]
+        for name, (large, small) in calls.items()
+    ]
+    for name, label in (("Top-k", "TopK"), ("`bits=4`", "bits=4")):
+        time = f"{float(host[f'54 tensors {label}']):,.0f}"
+        lines.append([f"a step of 54 tensors, {name}", "", time])
+    heads = ["call, 0.1 %", "reads of 2.7e8 values", "host, us"]
+    return table(heads, lines)
+
+
 TABLES = {
+    "docs/devices.md": {
+        "gpu-selection": gpu_selection,
+        "gpu-step": gpu_step,
+        "gpu-calls": gpu_calls,
+    },
     "docs/performance.md": {
         "gains": gains,
         "steps": lambda: times(STEPS),

@@ -1,13 +1,17 @@
 """Run the tests and benchmarks of the device path on a GPU, and write down what ran where: layer 4 of docs/devices.md.
 
     python benchmarks/gpu_evidence.py          # or: make gpu-evidence, which installs what is missing, from an index
+    python benchmarks/gpu_evidence.py --mpi DIR          # a CUDA-aware MPI in DIR: messages direct as well
+    python benchmarks/gpu_evidence.py --dry-run --folder build/evidence
 
-One run of ten minutes on one GPU: the tests of the device path, alone and on two ranks
-that share the GPU; the kernels against `torch.topk`, `cupy.argpartition` and one read;
-a step in place over a dense allreduce and gTop-k, messages staged and, where the MPI is
-CUDA-aware, direct; Top-k of 1e9 values. Needs mpirun, a CUDA driver and the packages of
-`NEEDED`, but no network; PyTorch with CUDA for its rows. It says what is missing before
-it starts.
+One run of five minutes on one GPU, the most telling parts first: the tests of the
+device path in processes beside each other, alone and on two ranks that share the GPU;
+what one rank computes, of `torch.topk` to a model of 160 tensors; the same with nothing
+to compute, which is the cost of the host; steps of two ranks, messages staged and,
+where the MPI is CUDA-aware, direct; PyTorch's DistributedDataParallel and local steps;
+a selection from 1e9 values; counters of a selection, where `ncu` is installed. Needs
+mpirun, a CUDA driver and the packages of `NEEDED`, but no network; PyTorch with CUDA
+for its rows. It says what is missing before it starts.
 
 Writes docs/gpu_evidence/DATE-COMMIT.json anew after each part, to be committed; a part
 for which no time is left is written down as such, and so is a test that fails.
@@ -16,6 +20,7 @@ evidence, but what would fail for another reason than the GPU fails there.
 """
 
 import argparse
+import csv
 import importlib.util
 import json
 import os
@@ -26,7 +31,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -35,14 +43,32 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 NEEDED = ["cupy", "numpy", "numba", "mpi4py", "pytest", "pytest_mpi", "hypothesis"]
-SERIAL = "tests/test_device.py", "tests/cuda/test_device_kernels.py"
+# pytest's arguments, of processes that run beside each other
+KERNELS, MANY = "tests/cuda/test_device_kernels.py", "many_launches"
+SERIAL = {
+    "arrays": ["tests/test_device.py"],
+    "kernels": [KERNELS, "-k", f"not {MANY}"],
+    "kernels, many launches": [KERNELS, "-k", MANY],
+}
 UNDER_MPI = "tests/mpi/test_device.py", "tests/mpi/test_device_exchange.py"
 WAYS = {"staged": "0", "direct": "1"}  # how messages pass MPI, and MPICOMP_CUDA_AWARE
+SMALL = {  # pytest's arguments in a dry run
+    "arrays": ["-k", "subnormal_numbers"],
+    "kernels": ["-k", "signs_of_values and round_robin"],
+    "kernels, many launches": ["-k", "every_k and 0"],
+    "ranks": ["-k", "test_gtopk and P2"],
+}
+COUNTERS = (
+    "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,"
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed,launch__registers_per_thread,"
+    "smsp__inst_executed.sum"
+)
 
 
 def main() -> int:
     """Run everything; 1 where a test failed, 2 where there is no GPU or a package is missing."""
     options = parsed()
+    os.environ.update(environment(options))
     missing = [
         name
         for name in NEEDED
@@ -57,29 +83,28 @@ def main() -> int:
 
     if real_cupy() is None and not options.dry_run:
         return refused("no GPU here, or CuPy is missing")
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths(options))
-    cupy, found = cupy_for_tests(), {}
+    cupy = cupy_for_tests()
     path = Path(options.folder)
     path.mkdir(parents=True, exist_ok=True)
     found = about(cupy)
+    if found["MPI"] is None:
+        return refused("no MPI that mpi4py loads; see mpicomp info, or --mpi")
     path /= f"{found['date']}-{found['commit'][:12]}.json"
     with tempfile.TemporaryDirectory() as folder:
-        for name, part in parts(options, Path(folder)).items():
-            left = options.seconds - time.monotonic() + BEGAN
+        for name, (most, part) in parts(options, Path(folder)).items():
+            left = min(most, options.seconds - time.monotonic() + BEGAN)
+            began = time.monotonic()
             found[name] = (
                 part(left) if left > LEAST else f"no time left of {options.seconds} s"
             )
+            found["seconds"][name] = round(time.monotonic() - began, 1)
             path.write_text(json.dumps(found, indent=1) + "\n")
-    tests = [each for name, each in found.items() if name.startswith("tests")]
-    print(f"wrote {path}: {tests}")
-    return (
-        0
-        if all(
-            isinstance(each, dict) and each["passed"] and not each["failed"]
-            for each in tests
-        )
-        else 1
+    tests = found["tests"]
+    print(f"wrote {path}: {tests}; seconds {found['seconds']}")
+    passed = isinstance(tests, dict) and all(
+        each["passed"] and not each["failed"] for each in tests.values()
     )
+    return 0 if passed else 1
 
 
 BEGAN, LEAST = time.monotonic(), 5.0
@@ -94,15 +119,20 @@ def parsed() -> argparse.Namespace:
     add("--ranks", type=int, default=2, help="on the one GPU (%(default)s)")
     add(
         "--lengths",
-        nargs="+",
-        default=["25e6", "1e9"],
-        help="of the kernels' benchmark (25e6 1e9)",
+        nargs=3,
+        default=["25e6", "268435456", "1e9"],
+        help="of a step, of the calls, and of one selection (25e6 268435456 1e9)",
     )
     add(
         "--seconds",
         type=float,
-        default=600.0,
+        default=300.0,
         help="for all parts together (%(default)s)",
+    )
+    add(
+        "--mpi",
+        metavar="DIR",
+        help="an MPI, such as a CUDA-aware one: DIR/bin, DIR/lib",
     )
     add("--folder", help="where the report is written (docs/gpu_evidence)")
     add(
@@ -115,7 +145,7 @@ def parsed() -> argparse.Namespace:
         parser.error("--dry-run needs --folder: what it writes is no evidence")
     options.folder = options.folder or str(ROOT / "docs" / "gpu_evidence")
     if options.dry_run:
-        options.lengths = ["30000"]
+        options.lengths = ["20000"] * 3
     return options
 
 
@@ -125,86 +155,90 @@ def refused(why: str) -> int:
     return 2
 
 
-def paths(options: argparse.Namespace) -> list[str]:
-    """Return the folders that the parts import from; in a dry run the stand-in for CuPy is in the first one."""
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of all parts: where they import from, and the MPI; in a dry run the stand-in for CuPy."""
     stand_in = [str(ROOT / "tests" / "fake_cupy")] if options.dry_run else []
-    inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    return [*stand_in, str(ROOT), str(ROOT / "tests"), *inherited]
-
-
-def parts(
-    options: argparse.Namespace, folder: Path
-) -> dict[str, Callable[[float], Any]]:
-    """Return the parts by name, the most telling ones first; each takes the seconds that are left."""
-    few = ["-k", "top_k_of_few or test_two_way"] if options.dry_run else []
-    under_mpi = ["-k", "test_gtopk and P2"] if options.dry_run else []
-    pytest = [sys.executable, "-m", "pytest", "-q", *SERIAL, *few]
-    launched = [
-        "bash",
-        "tests/launch.sh",
-        str(options.ranks),
-        *UNDER_MPI,
-        "-q",
-        *under_mpi,
-    ]
-    found: dict[str, Callable[[float], Any]] = {
-        "tests, serial": lambda left: tested(pytest, folder / "serial.xml", left),
-        f"tests, {options.ranks} ranks": lambda left: tested(
-            launched, folder / "mpi.xml", left
-        ),
-    }
-    mpicomp, ranks = (
-        [sys.executable, "-m", "mpicomp_bench"],
-        ["mpirun", "-n", str(options.ranks)],
+    found = {"PYTHONPATH": before("PYTHONPATH", *stand_in, ROOT, ROOT / "tests")}
+    if options.dry_run:  # as if MPI saw the memory of the device
+        found["MPICOMP_FAKE_VISIBLE"] = "1"
+    if options.mpi:
+        mpi = Path(options.mpi).resolve()
+        found["PATH"] = before("PATH", mpi / "bin")
+        found["LD_LIBRARY_PATH"] = before("LD_LIBRARY_PATH", mpi / "lib")
+        # some packages have no libmpi.so, or a text in its place
+        numbered = sorted((mpi / "lib").glob("libmpi.so.[0-9]*"))
+        found["MPI4PY_LIBMPI"] = str([*numbered, mpi / "lib" / "libmpi.so"][0])
+    settings = (ROOT / "tests" / "openmpi.env").read_text().splitlines()
+    return found | dict(
+        line.split("=", 1) for line in settings if line and line[0] != "#"
     )
-    kernels = [sys.executable, "benchmarks/kernels.py", "--device", "gpu"]
-    small, repeats = options.lengths[0], ["--repeats", "1" if options.dry_run else "9"]
 
-    def add(name: str, command: Sequence[str], **environment: str) -> None:
-        found[name] = lambda left: measured(
-            command, folder / f"{len(name)}-{time.time_ns()}.json", left, environment
-        )
 
-    add(f"kernels {small}", [*kernels, "--length", small, *repeats])
-    for way, setting in WAYS.items():
-        step = [
-            *ranks,
-            sys.executable,
-            "-m",
-            "mpi4py",
-            "benchmarks/gpu_step.py",
-            "--length",
-            small,
-            *repeats,
-        ]
-        add(f"step {way}", step, MPICOMP_CUDA_AWARE=setting)
-    for length in options.lengths[1:]:
-        add(f"kernels {length}", [*kernels, "--length", length, *repeats])
-    bench = [
-        "bench",
-        "gtopk",
-        "--device",
-        "gpu",
-        "--lengths",
-        small,
-        "--densities",
-        "0.001",
-        "--from-gradient",
-        *repeats,
-    ]
-    for way, setting in WAYS.items():
-        add(f"gtopk {way}", [*ranks, *mpicomp, *bench], MPICOMP_CUDA_AWARE=setting)
+def before(variable: str, *paths: Path | str) -> str:
+    """Return a list of paths with others in front of those that a variable has."""
+    inherited = [os.environ[variable]] if os.environ.get(variable) else []
+    return os.pathsep.join([*map(str, paths), *inherited])
+
+
+Part = Callable[[float], Any]
+
+
+def parts(options: argparse.Namespace, folder: Path) -> dict[str, tuple[float, Part]]:
+    """Return the parts by name, the most telling ones first: the most seconds that each may take, and what runs it."""
+    python = [sys.executable, "-m", "mpi4py"]
+    ranks = ["mpirun", "-n", str(options.ranks), *python]
+    repeats = ["--repeats", "1" if options.dry_run else "9"]
+    step, most, longest = options.lengths
+    calls = [sys.executable, "benchmarks/gpu_calls.py", *repeats, "--length"]
+    torch = [*ranks, "benchmarks/gpu_torch.py"]
+    if options.dry_run:
+        torch += ["--width", "32", "--layers", "3", "--steps", "10"]
+    found: dict[str, tuple[float, Part]] = {
+        "tests": (120, partial(all_tested, options, folder))
+    }
+
+    def add(name: str, most: float, command: Sequence[str], **variables: str) -> None:
+        report = folder / f"{len(found)}.json"
+        found[name] = most, partial(measured, command, report, variables)
+
+    add(f"calls {most}", 70, [*calls, most])
+    add("calls 10000", 30, [*calls, "10000"])
+    steps = [*ranks, "benchmarks/gpu_step.py", *repeats, "--length", step]
+    add("step staged", 40, steps, MPICOMP_CUDA_AWARE=WAYS["staged"])
+    add("PyTorch, staged", 60, torch, MPICOMP_CUDA_AWARE=WAYS["staged"])
+    add(f"selection {longest}", 30, [*calls, longest, "--only", "largest"])
+    add("step direct", 40, steps, MPICOMP_CUDA_AWARE=WAYS["direct"])
+    counted = [*calls, most, "--only", "add_largest"]
+    found["counters"] = 40, partial(counters, counted)
     return found
+
+
+def all_tested(options: argparse.Namespace, folder: Path, left: float) -> Any:
+    """Run the tests in processes beside each other, and return the results by name."""
+    commands = {
+        name: [sys.executable, "-m", "pytest", "-q", *arguments]
+        for name, arguments in SERIAL.items()
+    }
+    launched = ["bash", "tests/launch.sh", str(options.ranks), *UNDER_MPI, "-q"]
+    commands["ranks"] = launched
+    if options.dry_run:
+        commands = {name: each + SMALL[name] for name, each in commands.items()}
+    with ThreadPoolExecutor(len(commands)) as pool:
+        started = {
+            name: pool.submit(tested, command, folder / f"{name}.xml", left)
+            for name, command in commands.items()
+        }
+    return {name: each.result() for name, each in started.items()}
 
 
 def about(cupy: Any) -> dict[str, Any]:
     """Return what the figures depend on."""
     from devices import kernel_hash
-    from mpi4py import MPI
-
-    from collectives.runtime import cuda_aware
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    # of the MPI that the parts load, perhaps another one than this process
+    said_of_mpi = said([sys.executable, "-m", "mpicomp_bench", "info", "--json"])
+    of_mpi = {"MPI": None, "CUDA": None} | json.loads(said_of_mpi)
     dirty = said(["git", "status", "--porcelain", "--untracked-files=no"])
     return {
         "date": str(date.today()),
@@ -216,13 +250,23 @@ def about(cupy: Any) -> dict[str, Any]:
         "CUDA": cupy.cuda.runtime.runtimeGetVersion(),
         "CuPy": cupy.__version__,
         "python": platform.python_version(),
-        "MPI": MPI.Get_library_version().strip("\0 \n").partition(",")[0],
-        "CUDA-aware": cuda_aware.verdict(os.environ),
+        "MPI": of_mpi["MPI"],
+        "CUDA-aware": of_mpi["CUDA"],
+        "torch": version("torch"),
+        "seconds": {},
     }
 
 
+def version(name: str) -> str | None:
+    """Return the version of a package, None where it is missing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def tested(command: Sequence[str], report: Path, left: float) -> dict[str, Any]:
-    """Run tests, and return how many passed, failed and were skipped; how it ended where there is no report."""
+    """Run tests, and return how many passed, failed and were skipped, and which failed, or how it ended."""
     under_mpi = "tests/launch.sh" in command  # there rank 0 alone writes one
     environment = (
         {"MPI_TEST_REPORT": str(report), "MPI_TEST_TIMEOUT": str(int(left))}
@@ -235,21 +279,49 @@ def tested(command: Sequence[str], report: Path, left: float) -> dict[str, Any]:
     if not report.exists():
         return {"passed": 0, "failed": 1, "skipped": 0, "ended": ended}
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    failures = [
+        case.get("name")
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     skipped = int(suite.get("skipped", 0))
     return {
         "passed": int(suite.get("tests", 0)) - failed - skipped,
         "failed": failed,
         "skipped": skipped,
+        "failures": failures,
     }
 
 
 def measured(
-    command: Sequence[str], report: Path, left: float, environment: dict[str, str]
+    command: Sequence[str], report: Path, variables: dict[str, str], left: float
 ) -> Any:
-    """Run a benchmark, and return what it wrote, or how it ended."""
-    ended = ran([*command, "--json", str(report)], left, environment)
+    """Run a benchmark, and return the rows that it wrote, also if it was stopped, or how it ended."""
+    ended = ran([*command, "--json", str(report)], left, variables)
     return json.loads(report.read_text()) if report.exists() else f"exit {ended}"
+
+
+def counters(command: Sequence[str], left: float) -> Any:
+    """Return the hardware counters of each kernel of a call, by Nsight Compute; says so where that is missing."""
+    if shutil.which("ncu") is None:
+        return "left out: no ncu"
+    profiled = ["ncu", "--csv", "--metrics", COUNTERS, "--launch-count", "40", *command]
+    try:
+        done = subprocess.run(
+            profiled,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=left,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"over {left:.0f} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    kept = "Kernel Name", "Metric Name", "Metric Unit", "Metric Value"
+    rows = [{name: row[name] for name in kept} for row in csv.DictReader(lines)]
+    return rows or f"exit {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
 
 
 def ran(command: Sequence[str], left: float, environment: dict[str, str]) -> int | str:

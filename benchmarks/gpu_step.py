@@ -85,12 +85,14 @@ def contestants(comm: Any, cupy: Any, options: Any) -> dict[str, Callable[[], An
         return run
 
     k = max(1, round(4096 * density))
+    few_bits, mean = GradientExchange(comm, bits=4), cupy.empty_like(fresh)
     return {
         "dense_allreduce": lambda: dense_allreduce(fresh, comm),
         f"in place, top-k {density:g}, allreduce": step(
             TopK(density), sparse_allreduce
         ),
         f"in place, top-k {density:g}, gTop-k": step(TopK(density), gtopk_allreduce),
+        "4 bits of every value, out=": lambda: few_bits(fresh, out=mean),
         f"in place, {k} of 4096, two bits": step(
             Quantised(ChunkedTopK(k, 4096), "two_bit"), sparse_allreduce
         ),

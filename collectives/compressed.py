@@ -22,7 +22,7 @@ from collectives.reduce_scatter import sum_of_share
 from collectives.runtime.collective import Call, Codec, collective, with_rejected
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import read_only
+from mpicomp.arrays import negated, read_only
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import check_compressor, check_selected
 from mpicomp.feedback.base import check_range
@@ -104,7 +104,7 @@ def split_allgather(
         kept = compressed(
             share, *own_share(vector.length, group.rank, group.size), second
         )
-        rejected = without_zeros(merge(share, kept.with_values(-kept.values)))
+        rejected = without_zeros(merge(share, kept.with_values(negated(kept.values))))
     return join([theirs for theirs, _ in (yield from group.gather(kept))]), rejected
 
 

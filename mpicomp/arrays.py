@@ -320,6 +320,35 @@ def nonzero(values: Array) -> Array:
     return values.view(f"u{values.itemsize}") << 1 != 0  # type: ignore[no-any-return]
 
 
+def converted(values: Array, dtype: Any) -> Array:
+    """Return values in a dtype, themselves if it is theirs; on a device by a kernel, as CuPy flushes subnormals."""
+    if not on_device(values) or {values.dtype.kind, np.dtype(dtype).kind} != {"f"}:
+        return values.astype(dtype, copy=False)
+    if values.dtype == dtype:
+        return values
+    result: Array = namespace(values).empty(values.shape, dtype)
+    kernels_for(values).multiply(values, 1, result)
+    return result
+
+
+def negated(values: Array) -> Array:
+    """Return the values with the other sign; on a device by a kernel, as CuPy flushes subnormals to zero."""
+    if not on_device(values):
+        return -values
+    result: Array = np.empty_like(values)
+    kernels_for(values).multiply(values, -1, result)
+    return result
+
+
+def magnitudes(values: Array) -> Array:
+    """Return the absolute values; on a device by their bits, as CuPy flushes subnormals to zero."""
+    if not on_device(values):
+        return np.abs(values)
+    keys = np.dtype(f"u{values.itemsize}")
+    bits = values.view(keys) & keys.type((1 << 8 * keys.itemsize - 1) - 1)
+    return bits.view(values.dtype)  # type: ignore[no-any-return]
+
+
 def write_fields(buffer: Any, form: struct.Struct, *fields: Any) -> None:
     """Pack `fields` into the beginning of a buffer (uint8)."""
     packed = form.pack(*fields)

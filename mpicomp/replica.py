@@ -17,6 +17,7 @@ from mpicomp.arrays import (
     address,
     check_apart,
     kernels_for,
+    nonzero,
     on_device,
     writable_memory,
 )
@@ -70,7 +71,9 @@ class Replica:
     def moved(self) -> set[str]:
         """Return the names of the tensors that are not as they were at the start of the round, after `subtract`."""
         pairs = zip(self.tensors, self._spans, strict=True)
-        return {tensor.name for tensor, span in pairs if self.delta[span].any()}
+        return {
+            tensor.name for tensor, span in pairs if nonzero(self.delta[span]).any()
+        }
 
     def by_tensor(self, array: Array) -> dict[str, Array]:
         """Return the parts of one of the vectors, by name: views in the shapes of the tensors."""
@@ -94,18 +97,20 @@ class Replica:
     ) -> None:
         """Take the outer step, and continue from the new anchor; if delayed, with the progress since the start."""
         parts = [*zip(self._memory, self._spans, self._thetas, strict=True)]
+        kernels = kernels_for(self.anchor)
         for memory, span, theta in parts if delayed else []:
             for piece in _pieces(theta.size):
-                theta[piece] -= _rounded(self.anchor[span][piece], memory)
+                part, start = theta[piece], _rounded(self.anchor[span][piece], memory)
+                kernels.add_scaled(part, 1, start, part, sign=-1)
             # in this order it is 0 where there is no progress
-            theta += self.delta[span]
+            kernels.add(theta, self.delta[span], theta)
         if rate:
             self._move(mean, rate, nesterov=nesterov)
         if not delayed:
             self.write_anchor()
             return
         for memory, span, theta in parts:
-            theta += self.anchor[span]
+            kernels.add(theta, self.anchor[span], theta)
             _write(theta, memory)
 
     def write_anchor(self) -> None:
@@ -120,13 +125,12 @@ class Replica:
         if self.velocity is None:
             _add(mean, -rate, self.anchor)
             return
-        self.velocity *= self.momentum
+        kernels_for(self.velocity).multiply(self.velocity, self.momentum, self.velocity)
         _add(mean, 1.0, self.velocity)
         if nesterov:
             _add(mean, -rate, self.anchor)
         factor = rate * self.momentum if nesterov else rate
-        for piece in _pieces(self.anchor.size):
-            self.anchor[piece] -= factor * self.velocity[piece]
+        _add(self.velocity, -factor, self.anchor)
 
     def arrays(self, *, in_flight: bool) -> dict[str, Array]:
         """Return the arrays to save as "part/tensor", not copied."""
@@ -172,19 +176,15 @@ def _add(vector: SparseVector | Array, scale: float, array: Array) -> None:
     """Add `scale` times a vector to an array, in pieces, to allocate little memory."""
     if not isinstance(vector, SparseVector):
         for piece in _pieces(array.size):
-            part = vector[piece]
-            array[piece] += (
-                part
-                if scale == 1
-                else (part * part.dtype.type(scale)).astype(array.dtype, copy=False)
-            )
+            part = array[piece]
+            kernels_for(part).add_scaled(vector[piece], scale, part, part)
         return
     for piece in _pieces(vector.nnz):
-        values = vector.values[piece]
-        signed = SparseVector(
-            vector.indices[piece], values if scale > 0 else -values, vector.length
-        )
-        signed.add_to(array, abs(scale))  # which does without a product where that is 1
+        indices, values = vector.indices[piece], vector.values[piece]
+        if abs(scale) == 1:  # without a product
+            kernels_for(array).scatter_add(array, indices, values, sign=int(scale))
+        else:
+            SparseVector(indices, values, vector.length).add_to(array, scale)
 
 
 def _vector(memory: Array) -> Array:

@@ -18,6 +18,7 @@ from mpicomp.arrays import (
     VALUE_DTYPES,
     Array,
     contiguous,
+    converted,
     is_array,
     kernels_for,
     namespace,
@@ -257,17 +258,18 @@ class SparseVector:
             raise ValueError(f"the array has shape {shape}: expected {expected}")
         scale = to_number("scale", scale)
         self.check_order()
-        values = self.values if scale == 1 else self.values.astype(np.float64) * scale
+        values = (
+            self.values if scale == 1 else converted(self.values, np.float64) * scale
+        )
+        kernels = kernels_for(values)
         if self.width is None:
-            kernels_for(values).scatter_add(dense, self.indices, values)
+            kernels.scatter_add(dense, self.indices, values)
             return
         dense = dense.reshape(wanted)
         rows = dense[self.indices]
-        wide = np.result_type(rows.dtype, values.dtype, np.float32)
         with np.errstate(over="ignore"):
-            dense[self.indices] = (rows.astype(wide, copy=False) + values).astype(
-                dense.dtype, copy=False
-            )
+            kernels.add_scaled(values, 1, rows, rows)
+        dense[self.indices] = rows
 
     def check_ends(self) -> None:
         """Raise ValueError unless first and last index are in range, with room for the entries between them."""

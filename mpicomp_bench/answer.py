@@ -25,10 +25,10 @@ from mpicomp_bench.output import Column, figure, show, text
 
 WIDTH = 118  # of lines
 NOT_MEASURED = (
-    "Not measured above 1 Gbit/s, never on a GPU: predictions only. Keep dense or 16-bit sums unless your own trial "
-    "says otherwise."
+    "No training was measured above 1 Gbit/s, or on a GPU: predictions only. Keep dense or 16-bit sums unless your own "
+    "trial says otherwise."
 )
-NEVER_ON_A_GPU = "Never measured on a GPU: what a method computes is predicted."
+ON_A_GPU = "No training was measured on a GPU, only calls (docs/devices.md): what a method computes is predicted."
 OTHER_RANKS = (
     "Warning: steps are of {ranks} ranks and {parameters} parameters; with {yours} ranks they may be more, most of all "
     "of local steps (docs/choosing.md#loss-per-step)."
@@ -88,7 +88,7 @@ a short training of your own.
 def conditions(rows: list[Row], training: Training) -> list[str]:
     """Return what to know before what is recommended: first whether anything like it was measured."""
     chosen = recommended(rows, training)
-    on_gpu = [NEVER_ON_A_GPU] if training.memory >= GPU else []
+    on_gpu = [ON_A_GPU] if training.memory >= GPU else []
     notes = [NOT_MEASURED] if training.links.rate > FASTEST else on_gpu
     muon = training.optimizer == "muon"
     notes.append(NEWTON_SCHULZ if muon else gain_of_muon(training))

@@ -138,7 +138,7 @@ def library_and_version(described: str) -> str:
 
 
 def device() -> dict[str, str]:
-    """Return the supported devices, and whether device messages are staged or direct, with the reason."""
+    """Return the supported devices, whether device messages are staged or direct and why, and what MPI says of CUDA."""
     try:
         import cupy
 
@@ -151,9 +151,7 @@ def device() -> dict[str, str]:
         seen = "host memory (CuPy is not installed)"
     try:
         direct, why = cuda_aware.verdict(os.environ)
+        used = f"{'direct' if direct else 'staged through pinned memory'}: {why}"
     except ValueError as error:
-        return {"arrays": seen, "device": f"cannot be used: {error}"}
-    return {
-        "arrays": seen,
-        "device": f"{'direct' if direct else 'staged through pinned memory'}: {why}",
-    }
+        used = f"cannot be used: {error}"
+    return {"arrays": seen, "device": used, "CUDA": cuda_aware.answers()}

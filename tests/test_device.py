@@ -29,6 +29,7 @@ from mpicomp.codec import (
 )
 from mpicomp.codec.indices import RANGE
 from mpicomp.codec.values import as_they_are
+from mpicomp.compressors import quantised
 from mpicomp.few_bits import quantise
 from mpicomp.vector import add_up, join, merge, top_k, without_zeros
 from mpicomp_bench.network import Network
@@ -44,16 +45,23 @@ FEEDBACKS = {
 DTYPES = pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 
 
-def gradients(dtype=np.float32, size=3000, steps=4):
-    rng = np.random.default_rng(7)
-    return [(rng.laplace(size=size) * 2.0**step).astype(dtype) for step in range(steps)]
+SIZES = pytest.mark.parametrize("size", ["ordinary", "subnormal"])
+
+
+def gradients(dtype=np.float32, size="ordinary", steps=4):
+    """Return a gradient for each step; subnormal ones are a few multiples of the smallest number."""
+    rng, limits = np.random.default_rng(7), np.finfo(dtype)
+    unit = 1.0 if size == "ordinary" else 4 * float(limits.smallest_subnormal)
+    drawn = [rng.laplace(size=3000) * 2.0**step for step in range(steps)]
+    return [(unit * each).astype(dtype) for each in drawn]
 
 
 @pytest.mark.parametrize("name", EVERY)
 @DTYPES
-def test_compressors(cupy, name, dtype):
+@SIZES
+def test_compressors(cupy, name, dtype, size):
     here, on_it = EVERY[name](0.02), EVERY[name](0.02)
-    for dense in gradients(dtype):
+    for dense in gradients(dtype, size):
         expected, vector = compress(here, dense), compress(on_it, cupy.asarray(dense))
         assert_same(vector, expected)
         assert on_it.report == here.report if hasattr(here, "report") else True
@@ -64,9 +72,10 @@ def test_compressors(cupy, name, dtype):
 
 @pytest.mark.parametrize("name", FEEDBACKS)
 @DTYPES
-def test_feedback(cupy, name, dtype):
+@SIZES
+def test_feedback(cupy, name, dtype, size):
     here, on_it, pick = FEEDBACKS[name](), FEEDBACKS[name](), TopK(k=100)
-    for gradient in gradients(dtype):
+    for gradient in gradients(dtype, size):
         corrected, on_device = (
             here.correct(gradient),
             on_it.correct(cupy.asarray(gradient)),
@@ -85,6 +94,10 @@ def test_feedback(cupy, name, dtype):
         # what is saved is the host's
         assert type(on_it.state_dict()[key]) is np.ndarray
         assert on_it.state_dict()[key].tobytes() == array.tobytes()
+    if name in ("residual", "decay", "momentum"):
+        here.rescale(0.7)
+        on_it.rescale(0.7)
+        assert on_it.residual.get().tobytes() == here.residual.tobytes()
     if name == "step-ahead":
         assert (
             on_it.ahead(cupy.asarray(gradient)).get().tobytes()
@@ -235,6 +248,42 @@ def test_another_librarys_array_on_the_device(cupy, monkeypatch):
         TopK(k=2).compress(tensor), TopK(k=2).compress(np.arange(4, dtype=np.float32))
     )
     assert back(TopK(k=1).compress(tensor)).indices.tolist() == [3]
+
+
+@pytest.mark.parametrize("form", ["float16", "bfloat16", "sign", "two_bit"])
+@DTYPES
+@SIZES
+def test_quantised_values(cupy, form, dtype, size):
+    vector = TopK(k=300).compress(gradients(dtype, size)[0])
+    found = quantised.quantise(there(vector, cupy), form)
+    for one, expected in zip(found, quantised.quantise(vector, form), strict=True):
+        assert_same(one, expected)
+
+
+@pytest.mark.parametrize("width", [None, 3])
+@pytest.mark.parametrize("scale", [1, -1, 0.3])
+@DTYPES
+@SIZES
+def test_vectors_are_added_to_arrays(cupy, width, scale, dtype, size):
+    values = gradients(dtype, size)[0][:300]
+    shape = (300,) if width is None else (100, width)
+    vector = SparseVector(np.arange(shape[0]), values.reshape(shape), shape[0])
+    for kind in (dtype, np.float32, np.float64):
+        expected = gradients(kind, size)[1][:300].reshape(shape)
+        array = cupy.asarray(expected)
+        there(vector, cupy).add_to(array, scale)
+        vector.add_to(expected, scale)
+        assert array.get().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_message_of_the_host_is_decoded_to_its_bits(cupy, codec):
+    """Values of float64 that fit float32, or the upper half of one, are sent so; subnormal ones as well."""
+    for least in (np.finfo(np.float32).smallest_subnormal, np.float32(2.0**-133)):
+        values = np.arange(1, 90) * float(least)
+        vector = SparseVector(np.arange(89), values, 1000)
+        message = encode(vector, None, CODECS[codec](vector))
+        assert_same(decode(cupy.asarray(message)), vector)
 
 
 @DTYPES

@@ -383,9 +383,9 @@ def test_where_nothing_was_measured_none_of_our_methods_is_recommended(capsys, m
     said = capsys.readouterr().out
     faster = "--memory=1000" not in more
     assert said.startswith(
-        "Not measured above 1 Gbit/s, never on a GPU"
+        "No training was measured above 1 Gbit/s, or on a GPU"
         if faster
-        else "Never measured on a GPU"
+        else "No training was measured on a GPU"
     )
     assert "Take:" not in said
     found = advised(capsys, *more)

@@ -40,6 +40,7 @@ if comm.rank == 0:
     print("sound")
 """
 CLAIM = "cuda_aware.query = lambda: True\n"
+DENIES = "cuda_aware.query = lambda: False\n"
 LONG = """
 from collectives.runtime import messages
 messages.BIDIRECTIONAL, messages.PIECE = 64, 4096
@@ -143,10 +144,54 @@ def test_messages_are_direct_only_if_asked_for(monkeypatch, setting, claims, dir
 )
 def test_a_setting_that_cannot_be(monkeypatch, setting, words):
     monkeypatch.setattr(cuda_aware, "query", lambda: False)
+    monkeypatch.setattr(cuda_aware, "trial", lambda: "a trial failed")
     with pytest.raises(ValueError, match=f"MPICOMP_CUDA_AWARE is .*{words}"):
         cuda_aware.verdict({"MPICOMP_CUDA_AWARE": setting})
     monkeypatch.setenv("MPICOMP_CUDA_AWARE", setting)
     assert words in info.device()["device"]
+
+
+@ON_THE_STAND_IN
+@pytest.mark.parametrize("visible", [False, True])
+def test_an_mpi_that_denies_it_is_tried_in_a_child_process(visible):
+    """It answers 0 here; the stand-in's memory is what a CUDA-aware MPI sees of a device, or kills the child."""
+    path = os.pathsep.join([str(TESTS / "fake_cupy"), str(TESTS.parent), str(TESTS)])
+    environment = {"MPICOMP_CUDA_AWARE": "1", "PYTHONPATH": path}
+    if visible:
+        environment["MPICOMP_FAKE_VISIBLE"] = "1"
+    done = mpirun(2, "-c", CHILD.format(prepare=DENIES), **environment)
+    if visible:
+        assert done.stdout.strip() == "sound", done.stderr
+    else:
+        assert done.returncode != 0
+        assert "ended with exit status -11" in done.stderr
+        assert "ValueError: rank 0: the environment variable" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("", False),
+        ("system,mpi", False),
+        ("system,cuda:host", False),
+        ("mpi,system,cuda:device", True),
+        ("cuda", True),
+        ("system,cuda:managed:device", True),
+    ],
+)
+def test_what_mpi_4_1_says_of_its_memory(monkeypatch, kinds, expected):
+    assert cuda_aware.has_cuda(kinds) == expected
+    monkeypatch.setattr(cuda_aware, "query", lambda: False)
+    monkeypatch.setattr(cuda_aware, "alloc_kinds", lambda: kinds)
+    monkeypatch.setattr(cuda_aware, "trial", lambda: "a trial failed")
+    monkeypatch.delenv("MPICOMP_CUDA_AWARE", raising=False)
+    found = info.device()
+    assert found["device"].startswith("staged")
+    assert "MPIX_Query_cuda_support 0, mpi_memory_alloc_kinds " in found["CUDA"]
+    follows = "passes device memory" if expected else "tries a device buffer first"
+    assert follows in found["CUDA"]
+    monkeypatch.setenv("MPICOMP_CUDA_AWARE", "1")
+    assert info.device()["device"].startswith("direct" if expected else "cannot")
 
 
 def gpu_evidence(*arguments, **how):
@@ -174,10 +219,13 @@ def test_a_dry_run_of_the_evidence_writes_that_there_was_no_time(tmp_path):
     written = json.loads(report.read_text())
     assert written["device"] == "fake device"
     assert {
-        "tests, serial",
-        "tests, 2 ranks",
-        "kernels 30000",
+        "tests",
+        "calls 20000",
+        "calls 10000",
         "step staged",
         "step direct",
+        "PyTorch, staged",
+        "selection 20000",
+        "counters",
     } < written.keys()
     assert written["step staged"] == "no time left of 1.0 s"

@@ -1,5 +1,6 @@
 """The stand-in for CuPy is as strict as CuPy, and counts what a step starts on the device and waits for."""
 
+import ast
 import inspect
 import json
 import subprocess
@@ -110,3 +111,38 @@ def test_a_selection_takes_four_launches_and_waits_once(cupy):
         with counted(cupy) as found:
             select()
         assert (found.launches, found.synchronisations) == (4, 1), found
+
+
+@pytest.mark.parametrize(
+    "path", sorted(TESTS.glob("mpi/test_*.py")), ids=lambda path: path.stem
+)
+def test_a_test_under_mpi_decides_before_its_body_whether_it_is_skipped(path):
+    """Ranks outside of its group do not enter the body, so they would not skip it: a marker or a fixture decides."""
+    tests = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    bodies = {test.name: ast.Module(test.body, []) for test in tests}
+    skipping = [
+        name
+        for name, body in bodies.items()
+        for node in ast.walk(body)
+        if isinstance(node, ast.Attribute) and node.attr in ("skip", "importorskip")
+    ]
+    assert not skipping
+
+
+def test_subnormal_numbers_are_flushed_as_by_cupy(cupy):
+    least = np.finfo(np.float32).smallest_subnormal
+    array = cupy.asarray(np.array([least, -least, 1], np.float32))
+    zeros = np.array([0, -0.0, 1], np.float32)
+    assert np.abs(array).get().tolist() == [0, 0, 1]
+    assert (array * 1).get().tobytes() == zeros.tobytes()
+    assert array.copy().get().tolist() == [least, -least, 1]
+    assert array.astype(np.float64).get().tolist() == [0, 0, 1]
+    assert (array != 0).get().tolist() == [False, False, True]
+    assert int((array.astype(np.float16) != 0).sum()) == 1
+    wide = cupy.asarray(np.array([least], np.float64))
+    assert (wide * 0.5).get().tolist() == [least * 0.5]
+    assert wide.astype(np.float32).get().tolist() == [0]

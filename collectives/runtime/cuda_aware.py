@@ -2,13 +2,34 @@
 
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 VARIABLE = "MPICOMP_CUDA_AWARE"
+ARRIVED = "a device buffer sent to oneself in a child process arrived"
+
+# what makes a process a rank of a job, or keeps it from initialising MPI: a child is a
+# job of its own
+_OF_THE_JOB = (
+    *("OMPI_COMM_", "OMPI_UNIVERSE", "PMI", "PRTE", "HYDI_", "HYDRA_", "SLURM_"),
+    "MPI4PY_RC_",
+)
+_TRIAL = """
+import cupy
+from mpi4py import MPI
+for size in 16, 1 << 20:
+    sent = cupy.arange(1, 1 + size)
+    received = cupy.zeros(size, sent.dtype)
+    cupy.cuda.get_current_stream().synchronize()
+    MPI.COMM_SELF.Sendrecv(sent, 0, recvbuf=received, source=0)
+    assert (received == sent).all(), "another buffer arrived"
+"""
 
 
 def is_direct(comm: "MPI.Intracomm") -> bool:
@@ -26,24 +47,77 @@ def is_direct(comm: "MPI.Intracomm") -> bool:
 def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:
     """Return whether this rank may pass device pointers to MPI, and the reason; ValueError for an invalid setting."""
     setting = environment.get(VARIABLE, "0") or "0"
+    reason = f"{VARIABLE} is {setting}"
     if setting not in ("0", "1"):
         raise ValueError(
             f"the environment variable {VARIABLE} is {setting!r}: expected 1 or 0"
         )
-    if setting == "1" and query() is False:
+    if setting == "0" or query() is not False or has_cuda(alloc_kinds()):
+        return setting == "1", reason
+    if fault := trial():
         raise ValueError(
-            f"the environment variable {VARIABLE} is 1, but this MPI ({_library()}) says that it is not CUDA-aware: "
-            "unset it, and messages are staged through pinned memory, or use an MPI that was built with CUDA"
+            f"the environment variable {reason}, but this MPI ({_library()}) says that it is not CUDA-aware, and "
+            f"{fault}: unset it, and messages are staged through pinned memory, or use an MPI that was built with CUDA"
         )
-    return setting == "1", f"{VARIABLE} is {setting}"
+    return True, f"{reason}; this MPI says that it is not CUDA-aware, but {ARRIVED}"
+
+
+def answers() -> str:
+    """Return what this MPI says of itself, in both ways, and what follows."""
+    supports, kinds = query(), alloc_kinds()
+    query_says = "missing" if supports is None else int(supports)
+    said = f"MPIX_Query_cuda_support {query_says}, mpi_memory_alloc_kinds {kinds or 'missing'}"
+    if supports or has_cuda(kinds):
+        return f"{said}: CUDA-aware, {VARIABLE}=1 passes device memory to MPI"
+    return (
+        f"{said}: not known to be CUDA-aware, {VARIABLE}=1 tries a device buffer first"
+    )
 
 
 def query() -> bool | None:
-    """Return the result of MPIX_Query_cuda_support; None if MPI does not have it."""
+    """Return the result of MPIX_Query_cuda_support; None if MPI does not have it.
+
+    Some MPIs that are CUDA-aware answer 0: Open MPI issues 11070, 12279 and 13130.
+    """
     from mpi4py import MPI
 
     function = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return None if function is None else bool(function())
+
+
+def alloc_kinds() -> str:
+    """Return the kinds of memory that MPI 4.1 says it takes, such as "system,cuda:device"; empty if it says nothing."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds") or ""
+
+
+def has_cuda(kinds: str) -> bool:
+    """Return whether kinds of memory contain that of CUDA devices."""
+    cuda = [kind.split(":") for kind in kinds.split(",") if kind.startswith("cuda")]
+    return any(restrictors == [] or "device" in restrictors for _, *restrictors in cuda)
+
+
+@cache
+def trial() -> str:
+    """Send device buffers to oneself in a child process, where a crash is an exit status; return what failed, or ""."""
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OF_THE_JOB)
+    }
+    command = [sys.executable, "-c", _TRIAL]
+    try:
+        done = subprocess.run(
+            command, env=ours, capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return (
+            "a device buffer sent to oneself in a child process did not arrive in 60 s"
+        )
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    failed = f"a child process that sends a device buffer to itself ended with exit status {done.returncode}"
+    return f"{failed} {last}".strip() if done.returncode else ""
 
 
 def _library() -> str:

@@ -14,7 +14,7 @@ from collectives.agreement.interrupts import defer_interrupt
 from collectives.dense import dense_allreduce
 from collectives.training import GradientExchange
 from collectives.training.exchange import check_between_steps
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, kernels_for
 from mpicomp.bucket import Bucket
 from mpicomp.feedback.base import accumulation_dtype, check_range
 
@@ -67,6 +67,7 @@ def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
 def _settle(bucket: Bucket, total: Array, ranks: int) -> None:
     residual = bucket.feedback.residual
     if residual is not None:
-        mean = (total / ranks).astype(residual.dtype, copy=False)
+        mean = np.empty_like(residual)
+        kernels_for(mean).quotient(total, ranks, mean)
         check_range(mean, "mean of the residuals")
         bucket.feedback.settle_residual(mean)

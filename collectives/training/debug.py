@@ -15,7 +15,7 @@ from collectives.agreement.all_or_none import gather_objects, outcome_of
 from collectives.runtime.collective import Sum
 from collectives.training.reduction import Reduction
 from collectives.training.step import OPERATION, Started, Step
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import Bucket, Compressed
 from mpicomp.checking import is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.errors import CheckError
@@ -130,8 +130,8 @@ class Audit:
         for segment, (first, end) in enumerate(pairwise(bucket.edges)):
             left = self._left[segment]
             if residual is not None:
-                before = self._expected[first:end].astype(np.float64)
-                kept = residual[first:end]
+                before = to_numpy(self._expected[first:end]).astype(np.float64)
+                kept = to_numpy(residual[first:end])
                 left = mass(before - kept)
                 # by which what is kept is rounded
                 left[2] = max(left[2], float(np.abs(before[before != kept]).sum()))

@@ -12,7 +12,7 @@ from collectives.allreduce import sparse_allreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.collective import Collective, Declaration, Sum
-from mpicomp.arrays import on_device
+from mpicomp.arrays import converted, kernels_for, on_device
 from mpicomp.bucket import Compressed, Mean
 from mpicomp.feedback.base import check_range
 from mpicomp.few_bits import BITS
@@ -88,15 +88,17 @@ class Reduction:
         divides = ranks > 1 and self.average in (True, CONTRIBUTORS)
         if not isinstance(total, SparseVector):
             if divides:
-                np.divide(total, ranks, out=total)
+                kernels_for(total).quotient(total, ranks, total)
             check_range(total, "sum over the ranks")
             return total
         values = total.values
-        if divides and self.average == CONTRIBUTORS:
-            values = values / contributors(total, received.votes, ranks, dense)
-        elif divides:
-            values = values / ranks
-        vector = total.with_values(values.astype(dtype, copy=False))
+        if divides:
+            divisors: Any = ranks
+            if self.average == CONTRIBUTORS:
+                divisors = contributors(total, received.votes, ranks, dense)
+            values = np.empty_like(values)
+            kernels_for(values).quotient(total.values, divisors, values)
+        vector = total.with_values(converted(values, dtype))
         try:
             vector.validate()
         except ValueError:

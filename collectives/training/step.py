@@ -13,8 +13,6 @@ from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from collectives.agreement.all_or_none import all_or_none, outcome_of
 from collectives.runtime import staging
 from collectives.runtime.collective import Sum
@@ -379,6 +377,8 @@ def _results_of(
 def signs(mean: Mean) -> Mean:
     """Return the signs of a mean, 1, -1 or 0; of an array in its place."""
     if isinstance(mean, SparseVector):
-        return mean.with_values(np.sign(mean.values))
+        mean = mean.with_values(mean.values.copy())
+        signs(mean.values)
+        return mean
     kernels_for(mean).signs(mean)
     return mean

@@ -18,6 +18,7 @@ from mpicomp.arrays import (
     VALUE_DTYPES,
     Array,
     Buffer,
+    converted,
     kernels_for,
     namespace,
     on_device,
@@ -90,13 +91,13 @@ class Stored(ValueFormat):
             return values
         # a value that overflows does not fit
         with np.errstate(over="ignore", invalid="ignore"):
-            return values.astype(self.stored)
+            return converted(values, self.stored)
 
     def _back(self, stored: Array) -> Array:
         if stored.dtype == self.dtype:
             return stored
         with np.errstate(invalid="ignore"):  # signalling NaN in a broken message
-            return stored.astype(self.dtype)
+            return converted(stored, self.dtype)
 
 
 class StoredBfloat16(Stored):
@@ -107,7 +108,7 @@ class StoredBfloat16(Stored):
 
     def _shortened(self, values: Array) -> Array:
         with np.errstate(over="ignore"):
-            halves: Array = values.astype(np.float32).view(np.uint32) >> np.uint32(16)
+            halves = converted(values, np.float32).view(np.uint32) >> np.uint32(16)
         return halves.astype(np.uint16)
 
     def _back(self, stored: Array) -> Array:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, to_device_of
+from mpicomp.arrays import Array, kernels_for, magnitudes, nonzero, to_device_of
 from mpicomp.compressors.base import Summands
 from mpicomp.compressors.topk import TopK
 from mpicomp.settings import to_choice, to_number
@@ -130,7 +130,7 @@ class AggregationAware(TopK):
         else:  # a filled sum has zeros where no rank sent an entry
             seen = without_zeros(aggregate)
         bonus = (
-            np.abs(seen.values)
+            magnitudes(seen.values)
             if self.metric in ("votes", "magnitude")
             else np.ones_like(seen.values)
         )
@@ -211,7 +211,7 @@ class AggregationAware(TopK):
     def _best(self, values: Array, bonus: Array, k: int) -> Array:
         """Return the places of the k largest scores, in order."""
         kernels = kernels_for(values)
-        scores = np.abs(values).astype(bonus.dtype)
+        scores = magnitudes(values).astype(bonus.dtype)
 
         def largest(scores: Array, k: int) -> Array:
             return kernels.largest(scores, k)[0] if k else np.flatnonzero(scores[:0])
@@ -222,11 +222,10 @@ class AggregationAware(TopK):
             scores[inside] = 0
             return np.sort(np.concatenate([inside, largest(scores, k - inside.size)]))
         if self.metric == "magnitude":
-            scores += np.where(
-                scores > 0, scores.dtype.type(self.weight) * bonus, 0
-            ).astype(scores.dtype)
+            added = np.where(nonzero(scores), bonus, bonus.dtype.type(0))
+            kernels.add_scaled(added, self.weight, scores, scores)
         else:
-            scores *= (1 + self.weight * bonus).astype(scores.dtype)
+            kernels.multiply(scores, 1 + self.weight * bonus, scores)
         return largest(scores, k)
 
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
+from mpicomp.arrays import Array, converted, kernels_for
 from mpicomp.compressors.base import (
     Compressor,
     SegmentedCompressor,
@@ -31,20 +31,23 @@ from mpicomp.vector import SparseVector, places_of
 
 def _to_float16(values: Array) -> Array:
     limit = np.finfo(np.float16).max
-    return np.clip(values, -limit, limit).astype(np.float16).astype(values.dtype)
+    return converted(
+        converted(np.clip(values, -limit, limit), np.float16), values.dtype
+    )
 
 
 def _to_bfloat16(values: Array) -> Array:
-    largest = np.uint32(0x7F7F0000).view(np.float32)
+    """Return values rounded to bfloat16 by integer operations, which no device computes otherwise."""
     # the largest bfloat16 in the dtype's range
-    limit = np.float32(65280) if values.dtype == np.float16 else largest
-    bits = np.clip(values, -limit, limit).astype(np.float32).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded: Array = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
-    nearest: Array = np.clip(rounded.view(np.float32), -limit, limit).astype(
-        values.dtype
-    )
-    return nearest
+    limit = np.uint32(0x477F0000 if values.dtype == np.float16 else 0x7F7F0000)
+    with np.errstate(over="ignore"):
+        bits = converted(values, np.float32).view(np.uint32)
+    signs = bits & np.uint32(0x80000000)
+    clipped = np.minimum(bits ^ signs, limit)
+    odd = (clipped >> np.uint32(16)) & np.uint32(1)
+    rounded = (clipped + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000) | signs
+    is_nan = bits ^ signs > np.float32(np.inf).view(np.uint32)
+    return converted(np.where(is_nan, bits, rounded).view(np.float32), values.dtype)
 
 
 def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
@@ -128,7 +131,9 @@ def quantise(
         raise ValueError(
             f"form is {form!r}: expected one of {[*_ROUNDINGS, *_MAGNITUDES]}"
         )
-    return vector.with_values(rounded), vector.with_values(vector.values - rounded)
+    error = np.empty_like(vector.values)
+    kernels_for(error).add_scaled(vector.values, 1, rounded, error, sign=-1)
+    return vector.with_values(rounded), vector.with_values(error)
 
 
 class Quantised(Wrapper, SegmentedCompressor):

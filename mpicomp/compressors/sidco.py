@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
+from mpicomp.arrays import Array, kernels_for, to_numpy
 from mpicomp.compressors.base import (
     Report,
     SegmentedCompressor,
@@ -213,9 +213,8 @@ class SIDCo(SegmentedCompressor):
             plan = plans[row]
             plan["kept"] = values[row].size
             plan["stages"] = 0
-            plan["threshold"] = 0.0
-            if values[row].size:
-                plan["threshold"] = float(np.abs(values[row]).min())
+            kept = np.abs(to_numpy(values[row]))
+            plan["threshold"] = kept.min() if kept.size else 0.0
         return np.concatenate(positions), np.concatenate(values)
 
     def _settle(self, plans: Any, vector: SparseVector) -> None:

@@ -201,7 +201,7 @@ class Feedback(Configured):
             return
         residual, scaled = self._arrays["residual"], self._spare("residual")
         with np.errstate(over="ignore"):
-            np.multiply(residual, factor, out=scaled)
+            kernels_for(residual).multiply(residual, factor, scaled)
         if not np.isfinite(scaled).all():
             raise OverflowError(
                 f"the residual times {factor} leaves the range of {scaled.dtype}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
+from mpicomp.arrays import Array, kernels_for, negated
 from mpicomp.compressors.base import write_sum
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback.base import Dtypes, Feedback, check_range
@@ -200,7 +200,7 @@ class InPlaceErrorFeedback(ErrorFeedback):
                 )
             check_range(left, "residual")
             check_range(base + back.values, "residual")
-        removed = sent.with_values(-sent.values)
+        removed = sent.with_values(negated(sent.values))
         return [removed, back] if back.nnz else [removed]
 
 

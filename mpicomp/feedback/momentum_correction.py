@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
+from mpicomp.arrays import Array, kernels_for, nonzero
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_bool, to_number
 from mpicomp.vector import SparseVector, places_of
@@ -61,11 +61,12 @@ class MomentumCorrection(Feedback):
     def correct(self, *gradient: Array) -> Array:
         """Return v + u for the new u; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
         self._stage(gradient)
+        before = self._arrays["velocity"]
         velocity = self._spare("velocity")
         corrected = self._spare("residual")
-        np.multiply(self._arrays["velocity"], self.momentum, out=velocity)
-        velocity += self._joined(gradient)
-        np.add(self._arrays["residual"], velocity, out=corrected, casting="same_kind")
+        kernels = kernels_for(velocity)
+        kernels.add_scaled(before, self.momentum, self._joined(gradient), velocity)
+        kernels.add_scaled(self._arrays["residual"], 1, velocity, corrected)
         return corrected
 
     def settle(
@@ -103,6 +104,5 @@ class MomentumCorrection(Feedback):
 
 def _has_nonzero(values: Array) -> bool:
     """Return whether a value is not zero; unlike any(), stops at the first block that has one."""
-    return any(
-        values[start : start + _BLOCK].any() for start in range(0, values.size, _BLOCK)
-    )
+    starts = range(0, values.size, _BLOCK)
+    return any(nonzero(values[start : start + _BLOCK]).any() for start in starts)

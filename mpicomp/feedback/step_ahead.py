@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, like, to_device_of, to_values
+from mpicomp.arrays import Array, kernels_for, like, to_device_of, to_values
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_number
 from mpicomp.vector import SparseVector
@@ -81,23 +81,24 @@ class StepAhead(Feedback):
             raise ValueError(
                 f"x has {values.size} values: expected {residual.size} as in the gradients"
             )
-        return like(
-            (values - residual.reshape(values.shape)).astype(values.dtype, copy=False),
-            x,
+        point = values.copy()
+        kernels_for(point).add_scaled(
+            point, 1, residual.reshape(point.shape), point, sign=-1
         )
+        return like(point, x)
 
     def correct(self, *gradient: Array) -> Array:
         """Return eta m + e for the new m; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
         self._stage(gradient)
         corrected = self._spare("residual")
         velocity = self._joined(gradient)
+        kernels = kernels_for(corrected)
         if self.momentum:
             summand = velocity
             velocity = self._spare("velocity")
-            np.multiply(self._arrays["velocity"], self.momentum, out=velocity)
-            velocity += summand
-        np.multiply(velocity, self.rate, out=corrected, casting="same_kind")
-        corrected += self._arrays["residual"]
+            before = self._arrays["velocity"]
+            kernels.add_scaled(before, self.momentum, summand, velocity)
+        kernels.add_scaled(velocity, self.rate, self._arrays["residual"], corrected)
         return corrected
 
     def settle(

@@ -16,6 +16,6 @@ class PyMpicomp(PythonPackage):
 
     with default_args(type=("build", "run")):
         depends_on("python@3.11:")
-        depends_on("py-mpi4py@4.0:")
+        depends_on("py-mpi4py@4.0.3:")
         depends_on("py-numba@0.59:")
         depends_on("py-numpy@1.26:")

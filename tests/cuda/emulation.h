@@ -537,6 +537,9 @@ Type atomic(Type* address, Compute compute) {
 }
 }  // namespace emulation
 
+// What an instruction of a GPU returns: it has one NaN of its own, whatever the operands.
+inline float as_on_a_gpu(float value) { return value == value ? value : emulation::bits_as<float>(0x7fffffffu); }
+
 inline float __uint_as_float(unsigned bits) { return emulation::bits_as<float>(bits); }
 inline unsigned __float_as_uint(float value) { return emulation::bits_as<unsigned>(value); }
 inline double __longlong_as_double(long long bits) { return emulation::bits_as<double>(bits); }

@@ -11,6 +11,7 @@ more than 5 ranks: half as many runs.
 import os
 
 import pytest
+from devices import real_cupy
 from mpi4py import MPI
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16) if os.environ.get("MPI_TEST_ALL") else (1, 2, 5, 8)
@@ -21,6 +22,9 @@ WORLD = MPI.COMM_WORLD
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(pytest.mark.mpi)
+        needs = item.get_closest_marker("stand_in")
+        if needs is not None and real_cupy() is not None:
+            item.add_marker(pytest.mark.skip(f"only the stand-in {needs.args[0]}"))
 
 
 def pytest_pyfunc_call(pyfuncitem):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from cases import LENGTH, contribution, for_each
 from devices import assert_same, back, there
-from mpi4py import MPI
 
 import collectives
 from collectives import (
@@ -25,7 +24,7 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
-from collectives.runtime import messages
+from collectives.runtime import cuda_aware, messages
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.codec import CODECS
 
@@ -209,8 +208,9 @@ def test_a_bad_vector_on_one_rank(comm, cupy):
 def test_a_wrong_setting_raises_on_all_ranks_before_a_message(
     comm, fresh, setting, monkeypatch
 ):
-    if MPI.COMM_WORLD.size and collectives.runtime.cuda_aware.query():
-        pytest.skip("this MPI is CUDA-aware")
+    monkeypatch.setattr(cuda_aware, "query", lambda: False)
+    monkeypatch.setattr(cuda_aware, "alloc_kinds", lambda: "")
+    monkeypatch.setattr(cuda_aware, "trial", lambda: "a trial failed")
     if comm.rank == comm.size - 1:
         monkeypatch.setenv("MPICOMP_CUDA_AWARE", setting)
     words = (

@@ -37,7 +37,7 @@ __device__ inline T greater(T a, T b) { return b > a ? b : a; }
 #define INSTRUCTION(text, expression, result, a, b) asm(text : "=f"(result) : "f"(a), "f"(b))
 #define CONVERSION(text, expression, to, result, from, value) asm(text : to(result) : from(value))
 #else
-#define INSTRUCTION(text, expression, result, a, b) result = expression
+#define INSTRUCTION(text, expression, result, a, b) result = as_on_a_gpu(expression)
 #define CONVERSION(text, expression, to, result, from, value) result = expression
 #endif
 
@@ -62,6 +62,10 @@ __device__ inline Single operator-(Single a, Single b) {
 }
 __device__ inline Single operator*(Single a, Single b) {
     INSTRUCTION("mul.rn.f32 %0, %1, %2;", a.value * b.value, a.value, a.value, b.value);
+    return a;
+}
+__device__ inline Single operator/(Single a, Single b) {
+    INSTRUCTION("div.rn.f32 %0, %1, %2;", a.value / b.value, a.value, a.value, b.value);
     return a;
 }
 __device__ inline Single& operator+=(Single& a, Single b) { return a = a + b; }
@@ -90,6 +94,7 @@ __device__ inline Single widened(Half value) {
 // Round to nearest, ties to even.
 __device__ inline void narrow(Single value, Single& result) { result = value; }
 __device__ inline void narrow(double value, double& result) { result = value; }
+__device__ inline void narrow(Single value, double& result) { result = (double)value; }
 __device__ inline void narrow(double value, Single& result) { result = Single(value); }
 __device__ inline void narrow(Single value, Half& result) {
     u32 bits = __float_as_uint(value.value), magnitude = bits & 0x7fffffffu, rounded;

@@ -143,21 +143,48 @@ __device__ inline void gather(const Key* dense, const Index* indices, i64 size, 
 }
 
 
-// Write a + b, rounded once.
-template <typename Value>
-__device__ inline void add(const Value* a, const Value* b, i64 size, Value* out) {
-    i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
-    if (entry < size) narrow(widened(a[entry]) + widened(b[entry]), out[entry]);
+enum Operation { PLUS, MINUS, TIMES, OVER };
+
+// The wider of two formats.
+template <typename A, typename B> struct Common { typedef double Type; };
+template <> struct Common<Half, Half> { typedef Half Type; };
+template <> struct Common<Half, Single> { typedef Single Type; };
+template <> struct Common<Single, Half> { typedef Single Type; };
+template <> struct Common<Single, Single> { typedef Single Type; };
+
+// Write `factor * a` (operation) b, as NumPy computes both in turn: the product is rounded to the format of a, the result
+// to the wider format of both, then to that of `out`. No b: the product alone, or with OVER a / factor. factor: the bits
+// of a double that A's format has.
+template <typename A, typename B, typename Out>
+__device__ inline void combine(const A* a, u64 factor, i64 operation, const B* b, i64 size, Out* out) {
+    typedef typename Common<A, B>::Type Result;
+    typedef typename Format<A>::Wide Own;
+    typedef typename Format<Result>::Wide Wide;
+    const i64 place = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (place >= size) return;
+    const Own number = (Own)number_of(factor);
+    A scaled = a[place];
+    if (b || operation != OVER) narrow(widened(scaled) * number, scaled);
+    Wide left = (Wide)widened(scaled);
+    if (b || operation == OVER) {
+        const Wide right = b ? (Wide)widened(b[place]) : (Wide)number;
+        left = operation == PLUS ? left + right : operation == MINUS ? left - right
+             : operation == TIMES ? left * right : left / right;
+    }
+    Result result;
+    narrow(left, result);
+    narrow(widened(result), out[place]);
 }
 
-// Add to dense[indices], which are unique; the sum is rounded once to the format of `dense`.
+// Add to dense[indices], which are unique, or subtract; the sum is rounded once to the format of `dense`.
 template <typename Dense, typename Index, typename Value>
-__device__ inline void scatter_add(Dense* dense, const Index* indices, const Value* values, i64 size) {
-    i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
-    if (entry < size) {
-        Dense& place = dense[indices[entry]];
-        narrow(widened(place) + widened(values[entry]), place);
-    }
+__device__ inline void scatter_add(Dense* dense, const Index* indices, const Value* values, i64 size, i64 sign) {
+    typedef typename Format<typename Common<Dense, Value>::Type>::Wide Wide;
+    const i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (entry >= size) return;
+    Dense& place = dense[indices[entry]];
+    const Wide held = (Wide)widened(place), value = (Wide)widened(values[entry]);
+    narrow(sign > 0 ? held + value : held - value, place);
 }
 
 // Lower found[0] to the first place where indices leave [0, length) or do not increase, and found[1] to the first of
@@ -211,8 +238,8 @@ __device__ inline void inspect(
 
 #define SCATTER_ADD(index, Index, value, Value, dense_dtype, Dense)                                                 \
     KERNEL scatter_add_##dense_dtype##_##index##_##value(                                                           \
-        Dense* dense, const Index* indices, const Value* values, i64 size) {                                        \
-        scatter_add(dense, indices, values, size);                                                                  \
+        Dense* dense, const Index* indices, const Value* values, i64 size, i64 sign) {                              \
+        scatter_add(dense, indices, values, size, sign);                                                            \
     }
 
 #define FOR_INDEX_AND_KEY(index, Index, key, Key)                                                                   \
@@ -233,6 +260,14 @@ __device__ inline void inspect(
 MERGING(i4, i32)
 MERGING(i8, i64)
 
-KERNEL add_f2(const Half* a, const Half* b, i64 size, Half* out) { add(a, b, size, out); }
-KERNEL add_f4(const Single* a, const Single* b, i64 size, Single* out) { add(a, b, size, out); }
-KERNEL add_f8(const double* a, const double* b, i64 size, double* out) { add(a, b, size, out); }
+#define COMBINE(a, A, b, B, result, Result)                                                                        \
+    KERNEL combine_##a##_##b##_##result(                                                                            \
+        const A* one, u64 factor, i64 operation, const B* other, i64 size, Result* out) {                           \
+        combine(one, factor, operation, other, size, out);                                                          \
+    }
+
+#define COMBINE_INTO(a, A, b, B) COMBINE(a, A, b, B, f2, Half) COMBINE(a, A, b, B, f4, Single) COMBINE(a, A, b, B, f8, double)
+#define COMBINE_WITH(a, A) COMBINE_INTO(a, A, f2, Half) COMBINE_INTO(a, A, f4, Single) COMBINE_INTO(a, A, f8, double)
+COMBINE_WITH(f2, Half)
+COMBINE_WITH(f4, Single)
+COMBINE_WITH(f8, double)

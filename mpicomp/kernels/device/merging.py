@@ -22,6 +22,7 @@ from mpicomp.kernels.host.bits import FORMATS
 
 _MERGED = 4 * THREADS  # entries that a block merges
 _PACKED = 4 * THREADS
+_OPERATORS = "+-*/"
 
 
 def merge(
@@ -110,28 +111,47 @@ def scatter(dense: Array, indices: Array, values: Array) -> None:
 
 
 def add(a: Array, b: Array, out: Array) -> None:
-    """Write ``a + b`` to `out`, 1-d, contiguous and of one dtype and length.
-
-    CuPy's own addition flushes subnormal numbers of float32 to zero.
-    """
-    if out.size:
-        launch("add", [out.dtype], in_tiles(out.size, THREADS), a, b, out.size, out)
+    """Write ``a + b`` to `out`, 1-d, contiguous and of one dtype and length."""
+    add_scaled(a, 1, b, out)
 
 
 def add_parts(
     a: Array, scale: float, parts: Sequence[Array], out: Array, *, sign: int = 1
 ) -> None:
-    """Write ``scale * a + sign * b`` to `out`, as `mpicomp.kernels.host.add_parts` does; a launch or two a part."""
-    factor, end = out.dtype.type(scale), 0
+    """Write ``scale * a + sign * b`` to `out`, as `mpicomp.kernels.host.add_parts` does; a launch for each part."""
+    end = 0
     for part in parts:
         place = slice(end, end := end + part.size)
-        there = (
-            a[place] if factor == 1 else cupy.multiply(a[place], factor, out=out[place])
-        )
-        if sign == 1:
-            add(there, part, out[place])
-        else:
-            cupy.subtract(there, part, out=out[place])
+        add_scaled(a[place], scale, part, out[place], sign=sign)
+
+
+def add_scaled(a: Array, factor: float, b: Array, out: Array, *, sign: int = 1) -> None:
+    """Write ``factor * a + sign * b`` to `out`, as `mpicomp.kernels.host.add_scaled` does."""
+    _combine(a, factor, "+" if sign == 1 else "-", b, out)
+
+
+def multiply(a: Array, by: Array | float, out: Array) -> None:
+    """Write ``a * by`` to `out`, as `mpicomp.kernels.host.multiply` does."""
+    other = by if isinstance(by, cupy.ndarray) else None
+    _combine(a, by if other is None else 1, "*", other, out)
+
+
+def quotient(a: Array, by: Array | float, out: Array) -> None:
+    """Write ``a / by`` to `out`, as `mpicomp.kernels.host.quotient` does."""
+    other = by if isinstance(by, cupy.ndarray) else None
+    _combine(a, by if other is None else 1, "/", other, out)
+
+
+def _combine(
+    a: Array, factor: float, operator: str, b: Array | None, out: Array
+) -> None:
+    """Write ``factor * a operator b`` to `out`: CuPy's own operators flush subnormal numbers of float32 to zero."""
+    if not out.size:
+        return
+    number = np.float64(a.dtype.type(factor)).view(np.uint64)
+    dtypes = [a.dtype, a.dtype if b is None else b.dtype, out.dtype]
+    args = a, number, _OPERATORS.index(operator), b, out.size, out
+    launch("combine", dtypes, in_tiles(out.size, THREADS), *args)
 
 
 def clear(out: Array) -> None:
@@ -144,21 +164,14 @@ def scatter_add(dense: Array, indices: Array, values: Array, *, sign: int = 1) -
 
     The sum is rounded once to the dtype of `dense`, whatever the dtype of the values.
     """
-    values = values if sign == 1 else -values
     if values.ndim > 1:
-        wide = np.promote_types(dense.dtype, np.float32)
-        dense[indices] = (dense[indices].astype(wide) + values).astype(dense.dtype)
+        rows = dense[indices]
+        add_scaled(values, sign, rows, rows)
+        dense[indices] = rows
     elif indices.size:
         dtypes = [dense.dtype, indices.dtype, values.dtype]
-        launch(
-            "scatter_add",
-            dtypes,
-            in_tiles(indices.size, THREADS),
-            dense,
-            indices,
-            values,
-            indices.size,
-        )
+        args = dense, indices, values, indices.size, sign
+        launch("scatter_add", dtypes, in_tiles(indices.size, THREADS), *args)
 
 
 def first_disorder(indices: Array, length: int) -> int:
@@ -240,5 +253,9 @@ def _added_rows(
     for where, what in zip(indices, values, strict=True):
         if what.size:
             places = cupy.searchsorted(union, where)
-            sums[places] = sums[places] + what
-    return sums.astype(values[0].dtype, copy=False)
+            rows = sums[places]
+            add_scaled(what, 1, rows, rows)
+            sums[places] = rows
+    total = cupy.empty(shape, values[0].dtype)
+    multiply(sums, 1, total)
+    return total

@@ -8,7 +8,9 @@ from typing import Any
 import cupy
 import numpy as np
 
+from mpicomp.arrays import magnitudes
 from mpicomp.kernels.device.compiling import Array, launch
+from mpicomp.kernels.host.bits import FORMATS
 from mpicomp.kernels.host.statistics import LLOYD_ROUNDS, Sides, added_sides, by_lloyd
 
 _BLOCK = 16384
@@ -76,7 +78,10 @@ def with_magnitudes(
     """
     each = rows if len(rows) == 1 else np.repeat(rows, np.diff(bounds), axis=0)
     low, high, limit = cupy.asarray(np.ascontiguousarray(each.T))
-    return cupy.copysign(cupy.where(cupy.abs(values) <= limit, low, high), values)
+    # as integers: CuPy compares floats after it has flushed subnormals
+    keys = FORMATS[values.dtype].keys
+    is_low = magnitudes(values).view(keys) <= limit.view(keys)
+    return cupy.copysign(cupy.where(is_low, low, high), values)
 
 
 def _bits(number: float) -> int:

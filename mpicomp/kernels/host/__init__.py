@@ -58,7 +58,14 @@ from mpicomp.kernels.host.statistics import (
     two_magnitudes,
     with_magnitudes,
 )
-from mpicomp.kernels.host.streaming import add, add_parts, clear
+from mpicomp.kernels.host.streaming import (
+    add,
+    add_parts,
+    add_scaled,
+    clear,
+    multiply,
+    quotient,
+)
 from mpicomp.kernels.host.transforms import hadamard, signs
 
 __all__ = [
@@ -68,6 +75,7 @@ __all__ = [
     "add",
     "add_largest",
     "add_parts",
+    "add_scaled",
     "begin_fits",
     "clear",
     "consecutive",
@@ -88,7 +96,9 @@ __all__ = [
     "magnitude_range",
     "magnitudes_in_segments",
     "merge",
+    "multiply",
     "quantise",
+    "quotient",
     "raise_not_finite",
     "sample",
     "scatter",

@@ -56,10 +56,35 @@ def add_parts(
         return
     for part in parts:
         place = slice(end, end := end + part.size)
-        scaled = (
-            a[place] if factor == 1 else np.multiply(a[place], factor, out=out[place])
-        )
-        (np.add if sign == 1 else np.subtract)(scaled, part, out=out[place])
+        add_scaled(a[place], scale, part, out[place], sign=sign)
+
+
+def add_scaled(a: Array, factor: float, b: Array, out: Array, *, sign: int = 1) -> None:
+    """Write ``factor * a + sign * b`` to `out`; the dtypes may differ.
+
+    a, b, out: float16, float32 or float64, of one shape; `out` may be `a` or `b`.
+    factor: rounded to the dtype of `a`, and so is the product; the sum is computed in
+    the wider of the dtypes of `a` and `b`, and rounded to that of `out`. sign: 1 or -1.
+    """
+    scaled, factor = a, a.dtype.type(factor)
+    if factor != 1:
+        has_room = a.dtype == out.dtype and not np.may_share_memory(b, out)
+        scaled = np.multiply(a, factor, out=out if has_room else None)
+    operate = np.add if sign == 1 else np.subtract
+    operate(scaled, b, out=out, casting="same_kind")
+
+
+def multiply(a: Array, by: Array | float, out: Array) -> None:
+    """Write ``a * by`` to `out`, which may be `a`; `by` is a number of the dtype of `a`, or an array of its shape.
+
+    With 1 it converts to the dtype of `out`.
+    """
+    np.multiply(a, by, out=out, casting="same_kind")
+
+
+def quotient(a: Array, by: Array | float, out: Array) -> None:
+    """Write ``a / by`` to `out`, which may be `a`; `by` is a number of the dtype of `a`, or an array of its shape."""
+    np.divide(a, by, out=out, casting="same_kind")
 
 
 def clear(out: Array) -> None:

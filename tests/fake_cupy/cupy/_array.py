@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy._counts import count
+from cupy._flush import MOVING, converted, flush, flushed
 from cupy._memory import arena
 from cupy._signatures import check, checked
 from cupy.cuda import Device, MemoryPointer, get_current_stream
@@ -154,7 +155,7 @@ class ndarray:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         part = self._hidden[_index(key)] if isinstance(key, slice) else None
-        self._ready()[_index(key)] = plain(value)
+        self._ready()[_index(key)] = as_dtype(plain(value), self.dtype)
         if part is None or part.size:
             ran("setitem")
 
@@ -180,7 +181,7 @@ class ndarray:
         if not copy and np.dtype(dtype) == self.dtype:
             return self
         with np.errstate(all="ignore"):
-            return wrapped(self._ready().astype(dtype), "astype")
+            return wrapped(converted(self._ready(), np.dtype(dtype)), "astype")
 
     def copy(self, order: str = "C") -> "ndarray":
         return wrapped(self._ready().copy(), "copy")
@@ -197,15 +198,21 @@ class ndarray:
             outs = how.pop("out", None)
             if outs is not None:
                 how["out"] = tuple(plain(each) for each in outs)
+            moves = ufunc.__name__ in MOVING
+            given = [plain(each) for each in inputs]
             with np.errstate(all="ignore"):
-                result = ufunc(*(plain(each) for each in inputs), **how)
+                result = ufunc(*(given if moves else flushed(given)), **how)
             if outs is None:
-                return wrapped(result, ufunc.__name__)
+                return wrapped(result if moves else flushed(result), ufunc.__name__)
+            for each in how["out"] if not moves else ():
+                flush(each)
             ran(ufunc.__name__)
             return outs[0]
         if method == "at":
             ran(f"{ufunc.__name__}.at")
-            ufunc.at(*(plain(each) for each in inputs))
+            array, *rest = [plain(each) for each in inputs]
+            ufunc.at(array, *flushed(rest))
+            flush(array)
             return None
         return NotImplemented
 
@@ -247,6 +254,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def as_dtype(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return what is written to an array of a dtype: an array of another one is converted as CuPy does."""
+    return converted(value, dtype) if isinstance(value, np.ndarray) else value
+
+
 def wrapped(value: Any, name: str | None) -> Any:
     """Return NumPy's result as the device's: in its memory, numbers as arrays of no dimension.
 
@@ -284,11 +296,12 @@ def _method(name: str) -> Any:
     def method(self: ndarray, *args: Any, **how: Any) -> Any:
         if name == "nonzero":
             waited(name)
+        array = self._ready() if name in MOVING else flushed(self._ready())
         with np.errstate(all="ignore"):
-            found = getattr(self._ready(), name)(
+            found = getattr(array, name)(
                 *map(plain, args), **{k: plain(v) for k, v in how.items()}
             )
-        return wrapped(found, name)
+        return wrapped(found if name in MOVING else flushed(found), name)
 
     return method
 

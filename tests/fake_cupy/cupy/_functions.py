@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy._array import ndarray, plain, ran, waited, wrapped
+from cupy._array import as_dtype, ndarray, plain, ran, waited, wrapped
 from cupy._counts import count
+from cupy._flush import MOVING, flush, flushed
 from cupy._signatures import checked
 
 _CREATING = "empty zeros ones full arange linspace eye".split()
@@ -51,13 +52,19 @@ def _computing(name: str) -> Callable[..., Any]:
             list(arg) if name in ("split", "array_split") and i == 1 else plain(arg)
             for i, arg in enumerate(args)
         ]
+        moves = name in MOVING
         with np.errstate(all="ignore"):
             result = function(
-                *given, **{key: plain(value) for key, value in how.items()}
+                *(given if moves else flushed(given)),
+                **{key: plain(value) for key, value in how.items()},
             )
         if out is not None:
+            if not moves:
+                flush(plain(out))
             ran(name)
             return out
+        if not moves:
+            result = flushed(result)
         return wrapped(result, None if name in _UNCHANGED else name)
 
     return compute
@@ -115,7 +122,7 @@ def asnumpy(
 def copyto(
     dst: ndarray, src: Any, casting: str = "same_kind", where: Any = None
 ) -> None:
-    np.copyto(dst._ready(), plain(src), casting=casting)
+    np.copyto(dst._ready(), as_dtype(plain(src), dst.dtype), casting=casting)
     ran("copyto")
 
 

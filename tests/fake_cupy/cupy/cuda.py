@@ -5,6 +5,7 @@ import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,9 +65,11 @@ class Event:
         interprocess: bool = False,
     ) -> None:
         self._stream: Stream | None = None
+        self._time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self._stream = stream or get_current_stream()
+        self._time = perf_counter()  # what was started before is done, but for copies
 
     @property
     def done(self) -> bool:
@@ -83,6 +86,11 @@ Stream.null = _streams[0]  # type: ignore[attr-defined]
 
 def get_current_stream(device_id: int = -1) -> Stream:
     return _streams[-1]
+
+
+def get_elapsed_time(start_event: Event, end_event: Event) -> float:
+    """Return milliseconds between two places in a stream."""
+    return 1e3 * (end_event._time - start_event._time)
 
 
 class Device:
