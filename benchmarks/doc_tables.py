@@ -5,6 +5,7 @@
     benchmarks/tables.sh steps docs/results
     python benchmarks/threads.py --json docs/results/threads.json
     mpirun -n 4 python -m mpi4py benchmarks/few_bits.py --json docs/results/quantised-4.json             # and on 2
+    python benchmarks/cold.py --json docs/results/cold.json
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
@@ -40,6 +41,7 @@ sys.path += [
 
 import losses
 import results
+from cold import shown as first_steps
 from rendering import table
 from tables import table as of_experiment
 
@@ -453,6 +455,7 @@ TABLES = {
         "tensors": lambda: times(TENSORS, "-tensors"),
         "compressors": compressors,
         "threads": threads,
+        "cold": lambda: first_steps(loaded("cold")["rows"]),
         "parts": parts,
         "large": large,
         "choice": choice,

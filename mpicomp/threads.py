@@ -10,9 +10,10 @@ import math
 import os
 import pathlib
 import threading
+import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any, TypeVar
 
 VARIABLE = "MPICOMP_THREADS"
@@ -115,8 +116,42 @@ def in_pieces(
     length = -(-size // (pieces * step)) * step
     starts = range(length, size, length)
     pool = _ready_pool()
-    others = [pool.submit(work, start, min(start + length, size)) for start in starts]
-    return [work(0, min(length, size)), *(other.result() for other in others)]
+    others = [
+        _started(pool, partial(work, start, min(start + length, size)))
+        for start in starts
+    ]
+    return [work(0, min(length, size)), *(result() for result in others)]
+
+
+def _started(
+    pool: ThreadPoolExecutor, work: Callable[[], Result]
+) -> Callable[[], Result]:
+    """Return a function that returns the result of the work, which a thread of the pool does; the caller if none can.
+
+    If no thread can be started, the work stays in the queue of the pool: it is
+    cancelled there, as another thread could do it as well.
+    """
+    done = Future[Result]()
+
+    def run() -> None:
+        if done.set_running_or_notify_cancel():
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+    try:
+        pool.submit(run)
+    except RuntimeError as error:
+        if done.cancel():
+            warnings.warn(
+                f"{error}: this rank computes on fewer threads; raise the limit of processes (ulimit -u, or that of "
+                f"the container), or set {VARIABLE}=1",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return work
+    return done.result
 
 
 def _ready_pool() -> ThreadPoolExecutor:

@@ -5,10 +5,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpicomp import __version__
-from mpicomp_bench import bench, explain, info
+from mpicomp_bench import bench, explain, info, warm
 from mpicomp_bench.options import Parser
 
-COMMANDS: dict[str, Any] = {"info": info, "bench": bench, "explain": explain}
+COMMANDS: dict[str, Any] = {
+    "info": info,
+    "bench": bench,
+    "explain": explain,
+    "warm": warm,
+}
 
 EXAMPLES = """
 mpirun -n 4 mpicomp bench gtopk --densities 0.001 0.01
@@ -19,7 +24,7 @@ mpicomp explain --ranks 64 --length 25e6 --density 0.001 --network 10gbit
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     options = parser(COMMANDS.values()).parse_args(arguments)
-    if options.command not in ("info", "explain") and (missing := info.missing_mpi()):
+    if options.command in ("bench", "warm") and (missing := info.missing_mpi()):
         sys.stderr.write(f"{options.parser.prog}: {missing}\n")
         return 1
     try:

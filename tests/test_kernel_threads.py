@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import threading
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -296,3 +297,46 @@ def test_the_cpu_quota_of_a_container_is_the_least_of_its_cgroups(
     monkeypatch.setattr(threads, "quota", lambda: expected)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
     assert threads.count() == max(1, int(min(64, expected)))
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_without_threads_to_start_the_caller_does_the_work_and_warns_once(
+    monkeypatch, started
+):
+    """A limit of processes; with one thread of the pool, or none. Work in the queue of the pool is done once."""
+    monkeypatch.setattr(threads, "_LEAST", 64)
+    monkeypatch.setattr(threads, "_pool", None)
+    start, left, counts = threading.Thread.start, [started], np.zeros(1000, int)
+
+    def refused(thread):
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+    def work(first, end):
+        counts[first:end] += 1
+        return end - first
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            assert sum(threads.in_pieces(work, 1000, 4)) == 1000
+    if pool := threads._pool:
+        pool.shutdown(wait=True)
+    assert counts.tolist() == [3] * 1000
+    (warning,) = caught
+    assert "raise the limit of processes" in str(warning.message)
+
+
+def test_work_that_fails_in_a_thread_raises_in_the_caller(monkeypatch):
+    monkeypatch.setattr(threads, "_LEAST", 64)
+
+    def work(first, end):
+        if first:
+            raise MemoryError("a buffer")
+
+    with pytest.raises(MemoryError, match="a buffer"):
+        threads.in_pieces(work, 1000, 4)

@@ -20,7 +20,9 @@ number. Input arrays may be read-only.
 ``coding``        indices and values in few bits, without loss
 ``few_bits``      every value of a vector in few bits, with the rounding error
 ``transforms``    orthonormal transforms of chunks of consecutive values; signs
+``lanes``         passes over values that are declared by a formula, in whole vectors
 ``instructions``  instructions of processors that Numba does not expose
+``compiled``      how kernels are compiled, and their files
 """
 
 from mpicomp.kernels.host.bins import entries_in_bins

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
+from mpicomp.kernels.host.bits import FORMATS, as_writable
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import (
     LINE,
     WORD,
     array_at,
-    bare,
     largest_sum,
     lowest,
     ones,
@@ -181,14 +181,7 @@ def _mark(  # type: ignore[no-untyped-def]
     Returns the number of entries, and up to where was read: less than `end` if there is
     no room for another tile.
     """
-    a, values, one, other, found, count = (
-        bare(a),
-        bare(values),
-        bare(one),
-        bare(other),
-        bare(found),
-        0,
-    )
+    count = 0
     for row in range(segments.size):
         origin, close, size = (
             segments[row]["first"],
@@ -207,14 +200,15 @@ def _mark(  # type: ignore[no-untyped-def]
                 array_at(values, segments[row]["address"], close - origin),
                 values[first:stop],
             )
-            y, head, last = bare(y)[first - origin :], 0, 0
+            y, head, last = y[first - origin :], 0, 0
             length = min(step, (min(stop, close - -size % WORD) - first) // size * size)
             if length > 0 and keep:
                 head, last = values_before_line(out), length
             elif length <= 0:  # the last words end beyond the segment
                 length = stop - first
-                one[:length], other[:length] = x[:length], y[:length]
-                one[length:], other[length:] = 0, 0
+                for j in range(one.size):
+                    one[j] = x[j] if j < length else 0
+                    other[j] = y[j] if j < length else 0
                 x, y = one, other
             top = largest[segments[row]["place"] + (first - origin) // size :]
             number, line = _mark_tile(
@@ -248,7 +242,7 @@ def _mark(  # type: ignore[no-untyped-def]
     return count, end
 
 
-@jit
+@inner
 def _mark_tile(  # type: ignore[no-untyped-def]
     length,
     size,
@@ -271,14 +265,8 @@ def _mark_tile(  # type: ignore[no-untyped-def]
     below it in float64 are left out. words: for words that are not 0, those of the
     signs, and where each begins. Returns their number, and up to where was written.
     """
-    a, b, largest, out = bare(a), bare(b), bare(largest), bare(out)
-    chosen, negative, firsts = bare(words[0]), bare(words[1]), bare(words[2])
-    bits, step, every, integer = (
-        b.view(largest.dtype),
-        LINE // out.itemsize,
-        ~np.uint64(0),
-        largest.dtype.type,
-    )
+    chosen, negative, firsts = words
+    step, every, integer = LINE // out.itemsize, ~np.uint64(0), largest.dtype.type
     bin, number, short = np.uint64(0), np.uint64(0), min(WORD, size)
     for low in range(0, length, size):
         while line + step <= min(low, last):
@@ -301,7 +289,7 @@ def _mark_tile(  # type: ignore[no-untyped-def]
                 )
                 word ^= _below(a, factor, b, keep, at, tied)
             if not keep:
-                bad[0] |= reaching(bits, at, mask, infinity)
+                bad[0] |= reaching(b, at, mask, infinity)
             chosen[number], negative[number], firsts[number] = (
                 word,
                 signs,
@@ -322,12 +310,7 @@ def _store(first, number, words, found):  # type: ignore[no-untyped-def]
 
     Eight are stored at once, though there may be fewer: there is room for as many more.
     """
-    chosen, negative, firsts, found = (
-        bare(words[0]),
-        bare(words[1]),
-        bare(words[2]),
-        bare(found),
-    )
+    chosen, negative, firsts = words
     highest, index, count = (
         np.uint64(1) << np.uint64(WORD - 1),
         found.dtype.type,
@@ -351,7 +334,7 @@ def _store(first, number, words, found):  # type: ignore[no-untyped-def]
     return np.int64(count)
 
 
-@jit
+@single
 def _below(a, factor, b, keep, first, tied):  # type: ignore[no-untyped-def]
     """Return which sums with another b are in float64 below what they are rounded to, of some counted from `first`."""
     below = np.uint64(0)
@@ -376,7 +359,7 @@ def _write(found, ends, magnitudes, positions, signed, first):  # type: ignore[n
             _write_each(piece, magnitudes[row], positions[own], signed[own])
 
 
-@jit
+@inner
 def _write_each(found, magnitude, positions, signed):  # type: ignore[no-untyped-def]
     for i in range(found.size):
         positions[i] = ~found[i] if found[i] < 0 else found[i]

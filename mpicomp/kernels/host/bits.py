@@ -5,13 +5,12 @@ and infinities and NaN come last. That makes selection exact, and one kernel ser
 float16, float32 and float64.
 """
 
-import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from mpicomp.arrays import Array
+from mpicomp.kernels.host.compiled import jit
 from mpicomp.kernels.host.instructions import lowest
 
 _FEW = 1 << 13  # values; the C library does not return smaller blocks to the system
@@ -20,20 +19,6 @@ _LONGEST_KEPT = 1 << 25
 
 # Kernels use uint64 counts as subscripts: for signed ones Numba tests whether they are
 # negative.
-
-
-def jit(function: Any) -> Any:
-    """Return a kernel, compiled at its first use and cached on disk; not cached, with a warning, without a folder."""
-    try:
-        return njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # in a read-only installation, with no home folder
-        warnings.warn(
-            "Numba finds no writable folder for compiled kernels, so each process compiles them, which takes up to a "
-            "minute: set NUMBA_CACHE_DIR to a writable folder, such as /tmp/numba",
-            RuntimeWarning,
-            stacklevel=1,  # one place, so that it is shown once
-        )
-        return njit(nogil=True)(function)
 
 
 def cache_folder() -> str | None:

@@ -15,7 +15,8 @@ bits, which can be written and read many at a time.
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
+from mpicomp.kernels.host.bits import FORMATS, as_writable
+from mpicomp.kernels.host.compiled import jit
 from mpicomp.kernels.host.instructions import WORD, lowest, reaching
 
 

@@ -15,14 +15,18 @@ so is the difference of a value and its rounded value. For 8 and 4 bits a scale 
 rounded up. A block of zeros has the scale 0, and decodes to zeros. A block with a value
 that is not finite has an infinite scale, and decodes to values that are not finite.
 
-A kernel takes a group of values at a time, which stays in the first-level cache,
-through its passes. The decoded values are written past the cache, from a buffer.
+A kernel takes a group of blocks at a time, which stays in the first-level cache, through
+its passes: all values are read and written once. The decoded values are written past
+the cache, from a buffer.
+
+Vectors are divided into segments, such as the tensors of a model. A block begins anew at
+each, so what lies beside a tensor has no influence on its scales.
 
 Layout: a block of B values has B bits / 8 bytes. Byte j contains value j in its lowest
 bits, then the values j + w, j + 2 w, ... with w = B bits / 8, so that loops over a
 block have no strides. A field of 8 or 4 bits is the integer + m + 1; of 2 or 1 bits:
-bit 0 is set for negative values, bit 1 for the larger magnitude. The last block is
-padded with zeros. A scale is the upper half of the bits of a float32, or of a float64.
+bit 0 is set for negative values, bit 1 for the larger magnitude. The last block of
+a segment is padded with zeros. A scale is the upper half of the bits of a float32, or of a float64.
 """
 
 from collections.abc import Sequence
@@ -31,19 +35,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Array, address
-from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
+from mpicomp.kernels.host.bits import as_writable
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import (
     LINE,
     array_at,
-    bare,
     bits_of,
     number_of,
     store_line,
 )
+from mpicomp.kernels.host.lanes import (
+    lanewise,
+    lowest_byte,
+    magnitude,
+    magnitude_bits,
+    number_of_byte,
+    to_bits,
+    where,
+)
 from mpicomp.kernels.host.streaming import (
     LONG,
     addresses,
-    is_streamed,
     values_before_line,
 )
 from mpicomp.threads import in_pieces
@@ -110,34 +122,65 @@ def quantise(
     ``rejected + decoded`` is the sum, bitwise for 8 and 4 bits: their difference needs
     no rounding. If a block of the sum is not finite, `rejected` gets the values there.
     """
-    form, how = FORMATS[values.dtype], rounding(values.dtype, bits, short=short)
-    width, each, values = block * bits // 8, scales_per_block(bits), as_writable(values)
-    terms = (
-        np.stack([addresses(parts) for parts in zip(*others, strict=True)])
-        if others
-        else np.empty((2, 0), int)
+    quantise_parts(
+        [values],
+        None,
+        others,
+        bits,
+        block,
+        codes,
+        scales,
+        rejected,
+        short=short,
+        threads=threads,
     )
-    numbers = (
-        *(values.dtype.type(number) for number in how[1:]),
-        offset_of(values.dtype, bits),
+
+
+def quantise_parts(
+    parts: Sequence[Array],
+    residual: Array | None,
+    others: Sequence[tuple[Array, Array]],
+    bits: int,
+    block: int,
+    codes: Array,
+    scales: Array,
+    rejected: Array,
+    *,
+    decay: float = 1.0,
+    scale: float = 1.0,
+    blocks: tuple[int, int] | None = None,
+    short: bool = False,
+    threads: int | None = None,
+) -> None:
+    """Quantise ``decay * residual + scale * parts`` and the others, in one pass, as `quantise` does for each part.
+
+    parts: 1-d contiguous, one for each segment. residual, rejected: 1-d contiguous, as
+    long as the parts together, of one dtype with them; they may be the same, and
+    without a residual `rejected` may be the memory of the parts. decay, scale: rounded
+    to the dtype; the products are rounded before they are added. blocks: the first
+    block, and the one after the last, of those to quantise, in the numbering of
+    `first_blocks`; None for all. codes, scales, others: of these blocks.
+    """
+    dtype, form = rejected.dtype, rounding(rejected.dtype, bits, short=short)
+    layout = _layout(parts, block)
+    first, last = (0, int(layout[1][-1])) if blocks is None else blocks
+    own = (
+        np.full(block, -0.0, dtype) if residual is None else as_writable(residual),
+        np.int64(residual is not None),
+        dtype.type(decay),
+        dtype.type(scale),
     )
-    sizes = bits, block, how.cut, form.mask, 4 * values.itemsize
+    terms = np.array([addresses(each) for each in others], np.int64).reshape(-1, 2)
+    numbers = tuple(dtype.type(number) for number in form[1:])
+    sizes = bits, block, form.cut, 4 * dtype.itemsize, first
+    coding = sizes, numbers, offset_of(dtype, bits), _rounds(bits)
 
     def piece(start: int, end: int) -> None:
-        first, last = start // block, -(-end // block)
-        coded = codes[first * width : last * width], scales[first * each : last * each]
-        there = terms + np.array([[first * width], [first * each * scales.itemsize]])
-        _quantise(
-            values[start:end],
-            there,
-            coded,
-            rejected[start:end],
-            _workspace(block, values.dtype),
-            sizes,
-            numbers,
-        )
+        some = first + start // block, first + end // block
+        work = _workspace(block, dtype)
+        _quantise(layout, *some, own, rejected, terms, codes, scales, work, *coding)
 
-    in_pieces(piece, values.size, threads, step=block)
+    in_pieces(piece, (last - first) * block, threads, step=block)
 
 
 def dequantise(
@@ -151,28 +194,59 @@ def dequantise(
     long: int = LONG,
 ) -> None:
     """Write the values that `quantise` encoded to `out`; its dtype is that of the quantised values."""
-    width, each, codes, scales = (
-        block * bits // 8,
-        scales_per_block(bits),
-        as_writable(codes),
-        as_writable(scales),
-    )
-    past = is_streamed(out, long)
+    dequantise_parts(codes, scales, bits, block, [out], threads=threads, long=long)
+
+
+def dequantise_parts(
+    codes: Array,
+    scales: Array,
+    bits: int,
+    block: int,
+    parts: Sequence[Array],
+    *,
+    divisor: float = 1.0,
+    blocks: tuple[int, int] | None = None,
+    threads: int | None = None,
+    long: int = LONG,
+) -> None:
+    """Write the values that `quantise_parts` encoded, over a divisor, to the parts, in one pass.
+
+    parts: 1-d contiguous, one for each segment, of the dtype of the quantised values.
+    blocks: as for `quantise_parts`; the others' values are left alone. long: the least
+    bytes of the parts together for stores that bypass the cache.
+    """
+    dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
+    layout = _layout(parts, block)
+    first, last = (0, int(layout[1][-1])) if blocks is None else blocks
+    past = sum(part.nbytes for part in parts) >= long
+    coded = as_writable(codes), as_writable(scales)
+    sizes = bits, block, 0, 4 * dtype.itemsize, first
+    how = sizes, dtype.type(divisor), past, _rounds(bits)
 
     def piece(start: int, end: int) -> None:
-        first, last = start // block, -(-end // block)
-        coded = codes[first * width : last * width], scales[first * each : last * each]
-        _dequantise(
-            *coded,
-            out[start:end],
-            _workspace(block, out.dtype),
-            bits,
-            block,
-            4 * out.itemsize,
-            past,
-        )
+        some = first + start // block, first + end // block
+        _dequantise(layout, *some, *coded, _workspace(block, dtype), *how)
 
-    in_pieces(piece, out.size, threads, step=block)
+    in_pieces(piece, (last - first) * block, threads, step=block)
+
+
+def first_blocks(sizes: Sequence[int], block: int) -> Array:
+    """Return the number of the first block of each segment, and at last the number of blocks."""
+    counts = [-(-size // block) for size in sizes]
+    return np.append(0, np.cumsum(counts, dtype=np.int64))
+
+
+def largest_decoded(scales: Array, bits: int) -> float:
+    """Return a bound on the magnitudes that decode from these scales: reached for 2 and 1 bits; else by a full level.
+
+    It is infinite if a value was not finite.
+    """
+    if not scales.size:
+        return 0.0
+    dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
+    top = scales.max(keepdims=True).astype(f"u{dtype.itemsize}") << 4 * dtype.itemsize
+    most = (1 << bits - 1) - 1 if bits > 2 else 1
+    return float(top.view(dtype)[0]) * most
 
 
 def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
@@ -184,20 +258,31 @@ def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
     return dtype.type(1.5 * 2.0 ** np.finfo(dtype).nmant + (1 << bits - 1))
 
 
+def _layout(parts: Sequence[Array], block: int) -> tuple[Array, Array, Array]:
+    """Return the first value and the first block of each segment, with the ends, and its address."""
+    sizes = [part.size for part in parts]
+    edges = np.append(0, np.cumsum(sizes, dtype=np.int64))
+    return edges, first_blocks(sizes, block), addresses(parts)
+
+
+def _rounds(bits: int) -> int | None:
+    """Return the rounds of Lloyd's algorithm; None for integers: Numba compiles a version of a kernel for each."""
+    return None if bits > 2 else 2 * (bits - 1)
+
+
 def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-    """Return buffers: two of a group of blocks, one of a group and a line before it, of fields, and of scales."""
+    """Return buffers: values of a group of blocks and a line; errors, -0.0 and fields of a block; scales of a group.
+
+    -0.0 changes no value that is added to it.
+    """
     group = max(block, _ROOM)
-    room, spare, written = (
+    values, errors, nothing = (
         _from_a_line(size, dtype)
-        for size in (group, group, group + LINE // dtype.itemsize)
+        for size in (group + LINE // dtype.itemsize, block, block)
     )
-    return (
-        room,
-        spare,
-        written,
-        np.empty(block, np.uint8),
-        np.empty(group // block, dtype),
-    )
+    nothing[...] = -0.0
+    low, high = np.empty((2, group // block), dtype)
+    return values, errors, nothing, np.empty(block, np.uint8), low, high
 
 
 def _from_a_line(size: int, dtype: np.dtype[Any]) -> Array:
@@ -207,312 +292,330 @@ def _from_a_line(size: int, dtype: np.dtype[Any]) -> Array:
     return whole[start : start + size * dtype.itemsize].view(dtype)
 
 
+@lanewise(2, 1, reduce=True)
+def _add_scaled(a, b, factor, scale):  # type: ignore[no-untyped-def]
+    total = factor * a + scale * b
+    return total, magnitude_bits(total)
+
+
+@lanewise(1, 0, reduce=True)
+def _largest(values):  # type: ignore[no-untyped-def]
+    return (magnitude_bits(values),)
+
+
+@lanewise(1, 2)
+def _to_levels(values, inverse, scale, offset, least, most):  # type: ignore[no-untyped-def]
+    """Return errors and fields; `offset` rounds to an integer, and NaN is the least."""
+    level = values * inverse + offset
+    level = where(level > least, level, least)
+    level = where(level < most, level, most)
+    return values - (level - offset) * scale, lowest_byte(to_bits(level))
+
+
+@lanewise(2, 1)
+def _add_levels(base, fields, middle, scale):  # type: ignore[no-untyped-def]
+    return (base + (number_of_byte(fields, base) - middle) * scale,)
+
+
+@lanewise(1, 1)
+def _to_signs(values, threshold):  # type: ignore[no-untyped-def]
+    is_large = lowest_byte(magnitude(values) > threshold)
+    return (lowest_byte(values < 0) | is_large << 1,)
+
+
+@lanewise(2, 1)
+def _add_signs(base, fields, low, high):  # type: ignore[no-untyped-def]
+    size = where((fields & 2) > 0, high, low)
+    return (base + where((fields & 1) > 0, -size, size),)
+
+
+@lanewise(2, 1)
+def _add_shares(base, values, threshold, share, zero):  # type: ignore[no-untyped-def]
+    size = magnitude(values)
+    return (base + where(size <= threshold, size * share, zero),)
+
+
+@lanewise(2, 1)
+def _add(a, b):  # type: ignore[no-untyped-def]
+    return (a + b,)
+
+
+@lanewise(1, 1)
+def _over(values, divisor):  # type: ignore[no-untyped-def]
+    return (values / divisor,)
+
+
+@lanewise(2, 1)
+def _insert(codes, fields, shift):  # type: ignore[no-untyped-def]
+    return (codes | fields << shift,)
+
+
+@lanewise(1, 1)
+def _extract(codes, shift, mask):  # type: ignore[no-untyped-def]
+    return (codes >> shift & mask,)
+
+
 @jit
-def _quantise(values, terms, coded, rejected, work, sizes, numbers):  # type: ignore[no-untyped-def]
-    values, rejected, codes, scales = (
-        bare(values),
-        bare(rejected),
-        bare(coded[0]),
-        bare(coded[1]),
-    )
-    room, spare, errors, fields, steps = (
-        bare(work[0]),
-        bare(work[1]),
-        bare(work[2]),
-        bare(work[3]),
-        bare(work[4]),
-    )
-    bits, block, _, _, stored = sizes
-    each = 2 if bits == 2 else 1
-    for first in range(0, values.size, room.size):
-        c, at, size, number = (
-            values,
-            np.uint64(first),
-            min(room.size, values.size - first),
-            first // block,
-        )
-        if size < room.size:
-            c, at = _padded(values[first:], spare), np.uint64(0)
-        if terms.size:
-            c, at = (
-                _sum(
-                    c,
-                    at,
-                    size,
-                    terms,
-                    codes,
-                    scales,
-                    number,
-                    sizes,
-                    fields,
-                    room,
-                    spare,
-                ),
-                np.uint64(0),
+def _quantise(  # type: ignore[no-untyped-def]
+    layout,
+    first,
+    last,
+    own,
+    rejected,
+    terms,
+    codes,
+    scales,
+    work,
+    sizes,
+    numbers,
+    offset,
+    rounds,
+):
+    """Quantise the blocks from `first` to `last` - 1."""
+    edges, blocks, parts = layout
+    block, group = sizes[1], work[0].size // sizes[1]
+    for row in range(parts.size):
+        length = edges[row + 1] - edges[row]
+        low, high = max(first, blocks[row]), min(last, blocks[row + 1])
+        for number in range(low, high, group):
+            begin = (number - blocks[row]) * block
+            size = min(length - begin, (high - number) * block, group * block)
+            part = array_at(rejected, parts[row], length)
+            at = edges[row] + begin
+            coded = number - sizes[4]
+            _load(own, at, part, begin, size, block, work)
+            if terms.size > 0:
+                _add_terms(terms, coded, size, codes, scales, work, sizes, rounds)
+            _to_scales(coded, size, scales, work, sizes, numbers, rounds)
+            _to_codes(
+                own,
+                at,
+                part,
+                begin,
+                size,
+                rejected,
+                coded,
+                codes,
+                work,
+                sizes,
+                offset,
+                rounds,
             )
-        if bits > 2:
+
+
+@single
+def _load(own, at, part, begin, size, block, work):  # type: ignore[no-untyped-def]
+    """Write values to the buffer, padded with zeros, and the largest magnitude of each block."""
+    (a, step, decay, scale), room, largest = own, work[0], work[4]
+    for start in range(0, size, block):
+        some = min(block, size - start)
+        key = _add_scaled(
+            some,
+            a,
+            (at + start) * step,
+            part,
+            begin + start,
+            room,
+            start,
+            decay,
+            scale,
+        )
+        largest[start // block] = number_of(key, room)
+        for j in range(start + some, start + block):
+            room[j] = 0
+
+
+@single
+def _add_terms(terms, number, size, codes, scales, work, sizes, rounds):  # type: ignore[no-untyped-def]
+    """Add the terms' blocks from `number` on to the buffer."""
+    room, largest, block = work[0], work[4], sizes[1]
+    for start in range(0, size, block):
+        for term in range(len(terms)):
+            some = array_at(codes, terms[term, 0], codes.size)
+            steps = array_at(scales, terms[term, 1], scales.size)
+            i = number + start // block
+            _decode(some, steps, i, room, start, room, start, work, sizes, rounds)
+        for j in range(size, start + block):
+            room[j] = 0
+        largest[start // block] = number_of(_largest(block, room, start), room)
+
+
+@single
+def _to_scales(number, size, scales, work, sizes, numbers, rounds):  # type: ignore[no-untyped-def]
+    """Write the scales of the blocks in the buffer.
+
+    All before the codes: each is a chain of instructions, which a processor overlaps
+    with others.
+    """
+    bits, block, cut, stored, _ = sizes
+    room, errors, low, high = work[0], work[1], work[4], work[5]
+    real = room.dtype.type
+    for i in range((size + block - 1) // block):
+        largest = low[i]
+        if rounds is None:
+            low[i] = _step_of(room, largest, real((1 << bits - 1) - 1), cut, numbers)
+            scales[number + i] = bits_of(low[i]) >> stored
+        else:
+            least = most = largest
+            if largest < np.inf:
+                start = i * block
+                own = room[start : start + block]
+                least, most = _magnitudes(
+                    own, min(block, size - start), rounds, errors, work[2]
+                )
+            low[i] = _rounded(room, min(least, largest), cut, numbers)
+            high[i] = _rounded(room, min(most, largest), cut, numbers)
+            place = bits * (number + i)  # as many magnitudes as bits
+            scales[place] = bits_of(low[i]) >> stored
+            scales[place + bits - 1] = bits_of(high[i]) >> stored
+
+
+@single
+def _to_codes(  # type: ignore[no-untyped-def]
+    own,
+    at,
+    part,
+    begin,
+    size,
+    rejected,
+    number,
+    codes,
+    work,
+    sizes,
+    offset,
+    rounds,
+):
+    """Write the codes of the blocks in the buffer, and the errors; of a block that is not finite the values."""
+    bits, block = sizes[0], sizes[1]
+    room, spare, _, fields, low, high = work
+    real = room.dtype.type
+    a, step, decay, scale = own
+    for start in range(0, size, block):
+        i, some = start // block, min(block, size - start)
+        is_finite = low[i] < np.inf
+        errors, place = spare, 0
+        if some == block and is_finite:
+            errors, place = rejected, at + start
+        if rounds is None:
+            is_normal = real(0) < low[i] < np.inf
+            inverse = real(1) / low[i] if is_normal else real(0)
+            # for scales that were rounded down, and NaN
+            top = real((1 << bits - 1) - 1 if is_finite else 0)
+            limits = offset - top, offset + top
             _to_levels(
-                c, at, size, codes, scales, number, errors, steps, sizes, numbers
+                block,
+                room,
+                start,
+                errors,
+                place,
+                fields,
+                0,
+                inverse,
+                low[i],
+                offset,
+                limits[0],
+                limits[1],
             )
         else:
-            _to_magnitudes(
-                c, at, size, codes, scales, number, errors, fields, sizes, numbers
-            )
-        for start in range(0, size, block):
-            if (
-                not number_of(
-                    np.int64(scales[each * (number + start // block)]) << stored, values
-                )
-                < np.inf
-            ):
-                for j in range(start, min(start + block, size)):
-                    errors[j] = values[first + j]
-        # in order of memory, which may be that of the values
-        for j in range(np.uint64(size)):
-            rejected[np.uint64(first) + j] = errors[j]
-
-
-@jit
-def _dequantise(codes, scales, out, work, bits, block, stored, past):  # type: ignore[no-untyped-def]
-    codes, scales, out, nothing = bare(codes), bare(scales), bare(out), bare(work[0])
-    values, fields, kept, done = bare(work[2]), bare(work[3]), 0, 0
-    nothing[:block] = -0.0  # which changes no value that is added to it
-    for first in range(0, out.size, nothing.size):
-        for start in range(first, min(first + nothing.size, out.size), block):
-            i, place = start // block, np.uint64(kept)
-            _decode(
-                codes,
-                scales,
-                i,
-                bits,
-                block,
-                stored,
-                fields,
-                nothing,
-                np.uint64(0),
-                values,
-                place,
-            )
-            kept += min(block, out.size - start)
-        count = _put(values[:kept], out[done:], past)
-        done, kept = done + count, kept - count
-    _put(values[:kept], out[done:], False)
-
-
-@jit
-def _padded(values, room):  # type: ignore[no-untyped-def]
-    """Write values to `room`, and zeros behind them; return it."""
-    room[: values.size] = values
-    room[values.size :] = 0
-    return room
-
-
-@jit
-def _sum(c, at, size, terms, codes, scales, number, sizes, fields, room, spare):  # type: ignore[no-untyped-def]
-    """Return the sum of `size` values from `at` on and the terms' blocks from `number` on, in one of two buffers.
-
-    Each addition writes to the other one.
-    """
-    bits, block, _, _, stored = sizes
-    for term in range(terms.shape[1]):
-        some = array_at(codes, terms[0, term], codes.size)
-        own = array_at(scales, terms[1, term], scales.size)
-        for i in range((size + block - 1) // block):
-            place = np.uint64(i * block)
-            _decode(
+            middle = real(0.5) * low[i] + real(0.5) * high[i]
+            threshold = middle if bits == 2 else real(np.inf)
+            _to_signs(block, room, start, fields, 0, threshold)
+            _add_signs(block, room, start, fields, 0, errors, place, -low[i], -high[i])
+        _pack(fields, bits, codes, (number + i) * (block * bits // 8), block)
+        if not is_finite:
+            _add_scaled(
                 some,
-                own,
-                number + i,
-                bits,
-                block,
-                stored,
-                fields,
-                c,
-                at + place,
-                room,
-                place,
+                a,
+                (at + start) * step,
+                part,
+                begin + start,
+                rejected,
+                at + start,
+                decay,
+                scale,
             )
-        c, at, room, spare = room, np.uint64(0), spare, room
-    c[size:] = 0
-    return c
+        elif some < block:
+            _over(some, spare, 0, rejected, at + start, real(1))
+
+
+@single
+def _pack(fields, bits, codes, byte, block):  # type: ignore[no-untyped-def]
+    """Write the fields of a block into its bytes."""
+    width = block * bits // 8
+    _extract(width, fields, 0, codes, byte, np.uint8(0), np.uint8(255))
+    for field in range(1, 8 // bits):
+        shift = np.uint8(bits * field)
+        _insert(width, codes, byte, fields, field * width, codes, byte, shift)
+
+
+@inner
+def _decode(codes, scales, i, base, at, out, place, work, sizes, rounds):  # type: ignore[no-untyped-def]
+    """Write the values of block i, added to those of `base` from `at` on, to `out` from `place` on."""
+    bits, block, _, stored, _ = sizes
+    fields, real = work[3], out.dtype.type
+    width, mask = block * bits // 8, np.uint8((1 << bits) - 1)
+    for field in range(8 // bits):
+        shift = np.uint8(bits * field)
+        _extract(width, codes, i * width, fields, field * width, shift, mask)
+    if rounds is None:
+        scale = number_of(np.int64(scales[i]) << stored, out)
+        middle = real(1 << bits - 1)
+        _add_levels(block, base, at, fields, 0, out, place, middle, scale)
+    else:
+        low = number_of(np.int64(scales[bits * i]) << stored, out)
+        high = number_of(np.int64(scales[bits * i + bits - 1]) << stored, out)
+        _add_signs(block, base, at, fields, 0, out, place, low, high)
 
 
 @jit
-def _put(values, out, past):  # type: ignore[no-untyped-def]
-    """Write values to `out`, and return how many; `past` the cache whole lines, and the others move to the front."""
-    if not past:
-        for j in range(values.size):
-            out[j] = values[j]
-        return values.size
-    step, head = LINE // out.itemsize, min(values.size, values_before_line(out))
-    for j in range(head):
-        out[j] = values[j]
-    end = head + (values.size - head) // step * step
+def _dequantise(  # type: ignore[no-untyped-def]
+    layout, first, last, codes, scales, work, sizes, divisor, past, rounds
+):
+    """Decode the blocks from `first` to `last` - 1."""
+    edges, blocks, parts = layout
+    block, values, nothing = sizes[1], work[0], work[2]
+    for row in range(parts.size):
+        length = edges[row + 1] - edges[row]
+        low, high = max(first, blocks[row]), min(last, blocks[row + 1])
+        if low >= high:
+            continue
+        out = array_at(values, parts[row], length)
+        done, kept, start = (low - blocks[row]) * block, np.int64(0), np.int64(0)
+        for number in range(low, high):
+            i = number - sizes[4]
+            _decode(codes, scales, i, nothing, start, values, kept, work, sizes, rounds)
+            kept += min(block, length - done - kept)
+            if kept + block > values.size or number == high - 1:
+                is_last = number == high - 1
+                count = _put(values[:kept], out[done:], divisor, past, is_last)
+                done += count
+                kept -= count
+
+
+@single
+def _put(values, out, divisor, past, is_last):  # type: ignore[no-untyped-def]
+    """Write values over the divisor to `out`, and return how many; `past` the cache whole lines.
+
+    Unless they are the last, the values of a line that is not whole move to the front.
+    """
+    step, head, size = LINE // out.itemsize, values.size, values.size
+    if past:
+        head = min(head, values_before_line(out))
+    end = head + (size - head) // step * step
+    _over(head, values, 0, out, 0, divisor)
     for j in range(head, end, step):
-        store_line(values, j, out, j)
-    for j in range(end, values.size):
-        values[j - end] = values[j]
+        store_line(values, j, out, j, divisor)
+    if is_last:
+        _over(size - end, values, end, out, end, divisor)
+        return size
+    _over(size - end, values, end, values, 0, out.dtype.type(1))
     return end
 
 
-@jit
-def _to_levels(c, at, size, codes, scales, first, errors, steps, sizes, numbers):  # type: ignore[no-untyped-def]
-    """Write the blocks from `first` on, `size` values from `at` on, in 8 or 4 bits, their scales, and the errors.
-
-    First the scales of all blocks: each is a chain of instructions, which a processor
-    overlaps with others.
-    """
-    bits, block, cut, mask, stored = sizes
-    number, offset, blocks, width = (
-        c.dtype.type,
-        numbers[4],
-        (size + block - 1) // block,
-        np.uint64(block * bits // 8),
-    )
-    top = number((1 << bits - 1) - 1)
-    for i in range(blocks):
-        largest = _largest(c, at + np.uint64(i * block), block, mask)
-        steps[i] = _step_of(c, largest, top, cut, numbers)
-        scales[first + i] = bits_of(steps[i]) >> stored
-    for i in range(blocks):
-        scale = steps[i]
-        inverse = number(1) / scale if number(0) < scale < np.inf else number(0)
-        # for scales that were rounded down, and NaN
-        most = top if scale < np.inf else number(0)
-        start, byte, limits = (
-            np.uint64(i * block),
-            np.uint64(first + i) * width,
-            (offset - most, offset + most),
-        )
-        if bits == 8:
-            _to_bytes(
-                c,
-                at + start,
-                errors,
-                start,
-                codes,
-                byte,
-                width,
-                inverse,
-                scale,
-                offset,
-                limits,
-            )
-        else:
-            _to_halves(
-                c,
-                at + start,
-                errors,
-                start,
-                codes,
-                byte,
-                width,
-                inverse,
-                scale,
-                offset,
-                limits,
-            )
-
-
-@jit
-def _to_bytes(c, at, errors, place, codes, byte, width, inverse, scale, offset, limits):  # type: ignore[no-untyped-def]
-    for j in range(width):
-        y = _level(c[at + j], inverse, offset, limits)
-        errors[place + j] = c[at + j] - (y - offset) * scale
-        codes[byte + j] = bits_of(y) & 255
-
-
-@jit
-def _to_halves(  # type: ignore[no-untyped-def]
-    c, at, errors, place, codes, byte, width, inverse, scale, offset, limits
-):
-    ahead, behind = at + width, place + width
-    for j in range(width):
-        y, z = (
-            _level(c[at + j], inverse, offset, limits),
-            _level(c[ahead + j], inverse, offset, limits),
-        )
-        errors[place + j] = c[at + j] - (y - offset) * scale
-        errors[behind + j] = c[ahead + j] - (z - offset) * scale
-        codes[byte + j] = bits_of(y) & 15 | (bits_of(z) & 15) << 4
-
-
-@jit
-def _level(value, inverse, offset, limits):  # type: ignore[no-untyped-def]
-    """Return a value over the scale plus `offset`, which rounds it to an integer; NaN is the least of the limits."""
-    y = value * inverse + offset
-    y = y if y >= limits[0] else limits[0]
-    return y if y <= limits[1] else limits[1]
-
-
-@jit
-def _to_magnitudes(c, at, size, codes, scales, first, errors, fields, sizes, numbers):  # type: ignore[no-untyped-def]
-    """Write the blocks from `first` on, `size` values from `at` on, in 2 or 1 bits, magnitudes, and the errors."""
-    bits, block, cut, mask, stored = sizes
-    number, width = c.dtype.type, block * bits // 8
-    for i in range((size + block - 1) // block):
-        start, some = np.uint64(i * block), (first + i) * width
-        own, y = (
-            c[at + start : at + start + np.uint64(block)],
-            errors[start : start + np.uint64(block)],
-        )
-        low = high = largest = _largest(own, np.uint64(0), block, mask)
-        if largest < np.inf:
-            low, high = _magnitudes(own, min(block, size - i * block), bits, y)
-        low, high = (
-            _rounded(c, min(low, largest), cut, numbers),
-            _rounded(c, min(high, largest), cut, numbers),
-        )
-        each = bits * (first + i)  # as many magnitudes as bits
-        scales[each], scales[each + bits - 1] = (
-            bits_of(low) >> stored,
-            bits_of(high) >> stored,
-        )
-        _to_signs(
-            own,
-            number(0.5) * low + number(0.5) * high if bits == 2 else number(np.inf),
-            fields,
-        )
-        _from_signs(fields, -low, -high, own, np.uint64(0), y, np.uint64(0))
-        _pack(fields, bits, codes[some : some + width])
-
-
-@jit
-def _decode(codes, scales, i, bits, block, stored, fields, base, at, out, place):  # type: ignore[no-untyped-def]
-    """Write the values of block i, added to those of `base` from `at` on, to `out` from `place` on."""
-    width, each = block * bits // 8, 2 if bits == 2 else 1
-    low = number_of(np.int64(scales[each * i]) << stored, out)
-    if bits > 2:
-        _from_levels(
-            codes,
-            np.uint64(i * width),
-            bits,
-            np.uint64(width),
-            low,
-            base,
-            at,
-            out,
-            place,
-        )
-    else:
-        high = number_of(np.int64(scales[each * i + each - 1]) << stored, out)
-        _unpack(codes[i * width : (i + 1) * width], bits, fields)
-        _from_signs(fields, low, high, base, at, out, place)
-
-
-@jit
-def _largest(c, at, block, mask):  # type: ignore[no-untyped-def]
-    """Return the largest magnitude of a block, by the order of the bits; NaN is above infinity."""
-    largest = mask ^ mask
-    for j in range(np.uint64(block)):
-        largest = max(largest, bits_of(c[at + j]) & mask)
-    return number_of(largest, c)
-
-
-@jit
+@single
 def _step_of(c, largest, top, cut, numbers):  # type: ignore[no-untyped-def]
     """Return the largest magnitude over `top`, rounded up; rounded down if `top` of it were out of range."""
-    step, coarse, least, most, _ = numbers
+    step, coarse, least, most = numbers
     number = c.dtype.type
     if not largest < np.inf:
         return number(np.inf)
@@ -526,10 +629,10 @@ def _step_of(c, largest, top, cut, numbers):  # type: ignore[no-untyped-def]
     return scale if scale >= least else number(0)
 
 
-@jit
+@inner
 def _rounded(c, magnitude, cut, numbers):  # type: ignore[no-untyped-def]
     """Return a magnitude of 2 or 1 bits, rounded to nearest."""
-    step, coarse, _, most, _ = numbers
+    step, coarse, _, most = numbers
     if not magnitude < np.inf:
         return c.dtype.type(np.inf)
     if magnitude < coarse:
@@ -543,114 +646,43 @@ def _rounded(c, magnitude, cut, numbers):  # type: ignore[no-untyped-def]
     )
 
 
-@jit
-def _pack(fields, bits, codes):  # type: ignore[no-untyped-def]
-    """Write the fields of a block into its bytes."""
-    width = codes.size
-    if bits == 2:
-        for j in range(width):
-            codes[j] = (fields[j] | fields[width + j] << 2) | (
-                fields[2 * width + j] << 4 | fields[3 * width + j] << 6
-            )
-    else:
-        codes[:] = 0
-        for field in range(8):
-            some = fields[field * width : (field + 1) * width]
-            for j in range(width):
-                codes[j] |= some[j] << field
-
-
-@jit
-def _unpack(codes, bits, fields):  # type: ignore[no-untyped-def]
-    width, mask = codes.size, (1 << bits) - 1
-    for field in range(8 // bits):
-        some, shift = fields[field * width : (field + 1) * width], bits * field
-        for j in range(width):
-            some[j] = codes[j] >> shift & mask
-
-
-@jit
-def _from_levels(codes, byte, bits, width, scale, base, at, out, place):  # type: ignore[no-untyped-def]
-    """Write the values of a block of 8 or 4 bits, see `_decode`; in order of memory, which processors read ahead."""
-    number, ahead, behind = out.dtype.type, at + width, place + width
-    if bits == 8:
-        for j in range(width):
-            out[place + j] = (
-                base[at + j] + (number(codes[byte + j]) - number(128)) * scale
-            )
-    else:
-        for j in range(width):
-            out[place + j] = (
-                base[at + j]
-                + (number(np.uint8(codes[byte + j] & 15)) - number(8)) * scale
-            )
-        for j in range(width):
-            out[behind + j] = (
-                base[ahead + j]
-                + (number(np.uint8(codes[byte + j] >> 4)) - number(8)) * scale
-            )
-
-
-@jit
-def _to_signs(c, threshold, fields):  # type: ignore[no-untyped-def]
-    for j in range(c.size):
-        fields[j] = np.uint8(c[j] < 0) | np.uint8(abs(c[j]) > threshold) << 1
-
-
-@jit
-def _from_signs(fields, low, high, base, at, out, place):  # type: ignore[no-untyped-def]
-    """Write the values of a block of 2 or 1 bits, see `_decode`."""
-    for j in range(np.uint64(fields.size)):
-        magnitude = high if fields[j] & 2 else low
-        out[place + j] = base[at + j] + (-magnitude if fields[j] & 1 else magnitude)
-
-
-@jit
-def _magnitudes(c, size, bits, y):  # type: ignore[no-untyped-def]
+@inner
+def _magnitudes(c, size, rounds, y, nothing):  # type: ignore[no-untyped-def]
     """Return the mean magnitude of the first `size` values of a block twice; for 2 bits two, by two rounds of Lloyd."""
-    number = c.dtype.type
-    share = number(1.0 / c.size)  # a power of two: sums of shares are in range
-    total = _sum_up_to(c, number(np.inf), share, y)
-    low = high = total / (number(size) * share)
-    for _ in range(2 * (bits - 1)):
-        threshold = number(0.5) * low + number(0.5) * high
+    real = c.dtype.type
+    share = real(1.0 / c.size)  # a power of two: sums of shares are in range
+    total = _sum_up_to(c, real(np.inf), share, y, nothing)
+    low = high = total / (real(size) * share)
+    for _ in range(rounds):
+        threshold = real(0.5) * low + real(0.5) * high
         above = _count_above(c, threshold)
         if above == 0 or above == size:
             break
-        below = _sum_up_to(c, threshold, share, y)
+        below = _sum_up_to(c, threshold, share, y, nothing)
         # whatever rounding does to a mean
-        low = min(below / (number(size - above) * share), threshold)
-        high = max((total - below) / (number(above) * share), threshold)
+        low = min(below / (real(size - above) * share), threshold)
+        high = max((total - below) / (real(above) * share), threshold)
     return low, high
 
 
-@jit
-def _sum_up_to(c, threshold, share, y):  # type: ignore[no-untyped-def]
+@inner
+def _sum_up_to(c, threshold, share, y, nothing):  # type: ignore[no-untyped-def]
     """Return the sum of shares of the magnitudes up to a threshold, in an order that serves vectors and warps.
 
     Lane j of 128 adds the values j, j + 128, ... in order; the lanes are folded by
     halves.
     """
-    half = min(_LANES, c.size // 2)
-    for j in range(half):
-        y[j] = _part(c[j], threshold, share) + _part(c[half + j], threshold, share)
-    for start in range(2 * half, c.size, half):
-        for j in range(half):
-            y[j] += _part(c[start + j], threshold, share)
+    half, zero = min(_LANES, c.size // 2), c.dtype.type(0)
+    _add_shares(half, nothing, 0, c, 0, y, 0, threshold, share, zero)
+    for start in range(half, c.size, half):
+        _add_shares(half, y, 0, c, start, y, 0, threshold, share, zero)
     while half > 1:
         half //= 2
-        for j in range(half):
-            y[j] += y[half + j]
+        _add(half, y, 0, y, half, y, 0)
     return y[0]
 
 
-@jit
-def _part(value, threshold, share):  # type: ignore[no-untyped-def]
-    magnitude = abs(value)
-    return magnitude * share if magnitude <= threshold else 0 * share
-
-
-@jit
+@inner
 def _count_above(c, threshold):  # type: ignore[no-untyped-def]
     above = np.int32(0)
     for j in range(c.size):

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together, jit
+from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.fused import _add_and_compact
-from mpicomp.kernels.host.instructions import WORD, array_at, bare
+from mpicomp.kernels.host.instructions import WORD, array_at
 from mpicomp.kernels.host.segments import Summands, as_vector
 from mpicomp.kernels.host.selection import Found, compact, joined
 from mpicomp.kernels.host.streaming import addresses
@@ -82,7 +83,8 @@ def begin_fits(
     Pareto distributions, else exponential ones. by_count: a stage selects what is still
     missing, by the count of the magnitudes above the threshold before it.
     """
-    _begin(some, np.append(0, np.cumsum(counts)), plans, pareto, by_count)
+    ends = np.append(0, np.cumsum(counts))
+    _begin(some, ends, plans, pareto, by_count, *_buffers(some.dtype))
 
 
 def end_fits(
@@ -129,7 +131,7 @@ def end_fits(
     wide = found.view(values.dtype).astype(
         np.promote_types(values.dtype, np.float32), copy=False
     )
-    _end(wide, ends, plans, pareto)
+    _end(wide, ends, plans, pareto, *_buffers(wide.dtype))
     room, floors = (
         positions.size + plans.size + WORD,
         keys_above(plans["threshold"], values.dtype),
@@ -141,6 +143,11 @@ def end_fits(
         )
     )
     return kept_positions[:count], kept[:count].view(values.dtype)
+
+
+def _buffers(dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return the lanes of three sums, and room for values that are padded."""
+    return np.empty(3 * _LANES), np.empty(_ROWS, dtype)
 
 
 def keys_above(thresholds: Array, dtype: np.dtype[Any]) -> Array:
@@ -157,7 +164,6 @@ def keys_above(thresholds: Array, dtype: np.dtype[Any]) -> Array:
 @jit
 def _take(a, factor, parts, edges, ends, taken):  # type: ignore[no-untyped-def]
     """Write the sample of each segment of a, or of ``factor * a`` and parts at these addresses."""
-    a, taken = bare(a), bare(taken)
     for i in range(edges.size - 1):
         size, count = edges[i + 1] - edges[i], ends[i + 1] - ends[i]
         one, into = a[edges[i] : edges[i + 1]], taken[ends[i] : ends[i + 1]]
@@ -173,7 +179,7 @@ def _take(a, factor, parts, edges, ends, taken):  # type: ignore[no-untyped-def]
             )
 
 
-@jit
+@inner
 def _add(one, factor, other, is_sum, into):  # type: ignore[no-untyped-def]
     if is_sum:
         for j in range(into.size):
@@ -183,7 +189,7 @@ def _add(one, factor, other, is_sum, into):  # type: ignore[no-untyped-def]
             into[j] = one[j]
 
 
-@jit
+@single
 def _place_of_run(number, runs, size):  # type: ignore[no-untyped-def]
     """Return the first place of a run: in one of equal strides, scattered by a hash of its number."""
     start, end = number * size // runs, (number + 1) * size // runs - RUN
@@ -197,12 +203,7 @@ def _place_of_run(number, runs, size):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _begin(values, edges, plans, pareto, by_count):  # type: ignore[no-untyped-def]
-    values, lanes, rest = (
-        bare(values),
-        np.empty(3 * _LANES),
-        np.empty(_ROWS, values.dtype),
-    )
+def _begin(values, edges, plans, pareto, by_count, lanes, rest):  # type: ignore[no-untyped-def]
     for i in range(len(plans)):
         some, plan = values[edges[i] : edges[i + 1]], plans[i]
         entries, total, squares = _sums(some, 0.0, lanes, rest)
@@ -237,7 +238,7 @@ def _begin(values, edges, plans, pareto, by_count):  # type: ignore[no-untyped-d
         plan["room"] = min(plan["size"], np.int64(weight * (2 * entries + RUN * RUN)))
 
 
-@jit
+@inner
 def _sums(values, threshold, lanes, rest):  # type: ignore[no-untyped-def]
     """Return the number of magnitudes above a threshold, the sum of their excess, and of its square."""
     entries = total = squares = 0.0
@@ -248,8 +249,8 @@ def _sums(values, threshold, lanes, rest):  # type: ignore[no-untyped-def]
         for row in range(0, whole, _ROWS):
             _add_rows(block[row : row + _ROWS], threshold, lanes)
         if whole < block.size:
-            rest[: block.size - whole] = block[whole:]
-            rest[block.size - whole :] = 0
+            for j in range(_ROWS):
+                rest[j] = block[whole + j] if whole + j < block.size else 0
             _add_rows(rest, threshold, lanes)
         half = _LANES // 2
         while half:
@@ -264,7 +265,7 @@ def _sums(values, threshold, lanes, rest):  # type: ignore[no-untyped-def]
     return entries, total, squares
 
 
-@jit
+@inner
 def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
     """Add eight values to each lane. Separate from the other loops, which makes it simpler to vectorise."""
     for j in range(_LANES):
@@ -280,7 +281,7 @@ def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
         lanes[2 * _LANES + j] += squares
 
 
-@jit
+@inner
 def _excess(entries, total, squares, share, pareto):  # type: ignore[no-untyped-def]
     """Return the excess that a share of the entries is expected to exceed, by a fit of their sums.
 
@@ -298,7 +299,7 @@ def _excess(entries, total, squares, share, pareto):  # type: ignore[no-untyped-
     return scale * exponent if shape == 0 else scale / shape * _expm1(shape * exponent)
 
 
-@jit
+@single
 def _log(x):  # type: ignore[no-untyped-def]
     """Return the natural logarithm of a positive number: 2 artanh((m - 1) / (m + 1)) of its significand m >= 1/2."""
     significand, exponent = math.frexp(x)
@@ -308,7 +309,7 @@ def _log(x):  # type: ignore[no-untyped-def]
     return exponent * _LN2 + 2 * ratio * series
 
 
-@jit
+@single
 def _expm1(x):  # type: ignore[no-untyped-def]
     """Return exp(x) - 1: the series of x / 2^d, doubled d times."""
     doublings = 0
@@ -329,13 +330,8 @@ def _exceeding(vector, edges, parts, floors, start, end, positions, found, kept)
     kept: as `found`, of the dtype of the values. Returns the number of entries, and up
     to where was read: less than `end` if there is no more room.
     """
-    bits, values, a = bare(vector.bits), bare(vector.values), bare(vector.a)
-    positions, found, kept, count = (
-        bare(positions),
-        bare(found),
-        bare(kept),
-        np.int64(0),
-    )
+    bits, values, a = vector.bits, vector.values, vector.a
+    count = np.int64(0)
     for i in range(floors.size):
         low, high = max(start, edges[i]), min(end, edges[i + 1])
         if low >= high:
@@ -362,12 +358,7 @@ def _exceeding(vector, edges, parts, floors, start, end, positions, found, kept)
 
 
 @jit
-def _end(values, ends, plans, pareto):  # type: ignore[no-untyped-def]
-    values, lanes, rest = (
-        bare(values),
-        np.empty(3 * _LANES),
-        np.empty(_ROWS, values.dtype),
-    )
+def _end(values, ends, plans, pareto, lanes, rest):  # type: ignore[no-untyped-def]
     for i in range(len(plans)):
         plan = plans[i]
         entries, total, squares = _sums(
@@ -386,7 +377,7 @@ def _end(values, ends, plans, pareto):  # type: ignore[no-untyped-def]
 @jit
 def _keep(vector, edges, positions, bits, ends, floors, plans, kept_positions, kept):  # type: ignore[no-untyped-def]
     """Copy the entries at or above the floor of their segment, else its largest value if it is not zero."""
-    values, count = bare(vector.bits), np.uint64(0)
+    values, count = vector.bits, np.uint64(0)
     for i in range(floors.size):
         before, some = count, bits[ends[i] : ends[i + 1]]
         count += np.uint64(

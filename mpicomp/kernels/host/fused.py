@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_together, jit
+from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_together
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import WORD, lowest, store_sum_reaching
 from mpicomp.kernels.host.selection import (
     Found,
@@ -124,10 +125,10 @@ def _add_and_compact(a, factor, b, out, bits, mask, floor, first, positions, kep
     They are fewer than all if the buffer is full.
     bits: those of `out`. There is room for more than a line of values.
     """
-    head = values_before_line(out)
+    begin, head = np.int64(0), values_before_line(out)
     count, whole, word = np.uint64(0), (out.size - head) // WORD, np.uint64(WORD)
     count = _add_each(
-        a, factor, b, out, bits, 0, head, mask, floor, first, positions, kept, count
+        a, factor, b, out, bits, begin, head, mask, floor, first, positions, kept, count
     )
     for start in range(head, head + whole * WORD, WORD):
         if count + word > np.uint64(positions.size):
@@ -157,7 +158,7 @@ def _add_and_compact(a, factor, b, out, bits, mask, floor, first, positions, kep
     ), out.size
 
 
-@jit
+@inner
 def _add_each(  # type: ignore[no-untyped-def]
     a, factor, b, out, bits, start, end, mask, floor, first, positions, kept, count
 ):
@@ -170,7 +171,7 @@ def _add_each(  # type: ignore[no-untyped-def]
     return count
 
 
-@jit
+@single
 def _store_sums(a, factor, b, out, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
     """Append the sums at the bits set in `found`, counted from `start`; return the new count.
 

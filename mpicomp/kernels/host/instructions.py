@@ -6,13 +6,15 @@ selects the instructions of the processor.
 
 import ctypes
 from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import lower_builtin, type_callable
+from numba.np.arrayobj import populate_array
 
 WORD = 64  # values, or bits, that are processed together
 LINE = 64  # bytes of a cache line
@@ -22,10 +24,10 @@ STRIDES = 1, 2, 4, 8, 16, 32  # of the butterflies of 64 values
 def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
     """Return, as the bits of a uint64, which of the 64 integers from `first` on are at least `floor` under `mask`.
 
-    bits: a contiguous array of signed integers with at least 64 from `first` on. mask,
-    floor: of its type.
+    bits: a contiguous array of signed integers, or of numbers whose bits are meant,
+    with at least 64 from `first` on. mask, floor: signed integers of that width.
     """
-    return _as_word(bits[first : first + WORD] & mask >= floor)
+    return _as_word(bits[first : first + WORD].view(mask.dtype) & mask >= floor)
 
 
 def nonzero(words, first):  # type: ignore[no-untyped-def]
@@ -44,10 +46,13 @@ def store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
     out[first:end] = factor * a[first:end] + sign * b[first:end]
 
 
-def store_line(values, place, out, first):  # type: ignore[no-untyped-def]
-    """Write a cache line of values from `place` on to `out` from `first` on, where one begins, bypassing the cache."""
+def store_line(values, place, out, first, divisor):  # type: ignore[no-untyped-def]
+    """Write values from `place` on, over a divisor, to the cache line of `out` from `first` on, bypassing the cache.
+
+    values, out, divisor: of one dtype, float32 or float64.
+    """
     count = LINE // out.itemsize
-    out[first : first + count] = values[place : place + count]
+    out[first : first + count] = values[place : place + count] / divisor
 
 
 def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
@@ -135,118 +140,59 @@ def array_at(other, address, size):  # type: ignore[no-untyped-def]
     return np.frombuffer(memory, other.dtype)
 
 
-def bare(array):  # type: ignore[no-untyped-def]
-    """Return an array whose slices count no references, which takes as long as short loops; keep `array` meanwhile."""
-    return array
+def in_kernels(function: Any) -> Callable[[Any], Any]:
+    """Return a decorator: compiled kernels replace calls of `function` by what the decorated one generates.
+
+    It takes a typing context and types, and returns a signature and a generator of
+    code, as for `numba.extending.intrinsic`, or None. An overload, which is a compiled
+    function of its own, takes ten times as long to compile.
+    """
+
+    def declare(definition: Any) -> Any:
+        @type_callable(function)
+        def typed(context: Any) -> Any:
+            def signature_of(*arguments: Any) -> Any:
+                found = definition(context, *arguments)
+                places = [
+                    Parameter(f"argument_{place}", Parameter.POSITIONAL_ONLY)
+                    for place in range(len(arguments))
+                ]
+                signature_of.pysig = Signature(places)  # type: ignore[attr-defined]
+                return found and found[0]
+
+            return signature_of
+
+        @lower_builtin(function, types.VarArg(types.Any))
+        def lower(context: Any, builder: Any, called: Any, arguments: Any) -> Any:
+            _, code = definition(context.typing_context, *called.args)
+            return code(context, builder, called, arguments)
+
+        return definition
+
+    return declare
 
 
 def _as_word(flags: Any) -> Any:
     return np.uint64(sum(1 << place for place in np.flatnonzero(flags).tolist()))
 
 
-@overload(reaching)
-def _reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
-    return lambda bits, first, mask, floor: _reaching_in_vectors(
-        bits, first, mask, floor
-    )
-
-
-@overload(nonzero)
-def _nonzero(words, first):  # type: ignore[no-untyped-def]
-    return lambda words, first: _nonzero_in_vectors(words, first)
-
-
-@overload(store_sum)
-def _store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
-    return lambda a, factor, b, sign, out, first: _store_sum_of_vectors(
-        a, factor, b, sign, out, first
-    )
-
-
-@overload(store_line)
-def _store_line(values, place, out, first):  # type: ignore[no-untyped-def]
-    return lambda values, place, out, first: _store_line_of_vectors(
-        values, place, out, first
-    )
-
-
-@overload(store_sum_reaching)
-def _store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
-    return lambda a, factor, b, out, first, mask, floor: _store_sum_reaching_in_vectors(
-        a, factor, b, out, first, mask, floor
-    )
-
-
-@overload(largest_sum)
-def _largest_sum(a, factor, b, keep, first, count):  # type: ignore[no-untyped-def]
-    return lambda a, factor, b, keep, first, count: _largest_sum_of_vectors(
-        a, factor, b, keep, first, count
-    )
-
-
-@overload(sums_reaching)
-def _sums_reaching(a, factor, b, keep, first, floor):  # type: ignore[no-untyped-def]
-    return lambda a, factor, b, keep, first, floor: _sums_reaching_in_vectors(
-        a, factor, b, keep, first, floor
-    )
-
-
-@overload(array_at)
-def _array_at(other, address, size):  # type: ignore[no-untyped-def]
-    return lambda other, address, size: carray(_pointer(other, address), (size,))
-
-
-@overload(bare)
-def _bare(array):  # type: ignore[no-untyped-def]
-    return lambda array: _without_owner(array)
-
-
-@overload(butterflies)
-def _butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
-    return lambda values, out, first, scale: _butterflies_of_vectors(
-        values, out, first, scale
-    )
-
-
-@overload(bits_of)
-def _bits_of(number):  # type: ignore[no-untyped-def]
-    return lambda number: _as_integer(number)
-
-
-@overload(number_of)
-def _number_of(bits, other):  # type: ignore[no-untyped-def]
-    return lambda bits, other: _as_number(bits, other)
-
-
-@overload(lowest)
-def _lowest(word):  # type: ignore[no-untyped-def]
-    return lambda word: _trailing_zeros(word)
-
-
-@overload(ones)
-def _ones(word):  # type: ignore[no-untyped-def]
-    return lambda word: _population(word)
-
-
-@intrinsic
-def _reaching_in_vectors(
-    typing: Any, bits: Any, first: Any, mask: Any, floor: Any
-) -> Any:
+@in_kernels(reaching)
+def _reaching(typing: Any, bits: Any, first: Any, mask: Any, floor: Any) -> Any:
     def flags(builder: Any, values: Any, arguments: Any) -> Any:
-        mask, floor = (
-            _in_all_places(builder, each, values.type) for each in arguments[2:]
+        mask, floor = arguments[2:]
+        keys = builder.bitcast(values, ir.VectorType(mask.type, WORD))
+        masked = builder.and_(keys, in_all_places(builder, mask, keys.type))
+        return builder.icmp_signed(
+            ">=", masked, in_all_places(builder, floor, keys.type)
         )
-        return builder.icmp_signed(">=", builder.and_(values, mask), floor)
 
-    return (
-        (types.uint64(bits, types.intp, bits.dtype, bits.dtype), _compared(flags))
-        if bits.is_contig
-        else None
-    )
+    key = types.Integer.from_bitwidth(bits.dtype.bitwidth)
+    given = bits, types.intp, key, key
+    return (types.uint64(*given), _compared(flags)) if bits.is_contig else None
 
 
-@intrinsic
-def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
+@in_kernels(nonzero)
+def _nonzero(typing: Any, words: Any, first: Any) -> Any:
     def flags(builder: Any, values: Any, arguments: Any) -> Any:
         return builder.icmp_unsigned("!=", values, ir.Constant(values.type, None))
 
@@ -255,8 +201,8 @@ def _nonzero_in_vectors(typing: Any, words: Any, first: Any) -> Any:
     )
 
 
-@intrinsic
-def _store_sum_of_vectors(
+@in_kernels(store_sum)
+def _store_sum(
     typing: Any, a: Any, factor: Any, b: Any, sign: Any, out: Any, first: Any
 ) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -277,26 +223,24 @@ def _store_sum_of_vectors(
     )
 
 
-@intrinsic
-def _store_line_of_vectors(
-    typing: Any, values: Any, place: Any, out: Any, first: Any
+@in_kernels(store_line)
+def _store_line(
+    typing: Any, values: Any, place: Any, out: Any, first: Any, divisor: Any
 ) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         count = LINE * 8 // out.dtype.bitwidth
         load, _ = _accesses(context, builder, signature, arguments, count, first=1)
-        _, stream = _accesses(context, builder, signature, arguments, count)
-        stream(load(0), 2)
+        _, stream = _accesses(context, builder, signature, arguments, count, first=3)
+        line = load(0)
+        stream(builder.fdiv(line, in_all_places(builder, arguments[4], line.type)), 2)
         return context.get_dummy_value()
 
-    return (
-        (types.void(values, types.intp, out, types.intp), code)
-        if values.is_contig and out.is_contig
-        else None
-    )
+    given = values, types.intp, out, types.intp, out.dtype
+    return (types.void(*given), code) if values.is_contig and out.is_contig else None
 
 
-@intrinsic
-def _store_sum_reaching_in_vectors(
+@in_kernels(store_sum_reaching)
+def _store_sum_reaching(
     typing: Any,
     a: Any,
     factor: Any,
@@ -314,7 +258,7 @@ def _store_sum_reaching_in_vectors(
             total, ir.VectorType(context.get_value_type(signature.args[5]), WORD)
         )
         mask, floor = (
-            _in_all_places(builder, each, bits.type) for each in arguments[5:]
+            in_all_places(builder, each, bits.type) for each in arguments[5:]
         )
         return builder.bitcast(
             builder.icmp_signed(">=", builder.and_(bits, mask), floor), ir.IntType(WORD)
@@ -329,14 +273,14 @@ def _store_sum_reaching_in_vectors(
     )
 
 
-@intrinsic
-def _largest_sum_of_vectors(
+@in_kernels(largest_sum)
+def _largest_sum(
     typing: Any, a: Any, factor: Any, b: Any, keep: Any, first: Any, count: Any
 ) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, _, keys, mask = _sums_of(context, builder, signature, arguments)
         places = ir.Constant(ir.VectorType(ir.IntType(8), WORD), list(range(WORD)))
-        most = _in_all_places(
+        most = in_all_places(
             builder, builder.trunc(arguments[5], ir.IntType(8)), places.type
         )
         magnitudes = builder.and_(builder.bitcast(sums, keys), mask)
@@ -359,8 +303,8 @@ def _largest_sum_of_vectors(
     return (key(*given), code) if a.is_contig and b.is_contig else None
 
 
-@intrinsic
-def _sums_reaching_in_vectors(
+@in_kernels(sums_reaching)
+def _sums_reaching(
     typing: Any, a: Any, factor: Any, b: Any, keep: Any, first: Any, floor: Any
 ) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -374,7 +318,7 @@ def _sums_reaching_in_vectors(
         again = builder.or_(
             builder.and_(again, mask), builder.and_(less, builder.not_(mask))
         )
-        floor, half = _in_all_places(builder, arguments[5], keys), WORD
+        floor, half = in_all_places(builder, arguments[5], keys), WORD
         words = [
             builder.icmp_signed(">=", again, floor),
             builder.icmp_signed("<", sums, ir.Constant(keys, None)),
@@ -407,35 +351,29 @@ def _sums_reaching_in_vectors(
     )
 
 
-@intrinsic
-def _pointer(typing: Any, other: Any, address: Any) -> Any:
+@in_kernels(array_at)
+def _array_at(typing: Any, other: Any, address: Any, size: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(
-            arguments[1], context.get_value_type(signature.return_type)
-        )
-
-    return types.CPointer(other.dtype)(other, types.intp), code
-
-
-@intrinsic
-def _without_owner(typing: Any, array: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        made = context.make_array(array)(context, builder, arguments[0])
-        made.meminfo, made.parent = (
-            ir.Constant(each.type, None) for each in (made.meminfo, made.parent)
+        made = context.make_array(signature.return_type)(context, builder)
+        step = ir.Constant(arguments[2].type, other.dtype.bitwidth // 8)
+        populate_array(
+            made,
+            builder.inttoptr(arguments[1], made.data.type),
+            [arguments[2]],
+            [step],
+            step,
+            meminfo=None,
         )
         return made._getvalue()
 
-    return array(array), code
+    return types.Array(other.dtype, 1, "C")(other, types.intp, types.intp), code
 
 
-@intrinsic
-def _butterflies_of_vectors(
-    typing: Any, values: Any, out: Any, first: Any, scale: Any
-) -> Any:
+@in_kernels(butterflies)
+def _butterflies(typing: Any, values: Any, out: Any, first: Any, scale: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         given, written = (
-            _vector_at(context, builder, array, each, arguments[2], WORD)
+            vector_at(context, builder, array, each, arguments[2], WORD)
             for array, each in zip(signature.args[:2], arguments[:2], strict=True)
         )
         align = signature.args[0].dtype.bitwidth // 8
@@ -455,7 +393,7 @@ def _butterflies_of_vectors(
                 [place + WORD * bool(place & stride) for place in range(WORD)],
             )
         builder.store(
-            builder.fmul(word, _in_all_places(builder, arguments[3], word.type)),
+            builder.fmul(word, in_all_places(builder, arguments[3], word.type)),
             written,
             align=align,
         )
@@ -468,8 +406,8 @@ def _butterflies_of_vectors(
     )
 
 
-@intrinsic
-def _as_integer(typing: Any, number: Any) -> Any:
+@in_kernels(bits_of)
+def _bits_of(typing: Any, number: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(
             arguments[0], context.get_value_type(signature.return_type)
@@ -478,8 +416,8 @@ def _as_integer(typing: Any, number: Any) -> Any:
     return types.Integer.from_bitwidth(number.bitwidth)(number), code
 
 
-@intrinsic
-def _as_number(typing: Any, bits: Any, other: Any) -> Any:
+@in_kernels(number_of)
+def _number_of(typing: Any, bits: Any, other: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lowest = builder.trunc(arguments[0], ir.IntType(other.dtype.bitwidth))
         return builder.bitcast(lowest, context.get_value_type(other.dtype))
@@ -487,8 +425,8 @@ def _as_number(typing: Any, bits: Any, other: Any) -> Any:
     return other.dtype(types.int64, other), code
 
 
-@intrinsic
-def _trailing_zeros(typing: Any, word: Any) -> Any:
+@in_kernels(lowest)
+def _lowest(typing: Any, word: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         # 1: undefined for 0, which no word is
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -496,8 +434,8 @@ def _trailing_zeros(typing: Any, word: Any) -> Any:
     return types.uint64(types.uint64), code
 
 
-@intrinsic
-def _population(typing: Any, word: Any) -> Any:
+@in_kernels(ones)
+def _ones(typing: Any, word: Any) -> Any:
     return types.uint64(
         types.uint64
     ), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
@@ -508,7 +446,7 @@ def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = signature.args[0]
-        place = _vector_at(context, builder, array, arguments[0], arguments[1], WORD)
+        place = vector_at(context, builder, array, arguments[0], arguments[1], WORD)
         values = builder.load(place, align=array.dtype.bitwidth // 8)
         return builder.bitcast(flags(builder, values, arguments), ir.IntType(WORD))
 
@@ -530,7 +468,7 @@ def _accesses(
     """
 
     def place_of(argument: int) -> Any:
-        return _vector_at(
+        return vector_at(
             context,
             builder,
             signature.args[argument],
@@ -555,7 +493,7 @@ def _accesses(
 
 def _scaled(builder: Any, factor: Any, values: Any) -> Any:
     """Return a vector of products; LLVM would join them with a sum only if both were marked for it."""
-    return builder.fmul(_in_all_places(builder, factor, values.type), values)
+    return builder.fmul(in_all_places(builder, factor, values.type), values)
 
 
 def _sums_of(
@@ -564,7 +502,7 @@ def _sums_of(
     """Return vectors of the sums of `largest_sum`, and of b; the type of their bits, and the mask of magnitudes."""
     a, b = (
         builder.load(
-            _vector_at(
+            vector_at(
                 context,
                 builder,
                 signature.args[place],
@@ -578,7 +516,7 @@ def _sums_of(
     )
     keys = ir.VectorType(context.get_value_type(signature.args[3]), WORD)
     kept = builder.and_(
-        builder.bitcast(b, keys), _in_all_places(builder, arguments[3], keys)
+        builder.bitcast(b, keys), in_all_places(builder, arguments[3], keys)
     )
     mask = ir.Constant(keys, [(1 << (keys.element.width - 1)) - 1] * WORD)
     return (
@@ -589,7 +527,7 @@ def _sums_of(
     )
 
 
-def _vector_at(
+def vector_at(
     context: Any, builder: Any, array: Any, given: Any, first: Any, size: int
 ) -> Any:
     """Return the address of that many values of an array from `first` on, as one vector."""
@@ -608,7 +546,7 @@ def _shuffled(builder: Any, one: Any, other: Any, places: list[int]) -> Any:
     return builder.shuffle_vector(one, other, wanted)
 
 
-def _in_all_places(builder: Any, value: Any, vector: Any) -> Any:
+def in_all_places(builder: Any, value: Any, vector: Any) -> Any:
     """Return a vector of copies of a value."""
     alone = builder.insert_element(
         ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)

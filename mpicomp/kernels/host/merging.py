@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
+from mpicomp.kernels.host.bits import FORMATS, as_writable
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import WORD, lowest, nonzero
 from mpicomp.kernels.host.selection import first_not_finite
 from mpicomp.threads import in_pieces
@@ -161,6 +162,8 @@ def scatter_add(
     The sum is rounded once to the dtype of `dense`, whatever the dtype of the values.
     threads: as for `scatter`.
     """
+    if not indices.size:
+        return
     if dense.dtype == values.dtype != np.float16:
         places, given, factor = (
             as_writable(indices),
@@ -194,6 +197,8 @@ def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, 
     are -1 without one; first and last index are (0, -1) without entries.
     """
     ends = (indices.item(0), indices.item(-1)) if indices.size else (0, -1)
+    if not indices.size:
+        return -1, -1, *ends
     # else threads share the values
     if ends[0] >= 0 and ends[1] < length and indices.size < _LONG:
         form = FORMATS[values.dtype]
@@ -295,7 +300,7 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
         np.uint64(1),
     )
     half = end_a // np.uint64(2)
-    start = np.uint64(np.searchsorted(indices_b, indices_a[half])) if end_a else end_b
+    start = _first_from(indices_b, indices_a[half]) if end_a else end_b
     middle = half + start
     a, b, upper_a, upper_b, done = np.uint64(0), np.uint64(0), half, start, np.uint64(0)
     while a < half and b < start and upper_a < end_a and upper_b < end_b:
@@ -315,7 +320,20 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
     return count + total - middle
 
 
-@jit
+@single
+def _first_from(indices, index):  # type: ignore[no-untyped-def]
+    """Return the position of the first of increasing indices that is at least `index`."""
+    start, end = np.uint64(0), np.uint64(indices.size)
+    while start < end:
+        middle = (start + end) // np.uint64(2)
+        if indices[middle] < index:
+            start = middle + np.uint64(1)
+        else:
+            end = middle
+    return start
+
+
+@inner
 def _merge_one(pair, out, a, b, place):  # type: ignore[no-untyped-def]
     """Write the next entry and return the next positions; without branches, which would be unpredictable."""
     (indices_a, values_a, indices_b, values_b), (indices, values) = pair, out
@@ -331,7 +349,7 @@ def _merge_one(pair, out, a, b, place):  # type: ignore[no-untyped-def]
     return a + np.uint64(index_a <= index_b), b + np.uint64(index_b <= index_a)
 
 
-@jit
+@inner
 def _merge_rest(pair, out, a, end_a, b, end_b, place):  # type: ignore[no-untyped-def]
     """Merge the entries between these positions, and return the next position of the output."""
     (indices_a, values_a, indices_b, values_b), (indices, values) = pair, out
@@ -360,7 +378,7 @@ def _accumulate(indices, values, starts, ends, tile, words, out_indices, out_val
     return count
 
 
-@jit
+@inner
 def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
     """Return the lowest remaining index of the lists; -1 if none is left."""
     lowest = np.int64(-1)
@@ -370,7 +388,7 @@ def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
     return lowest
 
 
-@jit
+@inner
 def _add_tile(indices, values, starts, ends, base, tile, words):  # type: ignore[no-untyped-def]
     """Add the entries in the tile that begins at `base`, list after list; move `starts` past them.
 
@@ -388,7 +406,7 @@ def _add_tile(indices, values, starts, ends, base, tile, words):  # type: ignore
         starts[p] = i
 
 
-@jit
+@inner
 def _take_tile(tile, words, base, out_indices, out_values, count):  # type: ignore[no-untyped-def]
     """Append the entries of the tile in index order, and clear the tile; return the new count."""
     one, six = np.uint64(1), np.uint64(6)

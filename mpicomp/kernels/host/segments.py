@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, jit
+from mpicomp.kernels.host.bits import FORMATS, Format, as_writable
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.fused import _add_and_compact
-from mpicomp.kernels.host.instructions import WORD, array_at, bare
+from mpicomp.kernels.host.instructions import WORD, array_at
 from mpicomp.kernels.host.selection import Found, compact, joined, keep_at
 from mpicomp.kernels.host.streaming import add_parts, addresses
 from mpicomp.threads import in_pieces
@@ -98,17 +99,6 @@ class _Vector(NamedTuple):
     factor: Any
 
 
-class _Buffers(NamedTuple):
-    """Room for a sample, and for the candidates of a chunk: 64 more than a chunk has."""
-
-    sums: Array
-    sample: Array  # the bits of `sums`
-    places: Array
-    values: Array
-    bits: Array  # those of `values`
-    keys: Array
-
-
 _SEGMENT = np.dtype(
     [(name, np.int64) for name in ("first", "end", "k", "chunk", "last", "address")]
 )
@@ -145,21 +135,19 @@ def as_vector(values: Array, form: Format, summands: Summands | None) -> _Vector
     return _Vector(floats, bits, form.mask, form.width, floats, floats.dtype.type(1))
 
 
-def _buffers(longest: int, vector: _Vector) -> _Buffers:
+def _buffers(longest: int, vector: _Vector) -> tuple[Array, ...]:
+    """Return room for sums of a sample and their bits, and for places, values, bits and keys of candidates.
+
+    longest: 64 more than a chunk has.
+    """
     signed, floating = vector.bits.dtype, vector.values.dtype
     sums, candidates = np.empty(_SAMPLE, floating), np.empty(longest, floating)
     if signed.itemsize == floating.itemsize:
         sample, bits = sums.view(signed), candidates.view(signed)
     else:  # of float16 kernels read the bits alone
         sample, bits = np.empty(_SAMPLE, signed), np.empty(longest, signed)
-    return _Buffers(
-        sums,
-        sample,
-        np.empty(longest, np.intp),
-        candidates,
-        bits,
-        np.empty(longest, signed),
-    )
+    places, keys = np.empty(longest, np.intp), np.empty(longest, signed)
+    return sums, sample, places, candidates, bits, keys
 
 
 @jit
@@ -169,18 +157,10 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
     slack: the most by which a floor is below the threshold of the chunk before; at
     `safe`, it is. `margin` follows the number of candidates.
     """
-    bits, values, a = bare(vector.bits), bare(vector.values), bare(vector.a)
-    positions, kept = bare(positions), bare(kept)
-    places, candidates, keys = (
-        bare(buffers.places),
-        bare(buffers.bits),
-        bare(buffers.keys),
-    )
-    candidate_values, sample, sums = (
-        bare(buffers.values),
-        bare(buffers.sample),
-        bare(buffers.sums),
-    )
+    bits, values, a = vector.bits, vector.values, vector.a
+    sums, sample = buffers[:2]
+    places, candidate_values = buffers[2:4]
+    candidates, keys = buffers[4:]
     mask, width, integer = vector.mask, vector.width, bits.dtype.type
     margin, count, sampled = slack, np.uint64(0), 0
     for segment in segments:
@@ -230,7 +210,7 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
                 found = np.int64(
                     compact(piece, mask, floor, first, places, candidates)[0]
                 )
-            threshold, ties = integer(0), 0
+            threshold, ties = integer(0), np.int64(0)
             if found > k:
                 threshold, ties = _kth_largest(candidates[:found], mask, width, k, keys)
             count, _ = keep_at(
@@ -250,7 +230,7 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
     return count
 
 
-@jit
+@single
 def _next_margin(margin, slack, found, k):  # type: ignore[no-untyped-def]
     """Return by how much the next floor is below this threshold, at most `slack`, by the number of candidates."""
     if found < k + _SCARCE * np.sqrt(k):
@@ -260,7 +240,7 @@ def _next_margin(margin, slack, found, k):  # type: ignore[no-untyped-def]
     return margin
 
 
-@jit
+@inner
 def _sample(bits, sample):  # type: ignore[no-untyped-def]
     stride = bits.size // sample.size
     for i in range(0, sample.size, _RUN):
@@ -268,7 +248,7 @@ def _sample(bits, sample):  # type: ignore[no-untyped-def]
             sample[i + j] = bits[i * stride + j]
 
 
-@jit
+@single
 def _sample_sums(a, factor, b, some):  # type: ignore[no-untyped-def]
     stride = a.size // some.size
     for i in range(0, some.size, _RUN):
@@ -276,7 +256,7 @@ def _sample_sums(a, factor, b, some):  # type: ignore[no-untyped-def]
             some[i + j] = factor * a[i * stride + j] + b[i * stride + j]
 
 
-@jit
+@inner
 def _foreseen(sample, mask, width, k, size, sigmas, keys):  # type: ignore[no-untyped-def]
     """Return a magnitude that a few more than `k` of `size` are expected to reach; 1 if that would be nearly all.
 
@@ -290,7 +270,7 @@ def _foreseen(sample, mask, width, k, size, sigmas, keys):  # type: ignore[no-un
     return sample.dtype.type(max(1, np.int64(threshold)))
 
 
-@jit
+@inner
 def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
     """Return a threshold, and how many ties with it are among the `k` largest magnitudes besides all above it.
 
@@ -323,7 +303,7 @@ def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
     return threshold, k - above
 
 
-@jit
+@inner
 def _count_reaching(keys, floor):  # type: ignore[no-untyped-def]
     count = np.int32(0)
     for i in range(keys.size):

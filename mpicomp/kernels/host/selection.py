@@ -17,8 +17,8 @@ from mpicomp.kernels.host.bits import (
     as_writable,
     empty_together,
     extremes,
-    jit,
 )
+from mpicomp.kernels.host.compiled import inner, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, ones, reaching
 from mpicomp.threads import in_pieces
 
@@ -271,9 +271,7 @@ def _compacted(
 def _histogram(bits: Array, form: Format, threads: int | None) -> Array:
     def counted(start: int, end: int) -> Array:
         counts = np.zeros(1 << _DIGIT, np.int64)
-        _head_counts(
-            bits[start:end], form.mask, form.signed.type(0), form.width - _DIGIT, counts
-        )
+        _head_counts(bits[start:end], form.mask, 0, form.width - _DIGIT, counts)
         return counts
 
     return np.sum(in_pieces(counted, bits.size, threads), axis=0)  # type: ignore[no-any-return]
@@ -341,7 +339,7 @@ def _first_reaching(bits, mask, floor):  # type: ignore[no-untyped-def]
     return -1
 
 
-@jit
+@inner
 def _store(bits, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
     """Append the positions and values at the bits set in `found`, counted from `start`; return the new count.
 

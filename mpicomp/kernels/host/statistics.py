@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
-from mpicomp.kernels.host.instructions import bare
+from mpicomp.kernels.host.bits import FORMATS, as_writable
+from mpicomp.kernels.host.compiled import inner, jit
 from mpicomp.threads import in_pieces
 
 _LANES = 256
@@ -142,7 +142,6 @@ def _sides_of_blocks(values: Array, threshold: np.float64) -> Array:
 @jit
 def _add_sides(values, threshold, lanes, rows):  # type: ignore[no-untyped-def]
     """Write a row for each block of values."""
-    values, lanes = bare(values), bare(lanes)
     for first in range(0, values.size, _BLOCK):
         below, beyond, largest, above = _sides_of(
             values[first : first + _BLOCK], threshold, lanes
@@ -154,7 +153,6 @@ def _add_sides(values, threshold, lanes, rows):  # type: ignore[no-untyped-def]
 @jit
 def _magnitudes(values, edges, rounds, lanes, found):  # type: ignore[no-untyped-def]
     """Write the rows of `magnitudes_in_segments`. lanes: three buffers."""
-    values, lanes = bare(values), bare(lanes)
     for i in range(len(found)):
         part = values[edges[i] : edges[i + 1]]
         if part.size == 0:
@@ -183,7 +181,7 @@ def _magnitudes(values, edges, rounds, lanes, found):  # type: ignore[no-untyped
         )
 
 
-@jit
+@inner
 def _sides_of(values, threshold, lanes):  # type: ignore[no-untyped-def]
     """Return the sums of magnitudes up to the threshold and above it, the largest, and the number above."""
     below, beyond, largest, above = 0.0, 0.0, 0.0, 0
@@ -209,7 +207,7 @@ def _sides_of(values, threshold, lanes):  # type: ignore[no-untyped-def]
     return below, beyond, largest, above
 
 
-@jit
+@inner
 def _add_sides_of_row(row, threshold, lanes):  # type: ignore[no-untyped-def]
     """Add one value to each lane. Separate from the other loops, which makes it simpler to vectorise."""
     above = 0

@@ -10,7 +10,8 @@ together, so that a chunk of 256 in the first-level cache is passed over twice.
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, as_writable, jit
+from mpicomp.kernels.host.bits import FORMATS, as_writable
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import WORD, butterflies
 from mpicomp.threads import in_pieces
 
@@ -60,7 +61,7 @@ def _scale(power: int) -> float:
 
 @jit
 def _hadamard(values, out, chunk, scales):  # type: ignore[no-untyped-def]
-    start, place = 0, 0
+    start, place = np.int64(0), 0
     while 1 << place < chunk:
         place += 1
     while start < values.size:
@@ -71,7 +72,7 @@ def _hadamard(values, out, chunk, scales):  # type: ignore[no-untyped-def]
         start = end
 
 
-@jit
+@single
 def _transform(values, out, start, end, chunk, scale):  # type: ignore[no-untyped-def]
     """Transform chunks from `start` to `end`. The scale is a factor of the last stage of a chunk, 1 of the others."""
     one = out.dtype.type(1)
@@ -97,7 +98,7 @@ def _transform(values, out, start, end, chunk, scale):  # type: ignore[no-untype
             _stage(out, np.uint64(begin), np.uint64(stride), scale)
 
 
-@jit
+@inner
 def _two_stages(out, first, stride, scale):  # type: ignore[no-untyped-def]
     """Do the butterflies of a stride and of twice the stride, in four times as many values from `first` on."""
     for i in range(stride):
@@ -109,7 +110,7 @@ def _two_stages(out, first, stride, scale):  # type: ignore[no-untyped-def]
         out[b], out[d] = (other + another) * scale, (other - another) * scale
 
 
-@jit
+@inner
 def _stage(out, first, stride, scale):  # type: ignore[no-untyped-def]
     """Do the butterflies of a stride, in twice as many values from `first` on."""
     for i in range(stride):

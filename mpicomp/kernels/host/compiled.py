@@ -1,0 +1,124 @@
+"""How kernels are compiled: by Numba, at the first call, and kept in a folder for the next process.
+
+A kernel that Python calls is declared with `jit`; one that only kernels call with
+`inner`: without files, as the code of the caller contains its own; and one that is
+called in one place with `single`, unless LLVM has to see its loop alone. A function
+costs 0.1 to 0.5 s of compiling, and a version of it for other types as much again: a
+position that begins with 0 is an ``np.int64(0)``.
+
+Kernels hold no references to arrays (`_nrt`), so they allocate nothing and return no
+arrays; and a division by zero is not an error.
+
+Whatever fails in reading or writing the files (a torn file, a full or read-only file
+system, files of another program) costs the time to compile, and one warning.
+"""
+
+import os
+import warnings
+from typing import Any
+
+from numba import config, njit
+from numba.core import caching
+
+VARIABLE = "NUMBA_CACHE_DIR"
+
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+
+def jit(function: Any) -> Any:
+    """Return a kernel, compiled at its first use and cached on disk; not cached, with a warning, without a folder."""
+    kernel = njit(_nrt=False, **_OPTIONS)(function)
+    try:
+        kernel._cache = _Files(function)
+    except RuntimeError:  # in a read-only installation, with no home folder
+        _warn("finds no writable folder for compiled kernels")
+    return kernel
+
+
+def inner(function: Any) -> Any:
+    """Return a kernel that only kernels call."""
+    return njit(_nrt=False, **_OPTIONS)(function)
+
+
+def single(function: Any) -> Any:
+    """Return a kernel that one place of one kernel calls; it is compiled as a part of that."""
+    return njit(_nrt=False, inline="always", **_OPTIONS)(function)
+
+
+class _Files(caching.FunctionCache):  # type: ignore[misc]
+    """The files of a kernel. A failure is a warning, and the kernel is compiled."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the kernel for a signature; None if there is none, or if it cannot be read."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # whatever unpickling raises
+            _warn(f"cannot read {self.cache_path} ({error!r})")
+            self._forget()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write a kernel; a torn file is replaced."""
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            _warn(f"cannot write {self.cache_path} ({error!r})")
+
+    def _forget(self) -> None:
+        """Replace an index that cannot be read by an empty one; the data file is replaced when it is written."""
+        try:
+            self._cache_file.load(None)
+        except Exception:
+            try:
+                self.flush()
+            except OSError as error:
+                _warn(f"cannot write {self.cache_path} ({error!r})")
+
+
+class _GivenFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):  # type: ignore[misc]
+    """The folder NUMBA_CACHE_DIR, also if it cannot be written: kernels are read from it."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        self._py_file = file
+        self._lineno = function.__code__.co_firstlineno
+        self._folder: str = os.path.join(
+            config.CACHE_DIR, self.get_suitable_cache_subpath(file)
+        )
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> Any:
+        """Return the folder, made if it is missing; None if there can be none."""
+        return super().from_function(py_func, py_file) if config.CACHE_DIR else None
+
+    def ensure_cache_path(self) -> None:
+        """Make the folder. Numba also writes a file, for each kernel at its import."""
+        os.makedirs(self._folder, exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        """Return the folder."""
+        return self._folder
+
+
+_Files._impl_class = type(
+    "Results",
+    (caching.CompileResultCacheImpl,),
+    {
+        "_locator_classes": (
+            _GivenFolder,
+            *caching.CompileResultCacheImpl._locator_classes,
+        )
+    },
+)
+
+_problems: list[str] = []  # those of this process; the first is shown
+
+
+def _warn(problem: str) -> None:
+    _problems.append(problem)
+    if len(_problems) == 1:
+        warnings.warn(
+            f"Numba {problem}, so each process compiles kernels, which takes up to half a minute: set {VARIABLE} to a "
+            "writable folder, such as /tmp/numba",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,63 @@
+"""The cost of the first step: functions that a method compiles, and the folder that `mpicomp warm` fills."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+# functions that the first step compiles, Numba's own among them: a kernel that needs
+# more of them takes 0.1 to 0.5 s longer on each new machine
+MOST = {
+    "few-bits-4": 12,
+    "few-bits-2": 18,
+    "topk": 19,
+    "in-basis": 26,
+    "local-sparse": 28,
+    "sidco": 24,
+    "adacomp": 22,
+}
+
+
+@pytest.fixture
+def cold(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return runpy.run_path(str(BENCHMARKS / "cold.py"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "few-bits-4" else pytest.param(name, marks=pytest.mark.slow)
+        for name in MOST
+    ],
+)
+def test_a_first_step_compiles_few_functions(cold, name, tmp_path):
+    assert 0 < cold["in_new_process"]([name], str(tmp_path))["functions"] <= MOST[name]
+
+
+def files(folder):
+    return sorted(path.name for path in folder.rglob("*.nbc"))
+
+
+@pytest.mark.slow
+def test_a_warm_folder_has_the_kernels_of_all_steps(cold, tmp_path):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": "/nowhere/else"}
+    command = [sys.executable, "-m", "mpicomp_bench", "warm", str(tmp_path)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"set NUMBA_CACHE_DIR={tmp_path} on the nodes" in done.stdout
+    before = files(tmp_path)
+    cold["in_new_process"](cold["FIRST_STEPS"], str(tmp_path))
+    assert files(tmp_path) == before

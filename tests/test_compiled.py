@@ -1,0 +1,110 @@
+"""The files of compiled kernels: damaged, full, read-only, of another program."""
+
+import errno
+import importlib
+import pathlib
+import pickle
+import warnings
+
+import pytest
+from numba import config
+from numba.core import caching
+
+from mpicomp.kernels.host import compiled
+
+SOURCE = """
+def next_after(number):
+    return number + 1
+"""
+
+
+@pytest.fixture
+def declared(tmp_path, monkeypatch):
+    """Return a function that declares a kernel as a new process would; its files are in a folder of the test."""
+    name = f"kernel_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "_problems", [])
+    return lambda: compiled.jit(importlib.import_module(name).next_after)
+
+
+def warned(kernel):
+    """Return the warnings of two calls, of two signatures, whose results are right."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert kernel(1) == 2
+        assert kernel(1.5) == 2.5
+    return [str(warning.message) for warning in caught]
+
+
+def files(kernel, suffix):
+    return sorted(pathlib.Path(kernel.stats.cache_path).glob(f"*.{suffix}"))
+
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "cut": lambda data: data[: len(data) // 2],
+    "garbage": lambda data: bytes(range(256)) * 9,
+    "another pickle": lambda data: pickle.dumps("0.0") + pickle.dumps([1, 2]),
+    "another index": lambda data: (
+        data[: data.index(b".") + 1] + pickle.dumps(("stamp", {}, "more"))
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_replaced_with_one_warning(declared, suffix, damage):
+    assert warned(declared()) == []
+    for file in files(declared(), suffix):
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    found = warned(declared())
+    if (suffix, damage) != ("nbi", "another pickle"):  # that of another version
+        (message,) = found
+        assert "NUMBA_CACHE_DIR" in message
+        assert str(declared().stats.cache_path) in message
+    after = declared()
+    assert warned(after) == []
+    assert len(after.stats.cache_hits) == 2
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_folder_that_cannot_be_written_costs_one_warning(declared, monkeypatch, code):
+    def refused(self, path):
+        raise OSError(code, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(caching.IndexDataCacheFile, "_open_for_write", refused)
+        (message,) = warned(declared())
+    assert "cannot write" in message
+    assert "NUMBA_CACHE_DIR" in message
+    assert files(declared(), "nb?") == []
+
+
+def test_kernels_are_read_from_a_folder_that_cannot_be_written(declared, monkeypatch):
+    """That all nodes read, and one wrote."""
+    assert warned(declared()) == []
+
+    def refused(*given, **named):
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_open_for_write", refused)
+    monkeypatch.setattr(caching.tempfile, "TemporaryFile", refused)
+    kernel = declared()
+    assert warned(kernel) == []
+    assert len(kernel.stats.cache_hits) == 2
+
+
+def test_a_damaged_file_in_a_folder_that_cannot_be_written_costs_one_warning(
+    declared, monkeypatch
+):
+    assert warned(declared()) == []
+
+    def refused(self, path):
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_open_for_write", refused)
+    for file in files(declared(), "nbi"):
+        file.write_bytes(b"")
+    assert len(warned(declared())) == 1

@@ -1,0 +1,273 @@
+"""Few bits of many tensors at once: a block begins anew at each, and every value is passed over once."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from mpicomp.few_bits import BITS, SCALES
+from mpicomp.kernels import host
+from mpicomp.kernels.host.few_bits import (
+    dequantise_parts,
+    first_blocks,
+    largest_decoded,
+    quantise_parts,
+)
+
+SIZES = 1000, 0, 1, 32, 31, 3000, 257
+BLOCK = 32
+FLOAT = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+WIDTH = pytest.mark.parametrize("bits", BITS)
+
+
+def room(size, bits, dtype, block=BLOCK):
+    """Return codes and scales of that many values, filled with another pattern."""
+    blocks = -(-size // block)
+    scales = SCALES[np.dtype(dtype)]
+    return (
+        np.full(blocks * block * bits // 8, 85, np.uint8),
+        np.full(blocks * (2 if bits == 2 else 1), 85, scales),
+    )
+
+
+def drawn(dtype, seed=0):
+    """Return tensors of other magnitudes, each at another place of a cache line."""
+    rng = np.random.default_rng(seed)
+    powers = 10.0 ** rng.integers(-6, 2, len(SIZES))
+    return [
+        (power * rng.standard_normal(size + shift)).astype(dtype)[shift:]
+        for shift, (size, power) in enumerate(zip(SIZES, powers, strict=True))
+    ]
+
+
+def alone(values, others, bits):
+    """Return codes, scales and errors of one tensor."""
+    codes, scales = room(values.size, bits, values.dtype)
+    rejected = np.empty_like(values)
+    host.quantise(values, others, bits, BLOCK, codes, scales, rejected)
+    return codes, scales, rejected
+
+
+def joined(results):
+    return [np.concatenate(each) for each in zip(*results, strict=True)]
+
+
+def assert_same(ours, expected):
+    for one, other in zip(ours, expected, strict=True):
+        assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
+
+
+@FLOAT
+@WIDTH
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tensors_together_are_those_of_each_alone(monkeypatch, dtype, bits, threads):
+    monkeypatch.setattr("mpicomp.threads._LEAST", 256)
+    parts = drawn(dtype)
+    residual = np.concatenate(drawn(dtype, 1))
+    bounds = np.append(0, np.cumsum(SIZES))
+    for decay, scale in ((1, 1), (0.75, 0.1)):
+        sums = [
+            dtype(decay) * residual[first:end] + dtype(scale) * part
+            for (first, end), part in zip(pairwise(bounds), parts, strict=True)
+        ]
+        terms = [alone(each, [], bits)[:2] for each in drawn(dtype, 2)]
+        others = [joined(terms)]
+        for given, expected in (
+            ([], joined(alone(each, [], bits) for each in sums)),
+            (
+                others,
+                joined(
+                    alone(each, [term], bits)
+                    for each, term in zip(sums, terms, strict=True)
+                ),
+            ),
+        ):
+            rejected = residual.copy()  # in place
+            codes = np.empty_like(expected[0])
+            scales = np.empty_like(expected[1])
+            quantise_parts(
+                parts,
+                rejected,
+                given,
+                bits,
+                BLOCK,
+                codes,
+                scales,
+                rejected,
+                decay=decay,
+                scale=scale,
+                threads=threads,
+            )
+            assert_same((codes, scales, rejected), expected)
+
+
+@FLOAT
+@WIDTH
+def test_ranges_of_blocks_are_parts_of_the_whole(dtype, bits):
+    """An owner codes its share; what is outside is left alone."""
+    parts = drawn(dtype)
+    codes, scales, rejected = joined(alone(each, [], bits) for each in parts)
+    blocks = int(first_blocks(SIZES, BLOCK)[-1])
+    cuts = 0, 1, 33, 40, blocks
+    decoded = [np.full_like(part, 7) for part in parts]
+    found = np.full_like(rejected, 7)
+    for first, last in pairwise(cuts):
+        some = room((last - first) * BLOCK, bits, dtype)
+        before = found.copy(), [each.copy() for each in decoded]
+        quantise_parts(parts, None, [], bits, BLOCK, *some, found, blocks=(first, last))
+        width, each = BLOCK * bits // 8, 2 if bits == 2 else 1
+        own = codes[first * width : last * width], scales[first * each : last * each]
+        assert_same(some, own)
+        dequantise_parts(*some, bits, BLOCK, decoded, blocks=(first, last), long=0)
+        changed = (found != before[0]).sum()
+        assert changed <= (last - first) * BLOCK
+    assert_same([found], [rejected])
+    whole = [np.empty_like(part) for part in parts]
+    dequantise_parts(codes, scales, bits, BLOCK, whole)
+    assert_same(decoded, whole)
+
+
+@FLOAT
+@WIDTH
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7])
+@pytest.mark.parametrize("long", [0, 1 << 30])
+def test_decoding_over_a_divisor_is_a_division(dtype, bits, divisor, long):
+    parts = drawn(dtype)
+    codes, scales, _ = joined(alone(each, [], bits) for each in parts)
+    decoded = [np.empty_like(part) for part in parts]
+    dequantise_parts(codes, scales, bits, BLOCK, decoded)
+    means = drawn(dtype)  # each at another place of a cache line
+    around = [each.base.copy() for each in means]
+    dequantise_parts(codes, scales, bits, BLOCK, means, divisor=divisor, long=long)
+    assert_same(means, [each / dtype(divisor) for each in decoded])
+    for each, before in zip(means, around, strict=True):
+        start = before.size - each.size
+        np.testing.assert_array_equal(each.base[:start], before[:start])
+
+
+@WIDTH
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6, 1e6])
+def test_what_lies_beside_a_tensor_does_not_change_it(bits, size):
+    rng = np.random.default_rng(3)
+    bias = (1e-3 * rng.standard_normal(64)).astype(np.float32)
+    weight = (size * rng.standard_normal(1000)).astype(np.float32)
+    parts = weight, bias
+    codes, scales = room(2048, bits, np.float32, 256)
+    blocks = int(first_blocks([1000, 64], 256)[-1])
+    width, each = 256 * bits // 8, 2 if bits == 2 else 1
+    some = codes[: blocks * width], scales[: blocks * each]
+    quantise_parts(parts, None, [], bits, 256, *some, np.empty(1064, np.float32))
+    decoded = [np.empty_like(part) for part in parts]
+    dequantise_parts(*some, bits, 256, decoded)
+    only = room(64, bits, np.float32, 256)
+    host.quantise(bias, [], bits, 256, *only, np.empty_like(bias))
+    expected = np.empty_like(bias)
+    host.dequantise(*only, bits, 256, expected)
+    assert_same([decoded[1]], [expected])
+    assert np.abs(expected).max() > 0
+
+
+@FLOAT
+@WIDTH
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_that_is_not_finite_keeps_the_corrected_values(dtype, bits, bad):
+    part, residual = np.ones((2, 100), dtype)
+    part[40] = bad
+    codes, scales = room(100, bits, dtype)
+    expected = dtype(0.5) * residual + dtype(2) * part
+    with np.errstate(invalid="ignore"):
+        quantise_parts(
+            [part],
+            residual,
+            [],
+            bits,
+            BLOCK,
+            codes,
+            scales,
+            residual,
+            decay=0.5,
+            scale=2.0,
+        )
+    np.testing.assert_array_equal(residual[32:64], expected[32:64])
+    assert np.isfinite(residual[:32]).all()
+    assert largest_decoded(scales, bits) == np.inf
+
+
+@FLOAT
+@WIDTH
+def test_the_bound_on_what_decodes_is_from_scales(dtype, bits):
+    for values in (
+        *drawn(dtype),
+        np.zeros(99, dtype),
+        np.full(9, np.finfo(dtype).max),
+    ):
+        codes, scales, _ = alone(values, [], bits)
+        decoded = np.empty_like(values)
+        host.dequantise(codes, scales, bits, BLOCK, decoded)
+        most, bound = np.abs(decoded).max(initial=0), largest_decoded(scales, bits)
+        assert most <= bound < np.inf
+        if bits <= 2:
+            assert most == bound
+
+
+LOOPS = """
+import numpy as np
+from mpicomp.kernels.host import few_bits
+part, codes, scales = np.ones(512, np.float32), np.empty(256, np.uint8), np.empty(2, np.uint16)
+few_bits.quantise_parts([part], part.copy(), [], 4, 256, codes, scales, part.copy())
+few_bits.dequantise_parts(codes, scales, 4, 256, [part])
+for kernel in few_bits._quantise, few_bits._dequantise:
+    print(*kernel.inspect_asm().values())
+"""
+X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86-64")
+FEATURES = "+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+popcnt,+lzcnt,+movbe,+sse4.2"
+
+
+def loops(text):
+    """Return the innermost loops of compiled code: blocks that end with a jump to their own begin."""
+    blocks = re.split(r"\n(?=\.L\w+:)", text)
+    for block in blocks:
+        label = block.partition(":")[0]
+        inside, jump, _ = f"{block}\n".partition(f"\t{label}\n")
+        if jump and inside.rstrip().rsplit("\t", 1)[-1].startswith("j"):
+            yield inside
+
+
+@X86
+def test_the_loops_over_values_are_vectors_of_full_width_on_avx2(tmp_path):
+    """Not on the features of this processor: of x86-64-v3."""
+    environment = {
+        **os.environ,
+        "NUMBA_CPU_NAME": "x86-64-v3",
+        "NUMBA_CPU_FEATURES": FEATURES,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LOOPS],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+        env=environment,
+    )
+    found = list(loops(done.stdout))
+    for name, needed in {
+        "add, and the largest magnitude": ("vaddps", "vpmaxsd"),
+        "codes and errors": ("vmaxps", "vminps", "vsubps", "vpackuswb"),
+        "decode": ("vcvtdq2ps", "vmulps"),
+        "write past the cache": ("vdivps", "vmovntps"),
+    }.items():
+        own = [
+            loop
+            for loop in found
+            if all(re.search(rf"{each}\s.*%ymm", loop) for each in needed)
+        ]
+        assert own, name
+        for loop in own:
+            assert "call" not in loop
+            assert not re.search(r"\tv(add|sub|mul|div|max|min)ss\s", loop), loop
