@@ -37,6 +37,7 @@ def test_a_decay_is_that_of_numpy_in_the_dtype_of_the_gradient(dtype, compressor
         compressor(),
     )
     exchange = GradientExchange(World, compressor(), feedback, alone)
+    feedback = exchange.feedback  # a copy
     rng = np.random.default_rng(1)
     for _ in range(6):
         gradient = rng.standard_normal(40).astype(dtype)

@@ -228,7 +228,8 @@ class OuterLoop:
         in flight is finished before, and all ranks hold the anchor. The next round has
         `every` steps again. False without such steps. Raises the errors of `step`.
 
-        >>> outer = OuterLoop(exchange, {"weight": np.ones(4, np.float32)}, every=10)
+        >>> parameters = {"weight": np.ones(4, np.float32)}
+        >>> outer = OuterLoop(GradientExchange(comm, bits=4), parameters, every=10)
         >>> outer.step(), outer.synchronise()
         (False, True)
         """

@@ -194,7 +194,7 @@ class Compressor(Configured):
 
     def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
         """Return the value of an attribute of `state` for each segment; None is not saved."""
-        return [getattr(self, name)]
+        return [vars(self)[name]]
 
     def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
         """Return an attribute of `state` from its checked value for each segment, or raise ValueError."""
@@ -235,7 +235,7 @@ class SegmentedCompressor(Compressor):
     def extend(self, others: Sequence[Any]) -> None:
         """Take the rows of other compressors of this class, for segments that follow."""
         for name in self.rows:
-            values = [getattr(part, name) for part in (self, *others)]
+            values = [vars(part)[name] for part in (self, *others)]
             if values[0] is not None and len(set(values)) > 1:
                 setattr(self, name, np.array(values))
         for name in self.state:
@@ -244,7 +244,7 @@ class SegmentedCompressor(Compressor):
 
     def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
         """Return the row of each segment."""
-        return list(getattr(self, name))
+        return list(vars(self)[name])
 
     def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
         """Return an array with the rows of all segments."""
@@ -272,7 +272,7 @@ class Wrapper(Compressor):
 
     def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
         """Return the value, which is that of all segments, for each of them."""
-        return [getattr(self, name)] * (len(bounds) - 1)
+        return [vars(self)[name]] * (len(bounds) - 1)
 
     def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
         """Return the value of all segments; raises ValueError if they differ."""

@@ -96,6 +96,11 @@ def divide(
 
     values: shape (entries,), or (entries, width) for rows.
     """
+    if values.ndim > 1:
+        is_rest = np.ones(indices.size, bool)
+        is_rest[positions] = False
+        rest_indices = indices[is_rest]
+        return indices[positions], values[positions], rest_indices, values[is_rest]
     chosen, rest = positions.size, indices.size - positions.size
     # One more element in each: every entry is written to both, and the position of one
     # of them is incremented.
