@@ -13,6 +13,7 @@ from mpicomp_bench.methods import METHODS, construct, outer_settings
 VARIABLE = "NUMBA_CACHE_DIR"
 
 EXAMPLES = """
+mpicomp warm
 mpicomp warm /shared/project/numba
 """
 
