@@ -126,7 +126,8 @@ def selecting(
     its share.
     """
     count = vector.nnz if k is None else k
-    kept, collected = vector, [group.nothing]
+    kept = vector
+    collected = [SparseVector.empty(vector.length, vector.dtype, beside=vector.values)]
     if vector.nnz > count:
         kept, *collected = top_k(vector, count)
 

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_MAIN = main_thread().ident  # the thread in which Python runs handlers
 # those that a program cannot go on after, or that no program can handle
 _FATAL = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
 EVERY = tuple(
@@ -40,13 +41,14 @@ class Deferred:
         self._waiting: dict[int, Any] = {}  # their frames
 
     def __enter__(self) -> "Deferred":
-        if get_ident() == main_thread().ident:
+        if self._numbers and get_ident() == _MAIN:
             for number in self._numbers:
                 handler = _signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-            if any([_is_deferring(each) for each in self._handlers.values()]):
-                self._handlers.clear()
+                    if getattr(handler, "__func__", None) is Deferred._defer:
+                        self._handlers.clear()
+                        break
             for number in self._handlers:
                 _signal.signal(number, self._defer)
         return self
@@ -69,11 +71,8 @@ class Deferred:
     def __exit__(self, *raised: object) -> None:
         for number, handler in self._handlers.items():
             _signal.signal(number, handler)
-        self.deliver()
-
-
-def _is_deferring(handler: Any) -> bool:
-    return getattr(handler, "__func__", None) is Deferred._defer
+        if self._waiting:
+            self.deliver()
 
 
 def defer_interrupt(function: Callable[P, T]) -> Callable[P, T]:

@@ -8,22 +8,18 @@ every other rank, so all ranks raise; also between two schedules, if one begins 
 message from every rank to every other one, as the exact gTop-k does.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from collectives.agreement.state import disagreement, report
 from collectives.runtime.group import DisagreementError, Group
 from collectives.runtime.messages import Steps
 from mpicomp.errors import CollectiveError, StepSkippedError
-from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
 
 
 def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
     """Run an operation to its end; return its result on every rank, or raise on every rank.
-
-    The result shares no memory with the vector of the call, whose values are
-    `group.like`.
 
     Raises this rank's own error if it has one, else CollectiveError that names the
     ranks and their arguments; StepSkippedError on every rank if gradients that are not
@@ -32,9 +28,7 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
     """
     if group.error is None:
         try:
-            result: Any = yield from steps
-            own: T = apart(result, group.like)
-            return own
+            return (yield from steps)
         except DisagreementError:
             pass
     reports = yield from group.notify(report(group.signature, group.error))
@@ -61,12 +55,3 @@ def _error_of(group: Group, reports: list[str]) -> BaseException:
     if group.error is None or isinstance(error, StepSkippedError):
         return error
     return group.error
-
-
-def apart(result: Any, values: Any) -> Any:
-    """Return a result; vectors in it that have the array `values`, as nothing was to be done, are copied."""
-    if isinstance(result, SparseVector):
-        return result.copy() if result.values is values else result
-    if type(result) is tuple:
-        return tuple([apart(part, values) for part in result])
-    return result

@@ -87,7 +87,9 @@ class Request(Generic[T]):
     def wait(self) -> T:
         """Wait for the end and return the result, or raise the collective's error; may be called again."""
         if not self.done:
-            with Deferred(FREQUENT) as signals, self._engine:
+            # a rank that is alone waits for nobody
+            numbers = FREQUENT if self.link.size > 1 else ()
+            with Deferred(numbers) as signals, self._engine:
                 self._engine.finish(self, signals)
         if self._error is None:
             return self._result
@@ -276,21 +278,26 @@ class Engine:
 
     def finish(self, request: Request[Any], signals: Deferred) -> None:
         """Return when `request` has ended. signals: delivered while no operation advances."""
+        polls = self._listens(request.link) or request.link.backs_off
+        while not polls and not request.done and self._is_alone(request):
+            self.advance(block=True)
+        if request.done:
+            return
 
         def watch(waited: float) -> None:
             signals.deliver()
             self._watch_link(request.link, waited)
 
-        def is_alone() -> bool:
-            return self._in_flight == [request] and not self._discarding
-
-        if self._listens(request.link) or request.link.backs_off:
+        if polls:
             self.poll_until(lambda: request.done, watch)
         while not request.done:
-            if is_alone():
+            if self._is_alone(request):
                 self.advance(block=True)
             else:
-                self.poll_until(lambda: request.done or is_alone(), watch)
+                self.poll_until(lambda: request.done or self._is_alone(request), watch)
+
+    def _is_alone(self, request: Request[Any]) -> bool:
+        return self._in_flight == [request] and not self._discarding
 
     def wait_for(self, pending: Pending, call: str) -> None:
         """Return when `pending` is complete; meanwhile the operations in flight advance. call: for errors."""

@@ -282,8 +282,9 @@ def test_an_interrupt_between_two_rounds_leaves_the_operations_as_they_were(
 
 @pytest.mark.at_least(2)
 def test_an_operation_that_an_interrupt_ended_says_so_and_later_ones_go_on(
-    comm, monkeypatch
+    comm, fresh, monkeypatch
 ):
+    comm = fresh  # on which a notification to ranks that had ended stays
     vectors = contributions("random", comm.size)
     add_up, culprit = allreduce.add_up, comm.rank == 0
 

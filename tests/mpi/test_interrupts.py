@@ -177,9 +177,10 @@ def outcome(call):
 @pytest.mark.parametrize("place", ["pack", "_received"])
 @pytest.mark.parametrize("after", range(3))
 def test_a_rank_without_memory_between_two_rounds_keeps_nobody_waiting(
-    comm, monkeypatch, place, after
+    comm, fresh, monkeypatch, place, after
 ):
     """That rank raises its own error; the others have the result or an error; all raise in the next call."""
+    comm = fresh  # on which notifications to ranks that had ended stay
     method = getattr(Group, place)
     for name, call in calls(comm).items():
         for culprit in {0, comm.size - 1}:
@@ -206,9 +207,10 @@ def test_a_rank_without_memory_between_two_rounds_keeps_nobody_waiting(
 @pytest.mark.at_least(2)
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_long_messages_of_an_operation_that_broke_off_are_received(
-    comm, monkeypatch, error
+    comm, fresh, monkeypatch, error
 ):
     """Their senders wait for that: a megabyte is not sent before it is received."""
+    comm = fresh
     size = 300_000
     vector = SparseVector(np.arange(size), np.ones(size), size)
     call = partial(sparse_allreduce, vector, comm, algorithm="split_allgather")
@@ -304,8 +306,9 @@ def test_all_handlers_run_if_the_first_one_raises(comm, handle, monkeypatch):
 @pytest.mark.at_least(2)
 @pytest.mark.parametrize("place", ["pack", "_received"])
 def test_a_step_in_which_memory_ends_between_two_rounds_is_undone_on_all(
-    comm, monkeypatch, place
+    comm, fresh, monkeypatch, place
 ):
+    comm = fresh  # on which notifications to ranks that had ended stay
     exchange, twin = (GradientExchange(comm, TopK(0.1)) for _ in range(2))
     gradient = {"weight": np.arange(2000.0) + comm.rank}
     exchange(gradient)
