@@ -15,6 +15,7 @@ not zero, `.grad` is set to the mean.
 """
 
 import math
+import weakref
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -152,7 +153,8 @@ class DDPHandle(Handle):
         self._gradients: list[Any] = []  # what is in `.grad` before the pass
         model.register_forward_pre_hook(self)
         model.register_forward_hook(self)
-        model.register_comm_hook(self, DDPHandle._take)
+        # weakly: a model that is dropped is deleted, and its hooks of the parameters
+        model.register_comm_hook(weakref.ref(self), _take)
         # only its class is looked at: copies of the model have no hook
         model._comm_hooks[:] = [self]
 
@@ -321,6 +323,10 @@ class DDPHandle(Handle):
             else [buffer]
         ):
             each.mul_(factor)
+
+
+def _take(handle: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return handle()._take(bucket)
 
 
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

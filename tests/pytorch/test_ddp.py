@@ -1294,6 +1294,7 @@ def test_local_steps_of_a_model_that_averages_gradients_are_refused(world, wrap)
             GradientExchange(world, TopK(0.1)),
         )
     module = model.module
+    attach(model, GradientExchange(world, TopK(0.1)))
     del model  # a model that is no longer in DDP is taken
     outer_loop(module, GradientExchange(world, TopK(0.1)))
 
