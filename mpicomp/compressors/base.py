@@ -104,7 +104,9 @@ class Compressor(Configured):
         for segment, (first, end) in enumerate(pairwise(bounds)):
             part = None if gradient is None else gradient[segment]
             values = read_only(corrected[first:end])
-            vectors.append(self.compress(values, gradient=part))
+            vector = self.compress(values, gradient=part)
+            check_selected(vector, values, self)
+            vectors.append(vector)
         return concatenate(vectors)
 
     def share(self, length: int) -> float | None:
