@@ -52,11 +52,14 @@ from mpicomp.vector import SparseVector
 
 Result = tuple[Array, Array]
 
+BLOCK = 256  # values with one scale, by default
+
 
 @collective(
     with_rejected,
     takes_arrays=True,
     takes_out=True,
+    block=BLOCK,
     compare=compare_by_doubling,
     checks={
         "bits": lambda bits, size: to_choice("bits", bits, BITS),
@@ -67,7 +70,7 @@ def quantised_allreduce(
     array: Any,
     comm: Any,
     bits: int = 4,
-    block: int = 256,
+    block: int = BLOCK,
     *,
     algorithm: Literal["auto", "direct", "node_lanes"] = "auto",
     out: tuple[Any, Any] | None = None,

@@ -5,7 +5,7 @@ list, or one array, is one segment.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from mpicomp.bases import Basis, runs
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
-from mpicomp.tensors import ALONE, Tensor
+from mpicomp.tensors import ALONE, Tensor, spans_of, spread
 from mpicomp.vector import SparseVector, split
 
 Mean = SparseVector | Array
@@ -48,7 +48,8 @@ class Bucket:
 
     names: of the segments: [ALONE] for one, else those of the tensors. compressors: one
     for each segment. dense: the vector is sent as an array. basis: in which each
-    segment is compressed, and its residual kept; None for none.
+    segment is compressed, and its residual kept; None for none. alignment: tensors
+    begin at multiples of it, with zeros between them, as at a block with one scale.
     """
 
     def __init__(
@@ -60,25 +61,24 @@ class Bucket:
         *,
         dense: bool = False,
         basis: Basis | None = None,
+        alignment: int = 1,
     ) -> None:
         self.names = names
         self.tensors = tensors
         self.feedback = feedback
         self.dense = dense
         self.basis = basis
-        self.bounds = [0, *accumulate(tensor.size for tensor in tensors)]
+        self.spans = spans_of(tensors, alignment)
+        self.length = self.spans[-1].stop if tensors else 0  # in values
+        self.bounds = [*(span.start for span in self.spans), self.length]
+        self._has_gaps = self.length > sum(tensor.size for tensor in tensors)
         is_alone = list(names) == [ALONE]
-        self.edges = [0, self.bounds[-1]] if is_alone else self.bounds
+        self.edges = [0, self.length] if is_alone else self.bounds
         shown = [None] if is_alone else names
         self.selection = Selection(shown, self.edges, compressors)
         self.names_of_tensors = [tensor.name for tensor in tensors]
         # of a list of arrays that are one segment, or of coefficients in the basis
         self._buffer: Array | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of values."""
-        return self.bounds[-1]
 
     def gradient(self, arrays: Mapping[str, Any]) -> list[Array]:
         """Return the gradients, by tensor name, as one vector for each segment, in the basis if there is one.
@@ -87,6 +87,8 @@ class Bucket:
         bad gradient.
         """
         vectors = self.feedback.vectors(self.tensors, arrays)
+        if self._has_gaps:
+            vectors = spread(vectors, self.spans)
         if len(self.names) == 1:
             whole = adjacent(vectors)
             if whole is None:
@@ -157,16 +159,16 @@ class Bucket:
             if isinstance(mean, SparseVector):
                 whole = self.tensors[0].xp.zeros(self.length, mean.dtype)
                 kernels_for(whole).scatter(whole, mean.indices, mean.values)
-            pairs = zip(self.tensors, pairwise(self.bounds), strict=True)
+            pairs = zip(self.tensors, self.spans, strict=True)
             return {
-                each.name: each.wrap(whole[first:end].reshape(each.shape))
-                for each, (first, end) in pairs
+                tensor.name: tensor.wrap(whole[span].reshape(tensor.shape))
+                for tensor, span in pairs
             }, []
         buffers = [given.get(tensor.name) for tensor in self.tensors]
-        if (
-            len(given) == len(buffers)
-            and (joined := adjacent([*given.values()])) is not None
-        ):
+        joined = None
+        if len(given) == len(buffers) and not self._has_gaps:
+            joined = adjacent([*given.values()])
+        if joined is not None:
             return {}, [(joined, mean)]
         results, writes = {}, list[tuple[Array, Mean]]()
         for tensor, buffer, part in zip(
@@ -184,7 +186,7 @@ class Bucket:
         """Return the part of a mean that belongs to each tensor."""
         if isinstance(mean, SparseVector):
             return split(mean, self.bounds)
-        return [mean[first:end] for first, end in pairwise(self.bounds)]
+        return [mean[span] for span in self.spans]
 
     def check_finite(self, arrays: Mapping[str, Any], kind: type[ValueError]) -> None:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""

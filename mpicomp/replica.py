@@ -7,7 +7,6 @@ size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from mpicomp.arrays import (
     writable_memory,
 )
 from mpicomp.feedback.base import accumulation_dtype
-from mpicomp.tensors import DICT, Tensor, describe
+from mpicomp.tensors import DICT, Tensor, describe, spread
 from mpicomp.vector import SparseVector
 
 # values: the arithmetic after the exchange allocates no more than this at once
@@ -32,23 +31,30 @@ _PIECE = 2**18
 class Replica:
     """Parameters of this rank that are one vector: anchor, pseudo-gradient and momentum, one tensor after the other.
 
-    tensors: of one dtype, on one device. given: the caller's arrays by name, which are
-    written to. Parameters in bfloat16 are vectors in float32.
+    tensors: of one dtype, on one device. spans: where they are in the vector, with
+    zeros between them. given: the caller's arrays by name, which are written to.
+    Parameters in bfloat16 are vectors in float32.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], given: Mapping[str, Any], momentum: float
+        self,
+        tensors: Sequence[Tensor],
+        spans: Sequence[slice],
+        given: Mapping[str, Any],
+        momentum: float,
     ) -> None:
-        self.tensors, self.momentum = tensors, momentum
-        bounds = [0, *accumulate(tensor.size for tensor in tensors)]
-        self._spans = [slice(*span) for span in pairwise(bounds)]
-        dtype, xp = tensors[0].dtype, tensors[0].xp
-        self.delta: Array = xp.empty(bounds[-1], dtype)
+        self.tensors = tensors
+        self.momentum = momentum
+        self._spans = spans
+        length = spans[-1].stop
+        dtype = tensors[0].dtype
+        xp = tensors[0].xp
+        self.delta: Array = xp.zeros(length, dtype)
         self.deltas = self.by_tensor(self.delta)
-        self.anchor: Array = xp.empty(bounds[-1], dtype)
-        self.velocity: Array | None = (
-            xp.zeros(bounds[-1], accumulation_dtype(dtype)) if momentum else None
-        )
+        self.anchor: Array = xp.zeros(length, dtype)
+        self.velocity: Array | None = None
+        if momentum:
+            self.velocity = xp.zeros(length, accumulation_dtype(dtype))
         self._memory: list[Array] = []  # of the parameters, and
         # these as vectors in C order: views where possible, else copies
         self._thetas: list[Array] = []
@@ -90,7 +96,8 @@ class Replica:
             start = start.copy()
             for memory, span in zip(self._memory, self._spans, strict=True):
                 start[span] = _rounded(start[span], memory)
-        kernels_for(self.delta).add_parts(start, 1, self._thetas, self.delta, sign=-1)
+        thetas = spread(self._thetas, self._spans)
+        kernels_for(self.delta).add_parts(start, 1, thetas, self.delta, sign=-1)
 
     def end_round(
         self, mean: SparseVector | Array, rate: float, *, nesterov: bool, delayed: bool

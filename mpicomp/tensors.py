@@ -5,7 +5,7 @@ are compared with it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -175,6 +175,28 @@ def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
             f"got {' and '.join(kinds)} in one list: expected one dtype, in one memory"
         )
     return tensors
+
+
+def spans_of(tensors: Sequence[Tensor], alignment: int = 1) -> list[slice]:
+    """Return where each tensor is in a vector of all: each begins at a multiple of `alignment`."""
+    spans = []
+    first = 0
+    for tensor in tensors:
+        spans.append(slice(first, first + tensor.size))
+        first = -(-spans[-1].stop // alignment) * alignment
+    return spans
+
+
+def spread(vectors: Sequence[Array], spans: Sequence[slice]) -> list[Array]:
+    """Return vectors with zeros between them, so that, one after the other, they are at these spans."""
+    parts: list[Array] = []
+    end = 0
+    for vector, span in zip(vectors, spans, strict=True):
+        if span.start > end:
+            parts.append(namespace(vector).zeros(span.start - end, vector.dtype))
+        parts.append(vector)
+        end = span.stop
+    return parts
 
 
 def signatures(tensors: list[Tensor], form: str) -> dict[str, str]:

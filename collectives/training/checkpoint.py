@@ -7,7 +7,6 @@ the settings, and `PLACE`, so that states of several ranks or steps are not mixe
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from collectives.training.names import canonical, canonical_names
 from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
 from mpicomp.settings import OTHER_SETTINGS, check_table, from_table, to_table
+from mpicomp.tensors import spread
 
 _HOLDS = "holds"  # the row of a table that lists the other keys of a segment
 TABLE = "settings"  # the key of the table
@@ -195,21 +195,19 @@ def _joined(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[str, An
         if np.ndim(array)
     }
     full: list[Mapping[str, Any]] = []
-    for name, (first, end), state in zip(
-        bucket.names, pairwise(bucket.edges), states, strict=True
-    ):
+    spans = _spans(bucket)
+    for name, span, state in zip(bucket.names, spans, states, strict=True):
+        expected = span.stop - span.start
         sizes = {np.shape(array)[0] for array in state.values() if np.ndim(array)}
-        for size in sizes - {end - first}:
+        for size in sizes - {expected}:
             dtype = bucket.tensors[0].dtype
             raise ValueError(
-                f"the state of {name!r} has {size} values: expected {end - first}, of {dtype}"
+                f"the state of {name!r} has {size} values: expected {expected}, of {dtype}"
             )
-        begun = (
-            {}
-            if sizes
-            else {key: np.zeros(end - first, dtype) for key, dtype in kinds.items()}
-        )
+        begun = {}
         # without arrays before its first step: it may have been held
+        if not sizes:
+            begun = {key: np.zeros(expected, dtype) for key, dtype in kinds.items()}
         full.append({**state, **begun})
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for state in full for key in state):
@@ -224,16 +222,20 @@ def _joined(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[str, An
             raise ValueError(
                 f"the states of {list(bucket.names)} have different {key}: expected one step for all"
             )
-        joined[key] = np.concatenate(arrays) if arrays[0].ndim else arrays[0]
+        joined[key] = arrays[0]
+        if arrays[0].ndim:
+            joined[key] = np.concatenate(spread(arrays, spans))
     return joined
 
 
-def _of_segment(bucket: Bucket, place: int, array: Array) -> Array:
-    return (
-        array[bucket.edges[place] : bucket.edges[place + 1]]
-        if array.ndim and bucket.tensors
-        else array
-    )
+def _of_segment(bucket: Bucket, segment: int, array: Array) -> Array:
+    """Return the part of an array that belongs to a segment; numbers belong to all."""
+    return array[_spans(bucket)[segment]] if array.ndim and bucket.tensors else array
+
+
+def _spans(bucket: Bucket) -> list[slice]:
+    """Return where the segments are: the tensors, or all of a list of them."""
+    return bucket.spans if len(bucket.names) > 1 else [slice(0, bucket.length)]
 
 
 def _settings_of_parts(bucket: Bucket) -> list[dict[str, str]]:

@@ -28,12 +28,14 @@ class Reduction:
     """The sum of an exchange.
 
     call: starts it, and returns a Request of a `Sum`; or a function of the user's own.
-    average: of `GradientExchange`. declared: what the collective takes.
+    average: of `GradientExchange`. declared: what the collective takes. block: values
+    with one scale in its messages.
     """
 
     call: Callable[..., Any]
     average: bool | str
     declared: Declaration
+    block: int = 1
 
     def arguments(self, compressed: Compressed) -> tuple[Any, dict[str, Any]]:
         """Return the collective's input and options for what this rank sends."""
@@ -147,7 +149,8 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
             "gtopk_allreduce, sparse_allgather, or with Dense() quantised_allreduce or dense_allreduce"
         )
     call = partial(known.form(to_sum), *bound.args, **options)
-    return Reduction(call, average, declared)
+    block = options.get("block", declared.block)
+    return Reduction(call, average, declared, block)
 
 
 def dense_reduction(average: bool | str) -> Reduction:
