@@ -188,7 +188,8 @@ def choose_freely(
         vector.nnz.bit_length(),
         math.frexp(bits)[1],
     )
-    gathered, short = group.link.gathered, is_short(vector, group)
+    gathered = group.link.gathered
+    short = is_short(vector, group)
     again = kind in gathered and not on_device(vector.indices)
     again = again and (group.size - 1) * encoded_nbytes(vector, coding) <= LONG_NBYTES
     # a sum of vectors like this one needs samples

@@ -84,7 +84,8 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
             f"compressor is {compressor!r}, which keeps a state between calls: expected a compressor of a sum without "
             "one, such as TopK(density=0.01)"
         )
-    call.arguments, call.own = {"compressor": repr(compressor)}, {"second": compressor}
+    call.arguments = {"compressor": repr(compressor)}
+    call.own = {"second": compressor}
     return numbers(call, size)
 
 

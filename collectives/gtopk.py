@@ -47,11 +47,11 @@ from mpicomp.vector import (
     SparseVector,
     add_up,
     count_up,
+    intersection,
     join,
     merge,
-    parted,
+    partition,
     top_k,
-    within,
     without_zeros,
 )
 
@@ -127,7 +127,7 @@ def selecting(
     """
     count = vector.nnz if k is None else k
     kept = vector
-    collected = [SparseVector.empty(vector.length, vector.dtype, beside=vector.values)]
+    collected = [SparseVector.empty(vector.length, vector.dtype, like=vector.values)]
     if vector.nnz > count:
         kept, *collected = top_k(vector, count)
 
@@ -181,10 +181,8 @@ def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Res
     # what cancelled out is missing nowhere
     share = without_zeros(add_up([theirs for theirs, _ in parts]))
     k = max(count for _, count in parts) if k is None else k
-    entries, here = (
-        sum(count for _, count in parts),
-        sum(theirs.nnz for theirs, _ in parts),
-    )
+    entries = sum(count for _, count in parts)
+    here = sum(theirs.nnz for theirs, _ in parts)
     del parts  # nearly k s of memory until the end otherwise
     return (
         yield from largest_of_all(
@@ -210,7 +208,7 @@ def node_leaders(
         leaders = group.subgroup([ranks[0] for ranks in nodes])
         result = yield from largest_of_sum(result, count, leaders)
     result = yield from hand_down(result, node)
-    return result, parted(vector, result)[1]
+    return result, partition(vector, result)[1]
 
 
 def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVector]:
@@ -226,15 +224,19 @@ def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVe
     counts = count_up([theirs for theirs, _ in supports])
     several = counts.divide(np.flatnonzero(counts.values > 1))[0]
     asked = yield from group.all_to_all(
-        [within(theirs, several) for theirs, _ in supports], k
+        [intersection(theirs, several) for theirs, _ in supports], k
     )
     sent, kept = zip(
-        *[parted(part, wanted) for part, (wanted, _) in zip(parts, asked, strict=True)],
+        *[
+            partition(part, wanted)
+            for part, (wanted, _) in zip(parts, asked, strict=True)
+        ],
         strict=True,
     )
     received = [theirs for theirs, _ in (yield from group.all_to_all(sent))]
     here = sum(each.nnz for each in (*kept, *received))
-    k, entries = max(most for _, most in asked), sum(count for _, count in supports)
+    k = max(most for _, most in asked)
+    entries = sum(count for _, count in supports)
     # top_k() selects no zeros
     held = without_zeros(merge(join(kept), add_up(received)))
     quota = likely(k * here / max(entries, 1), group.size)
@@ -256,7 +258,9 @@ def largest_of_all(
     allgather sends about k entries, any other one at most 2k + P, and there are at most
     ceil(lg P) + 2. unite: a function that adds up the entries of all ranks.
     """
-    left, chance, sent = held, min(held.nnz, k), 0
+    left = held
+    chance = min(held.nnz, k)
+    sent = 0
     result = rejected = group.nothing
     waited = set(range(group.size))  # the ranks that may have more
     while waited:
@@ -265,14 +269,14 @@ def largest_of_all(
         result, dropped = top_k(
             merge(result, unite([theirs for theirs, _ in gathered])), k
         )
-        rejected = merge(rejected, within(dropped, held))
+        rejected = merge(rejected, intersection(dropped, held))
         waited = {
             rank
             for rank in waited
-            if gathered[rank][1] and not within(gathered[rank][0], dropped).nnz
+            if gathered[rank][1] and not intersection(gathered[rank][0], dropped).nnz
         }
         chance = (
-            within(left, top_k(merge(result, left), k)[0]).nnz
+            intersection(left, top_k(merge(result, left), k)[0]).nnz
             if group.rank in waited
             else 0
         )

@@ -59,11 +59,9 @@ class SupportPlan:
 
     def __init__(self, support: SparseVector, comm: Any) -> None:
         """Create a plan; use `union`, which ensures the same support on all ranks."""
-        self.indices, self.length, self.comm = (
-            read_only(support.indices.copy()),
-            support.length,
-            comm,
-        )
+        self.indices = read_only(support.indices.copy())
+        self.length = support.length
+        self.comm = comm
         self.digest = _digest(support)
 
     @staticmethod

@@ -118,9 +118,11 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
     Raises TypeError or ValueError for bad arguments; values that are not finite are
     found by the algorithms.
     """
-    given, out = call.contribution, call.own["out"]
+    given = call.contribution
+    out = call.own["out"]
     values = contiguous(to_values(given))
-    flat, dtype = values.reshape(-1), values.dtype
+    flat = values.reshape(-1)
+    dtype = values.dtype
     outputs = None if out is None else _outputs(out, flat)
     wide = flat.astype(np.promote_types(dtype, np.float32), copy=False)
     buffers = (
@@ -142,7 +144,7 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
         return out  # type: ignore[no-any-return]
 
     call.finish = finish
-    return SparseVector.empty(flat.size, dtype, beside=flat)
+    return SparseVector.empty(flat.size, dtype, like=flat)
 
 
 def _outputs(out: Any, values: Array) -> Result:
@@ -266,16 +268,19 @@ def node_lanes(
     own no share.
     """
     refuse_not_finite(array, group)
-    nodes, short = group.nodes(), vector.dtype == np.float16
+    nodes = group.nodes()
+    short = vector.dtype == np.float16
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
     bounds = block_bounds(array.size, block, min(len(ranks) for ranks in nodes))
     parts = [as_they_are(array[start:end], block) for start, end in pairwise(bounds)]
-    lanes, nothing = len(parts), as_they_are(array[:0], block)
+    lanes = len(parts)
+    nothing = as_they_are(array[:0], block)
     received = yield from node.all_to_all(parts + [nothing] * (node.size - lanes))
     own = (
         slice(*bounds[node.rank : node.rank + 2]) if node.rank < lanes else slice(0, 0)
     )
-    values, share = np.zeros_like(array[own]), nothing
+    values = np.zeros_like(array[own])
+    share = nothing
     for part, _ in received:
         kernels_for(values).add(values, part.codes.view(values.dtype), values)
     out[1][...] = 0

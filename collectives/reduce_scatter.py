@@ -62,7 +62,8 @@ sparse_ireduce_scatter = sparse_reduce_scatter.nonblocking
 
 def divided(call: Call[Any], size: int) -> SparseVector:
     """Return the vector if it is valid, and store the partition as text in the call's arguments."""
-    vector, partition = sound(call, size), call.arguments["partition"]
+    vector = sound(call, size)
+    partition = call.arguments["partition"]
     if not isinstance(partition, str):
         call.arguments["partition"] = " ".join(
             map(str, given_bounds(partition, vector.length, size))

@@ -90,7 +90,7 @@ def train(problem, method, steps, *, two_way, batch, seed, period=None):
         for place, rank in enumerate(ranks):
             rejected = np.zeros(LENGTH)
             rejected[share(place)] = (total - kept)[share(place)]
-            rank.settle(*vectors[place], SparseVector.from_dense(rejected))
+            rank.prepare_residual(*vectors[place], SparseVector.from_dense(rejected))
             rank.commit()
         if period and (step + 1) % period == 0:
             average_residuals(ranks)

@@ -243,7 +243,8 @@ def writable_memory(array: Any) -> Array:
     """
     if _is_plain(array):
         return array  # type: ignore[no-any-return]  # fast path
-    is_bfloat16, values = _is_bfloat16(array), to_values(array)
+    is_bfloat16 = _is_bfloat16(array)
+    values = to_values(array)
     if is_bfloat16:
         whole = hasattr(array, "untyped_storage")
         values = to_array(

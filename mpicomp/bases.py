@@ -112,7 +112,8 @@ def runs(edges: Sequence[int], chunk: int) -> Iterator[slice]:
 
 
 def _checked(vector: Any, out: Any) -> tuple[Array, Array]:
-    vector, out = to_vector(vector), writable_vector(out)
+    vector = to_vector(vector)
+    out = writable_vector(out)
     if on_device(vector) != on_device(out):
         raise ValueError(
             "vector and out are on different devices: move both to the host or both to the GPU"
@@ -121,7 +122,8 @@ def _checked(vector: Any, out: Any) -> tuple[Array, Array]:
         raise ValueError(
             f"out has {out.size} values of {out.dtype}: expected {vector.size} of {vector.dtype}, as the vector has"
         )
-    first, second = address(vector), address(out)
+    first = address(vector)
+    second = address(out)
     if first != second and abs(first - second) < vector.nbytes:
         raise ValueError(
             "out overlaps the vector: expected an array apart from it, or the vector itself"

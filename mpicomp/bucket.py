@@ -170,7 +170,8 @@ class Bucket:
             joined = adjacent([*given.values()])
         if joined is not None:
             return {}, [(joined, mean)]
-        results, writes = {}, list[tuple[Array, Mean]]()
+        results = {}
+        writes = list[tuple[Array, Mean]]()
         for tensor, buffer, part in zip(
             self.tensors, buffers, self.parts(mean), strict=True
         ):

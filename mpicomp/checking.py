@@ -30,13 +30,12 @@ def mass(part: SparseVector | Array) -> list[float]:
     """Return the mass of a vector, of numbers or of rows, or of a dense array."""
     if isinstance(part, SparseVector):
         width = 1 if part.width is None else part.width
-        firsts, values = (
-            to_numpy(part.indices).astype(np.uint64)[:, None] * np.uint64(width),
-            part.values,
-        )
+        firsts = to_numpy(part.indices).astype(np.uint64)[:, None] * np.uint64(width)
+        values = part.values
         places: Array = (firsts + np.arange(width, dtype=np.uint64)).reshape(-1)
     else:
-        places, values = np.arange(part.size, dtype=np.uint64), part
+        places = np.arange(part.size, dtype=np.uint64)
+        values = part
     wide = to_numpy(values).reshape(-1).astype(np.float64)
     weights = ((places + np.uint64(1)) * _MIX >> np.uint64(11)) / 2.0**52 - 1
     # values that are not finite are reported separately

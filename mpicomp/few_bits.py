@@ -82,10 +82,8 @@ def quantise(
     as many bits and blocks. short: the decoded values are float16 numbers. The error of
     a value in a block that is not finite is the value.
     """
-    terms, room = (
-        [(each.codes, each.scales) for each in others],
-        (into.codes, into.scales),
-    )
+    terms = [(each.codes, each.scales) for each in others]
+    room = (into.codes, into.scales)
     kernels_for(own).quantise(
         own, terms, into.bits, into.block, *room, rejected, short=short
     )

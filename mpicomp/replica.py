@@ -107,7 +107,8 @@ class Replica:
         kernels = kernels_for(self.anchor)
         for memory, span, theta in parts if delayed else []:
             for piece in _pieces(theta.size):
-                part, start = theta[piece], _rounded(self.anchor[span][piece], memory)
+                part = theta[piece]
+                start = _rounded(self.anchor[span][piece], memory)
                 kernels.add_scaled(part, 1, start, part, sign=-1)
             # in this order it is 0 where there is no progress
             kernels.add(theta, self.delta[span], theta)
@@ -187,7 +188,8 @@ def _add(vector: SparseVector | Array, scale: float, array: Array) -> None:
             kernels_for(part).add_scaled(vector[piece], scale, part, part)
         return
     for piece in _pieces(vector.nnz):
-        indices, values = vector.indices[piece], vector.values[piece]
+        indices = vector.indices[piece]
+        values = vector.values[piece]
         if abs(scale) == 1:  # without a product
             kernels_for(array).scatter_add(array, indices, values, sign=int(scale))
         else:

@@ -127,10 +127,8 @@ def to_choice(
     name: str, value: Any, choices: Iterable[Any], *, remedy: str = ""
 ) -> Any:
     """Return the one of `choices` (str, int, bool or None) that equals a setting of its type: 1 is not True."""
-    plain, known = (
-        value.item() if isinstance(value, np.generic) else value,
-        list(choices),
-    )
+    plain = value.item() if isinstance(value, np.generic) else value
+    known = list(choices)
     for choice in known:
         if type(plain) is type(choice) and plain == choice:
             return choice

@@ -24,7 +24,9 @@ from mpicomp.arrays import (
 ALONE = "gradient"  # the name of one array, and of the segment of a list
 
 # the forms, as errors name them
-ARRAY, LIST, DICT = "one array", "a list of arrays", "arrays by name"
+ARRAY = "one array"
+LIST = "a list of arrays"
+DICT = "arrays by name"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ def count() -> int:
 @cache
 def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
     """Return the number of cores whose time the cgroups of this process may use, versions 2 and 1; infinity for all."""
-    most, named = math.inf, system / "proc/self/cgroup"
+    most = math.inf
+    named = system / "proc/self/cgroup"
     for line in named.read_text().splitlines() if named.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -179,7 +180,8 @@ def _keep_off_this_core() -> None:
     global _kept_off
     if _current_core is None or not hasattr(os, "sched_setaffinity"):
         return
-    core, mask = _current_core(), os.sched_getaffinity(0)
+    core = _current_core()
+    mask = os.sched_getaffinity(0)
     if _kept_off == (core, mask):
         return
     for worker in _workers:
@@ -192,7 +194,8 @@ def _keep_off_this_core() -> None:
 def _forget_pool() -> None:
     """Drop the pool in a forked child, which does not inherit the threads of its parent."""
     global _pool, _kept_off
-    _pool, _kept_off = None, None
+    _pool = None
+    _kept_off = None
     _workers.clear()
 
 

@@ -39,7 +39,8 @@ MAX_LENGTH = 2**63 - 1
 # all at once
 _FEW = 4096
 _MAX_WIDTH = 2**32 - 2  # a message counts the values of a row in 32 bits
-_SHORT, _LONG = np.dtype(np.int32), np.dtype(np.int64)
+_SHORT = np.dtype(np.int32)
+_LONG = np.dtype(np.int64)
 _ORDER = "expected strictly increasing indices; SparseVector.from_entries sorts entries and adds repeated ones"
 
 
@@ -76,7 +77,8 @@ class SparseVector:
         places: Any = indices
         numbers: Any = values
         if not _is_canonical(places, numbers, length):
-            length, numbers = to_integer("length", length, 0), _checked_values(numbers)
+            length = to_integer("length", length, 0)
+            numbers = _checked_values(numbers)
             places = _checked_indices(places, length)
             if on_device(places) != on_device(numbers):
                 raise TypeError(
@@ -116,16 +118,16 @@ class SparseVector:
         dtype: DTypeLike = np.float32,
         width: int | None = None,
         *,
-        beside: Any = None,
+        like: Any = None,
     ) -> "SparseVector":
         """Return a vector of `length` positions without entries; of rows if a width is given.
 
-        beside: an array on the device of the vector; None is host memory.
+        like: an array on the device of the vector; None is host memory.
         """
         kind = np.dtype(dtype)
         return (
-            _new_empty(length, kind, width, beside)
-            if on_device(beside)
+            _new_empty(length, kind, width, like)
+            if on_device(like)
             else _empty_on_host(length, kind, width)
         )
 
@@ -148,7 +150,8 @@ class SparseVector:
         repeated entries are added in float64; the sum is rounded once. In host memory
         only; raises TypeError for arrays on a device.
         """
-        places, given = _array(indices), _checked_values(values)
+        places = _array(indices)
+        given = _checked_values(values)
         if on_device(places) or on_device(given):
             raise TypeError(
                 "got entries on a device: add repeated ones there (PyTorch: coalesce), or copy to the host"
@@ -248,7 +251,8 @@ class SparseVector:
             raise TypeError(
                 f"the array is {one} and the vector {other}: expected both on one device; copy one"
             )
-        shape, wanted = tuple(array.shape), (self.length, *self.values.shape[1:])
+        shape = tuple(array.shape)
+        wanted = (self.length, *self.values.shape[1:])
         if dense.size != math.prod(wanted) or (
             self.width is not None and shape != wanted
         ):
@@ -273,7 +277,8 @@ class SparseVector:
 
     def check_ends(self) -> None:
         """Raise ValueError unless first and last index are in range, with room for the entries between them."""
-        entries, length = self.indices.size, self.length
+        entries = self.indices.size
+        length = self.length
         if not entries:
             return
         first, last = self._ends
@@ -499,7 +504,7 @@ def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
     )
 
 
-def whole(array: Array) -> SparseVector:
+def from_all_values(array: Array) -> SparseVector:
     """Return the vector with an entry for each value of a dense one, zero or not."""
     indices = kernels_for(array).consecutive(0, array.size, index_dtype(array.size))
     return SparseVector.trusted(indices, array, array.size)
@@ -530,12 +535,11 @@ def split(vector: SparseVector, bounds: Sequence[int]) -> list[SparseVector]:
     """
     if len(bounds) == 2:
         return [vector]
-    places, sizes = places_of(vector, bounds), np.diff(bounds).tolist()
+    places = places_of(vector, bounds)
+    sizes = np.diff(bounds).tolist()
     starts = np.repeat(np.array(bounds[:-1], vector.indices.dtype), np.diff(places))
-    indices, values = (
-        vector.indices - to_device_of(starts, vector.indices),
-        vector.values,
-    )
+    indices = vector.indices - to_device_of(starts, vector.indices)
+    values = vector.values
     return [
         SparseVector.trusted(
             indices[low:high].astype(index_dtype(size), copy=False),
@@ -552,7 +556,7 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     The arrays are new ones.
     """
     if vector.nnz <= k or not k:
-        nothing = SparseVector.empty(vector.length, vector.dtype, beside=vector.values)
+        nothing = SparseVector.empty(vector.length, vector.dtype, like=vector.values)
         return (vector.copy(), nothing) if k else (nothing, vector.copy())
     divide_largest = kernels_for(vector.values).divide_largest
     indices, values, other_indices, other_values = divide_largest(
@@ -570,12 +574,12 @@ def without_zeros(vector: SparseVector) -> SparseVector:
     return vector.copy() if kept.all() else vector.divide(np.flatnonzero(kept))[0]
 
 
-def within(vector: SparseVector, other: SparseVector) -> SparseVector:
+def intersection(vector: SparseVector, other: SparseVector) -> SparseVector:
     """Return the entries of `vector` at the indices of `other`, which has the same length."""
-    return parted(vector, other)[0]
+    return partition(vector, other)[0]
 
 
-def parted(
+def partition(
     vector: SparseVector, other: SparseVector
 ) -> tuple[SparseVector, SparseVector]:
     """Split a vector into its entries at the indices of `other`, which has the same length, and the rest.
@@ -584,16 +588,17 @@ def parted(
     """
     if not other.nnz:
         return SparseVector.empty(
-            vector.length, vector.dtype, vector.width, beside=vector.values
+            vector.length, vector.dtype, vector.width, like=vector.values
         ), vector.copy()
     places = np.minimum(np.searchsorted(other.indices, vector.indices), other.nnz - 1)
     return vector.divide(np.flatnonzero(other.indices[places] == vector.indices))
 
 
 def _new_empty(
-    length: int, dtype: np.dtype[Any], width: int | None, beside: Any = None
+    length: int, dtype: np.dtype[Any], width: int | None, like: Any = None
 ) -> SparseVector:
-    xp, length = namespace(beside), to_integer("length", length, 0)
+    xp = namespace(like)
+    length = to_integer("length", length, 0)
     values = xp.empty(0 if width is None else (0, width), dtype)
     return SparseVector.trusted(
         xp.empty(0, index_dtype(length)), _checked_values(values), length

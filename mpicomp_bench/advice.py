@@ -36,7 +36,10 @@ FASTEST = NETWORKS["1gbit"].rate  # of the links on which methods were measured
 # times as fast as what is simpler: the least gain for which a method is recommended
 PAYS = 1.1
 CASTS = 2.0  # reads of the vector for a copy to 16 bits and back; not measured
-DENSE, SIXTEEN, POWERSGD, IN_BASIS = "dense", "fp16", "powersgd-8", "in-basis-two-bit-8"
+DENSE = "dense"
+SIXTEEN = "fp16"
+POWERSGD = "powersgd-8"
+IN_BASIS = "in-basis-two-bit-8"
 ALONE = "one node alone"
 THEIRS = DENSE, SIXTEEN, POWERSGD  # PyTorch's own
 

@@ -151,7 +151,8 @@ def best_alternative(rows: list[Row], chosen: str) -> tuple[str, float]:
 
 def report(training: Training) -> str:
     """Return conditions and answer, the table, the lines, and what all rests on."""
-    rows, table = ranked(training), StringIO()
+    rows = ranked(training)
+    table = StringIO()
     show(rows, COLUMNS, table)
     chosen = recommended(rows, training)
     parts = [
@@ -160,7 +161,8 @@ def report(training: Training) -> str:
         "",
         table.getvalue(),
     ]
-    printed, first = [("Lines", chosen)], rows[0]["method"]
+    printed = [("Lines", chosen)]
+    first = rows[0]["method"]
     if (
         training.nodes > 1
         and not training.is_measured

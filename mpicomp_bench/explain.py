@@ -61,7 +61,9 @@ mpicomp explain --train --parameters 25M --step 0.3 --ranks 8 --network 1gbit --
 """
 
 # simulated: so many ranks at most, so many entries of each
-MOST_RANKS, MOST_COUNTED, COUNTED_ENTRIES = 10**6, 64, 2000
+MOST_RANKS = 10**6
+MOST_COUNTED = 64
+COUNTED_ENTRIES = 2000
 FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
 OF_ALL = "quantised_allreduce", "dense_allreduce"  # sums of all values
 # what a GradientExchange computes, by its collective or bits: as measured of a method
@@ -83,7 +85,8 @@ def add_to(commands: Any) -> None:
         examples=EXAMPLES,
         notes=ABOUT,
     )
-    add, values = explain.add_argument, partial(positive, most=MAX_LENGTH)
+    add = explain.add_argument
+    values = partial(positive, most=MAX_LENGTH)
     add(
         "--ranks",
         type=partial(positive, most=MOST_RANKS),
@@ -199,7 +202,8 @@ def advise(options: argparse.Namespace, out: TextIO) -> int:
 
 def explain_sum(options: argparse.Namespace, out: TextIO) -> int:
     """Print the predictions for one sum, and for an exchange and a step with it."""
-    density, on_node = options.density, evenly(options.ranks, options.per_node)
+    density = options.density
+    on_node = evenly(options.ranks, options.per_node)
     entries = max(1, round(options.length * (density or 1)))
     case = Case(options.ranks, options.length, entries, on_node)
     links = with_memory(options.network, options.memory)
@@ -233,7 +237,8 @@ def explained(
     collectives: their names; None for all. most_counted: the most ranks for which
     algorithms without a formula are counted on the simulated network.
     """
-    dense, half = dense_seconds(case, links), replace(case, length=-(-case.length // 2))
+    dense = dense_seconds(case, links)
+    half = replace(case, length=-(-case.length // 2))
     halved = sixteen_bits(case, links) + compression(SIXTEEN, case, links)
     exchanges: dict[str, float] = {}
     for collective in COLLECTIVES if collectives is None else collectives:
@@ -355,10 +360,8 @@ def counted(collective: Collective[..., Any], name: str, case: Case) -> Cost:
     It simulates vectors of a few thousand entries, with the density of the given ones.
     """
     scale = min(1.0, COUNTED_ENTRIES / case.entries)
-    length, entries = (
-        max(1, round(case.length * scale)),
-        max(1, round(case.entries * scale)),
-    )
+    length = max(1, round(case.length * scale))
+    entries = max(1, round(case.entries * scale))
     nodes = [0] * case.ranks if case.nodes == 1 else list(range(case.ranks))
     arguments = (
         ARGUMENTS[collective.name](entries) if collective.name in ARGUMENTS else {}

@@ -118,7 +118,8 @@ def _written(
             if path:
                 _replace(path, make)
         except OSError as error:
-            failed, reason = 1, error.strerror or error
+            failed = 1
+            reason = error.strerror or error
             sys.stderr.write(
                 f"{options.parser.prog}: cannot write {path}: {reason}; name another file with --{name}\n"
             )

@@ -145,7 +145,8 @@ def method(name: str) -> Method:
             raise ValueError(
                 f"method is {name!r}: expected settings such as density=0.1, of {found.line or 'none'}"
             )
-        old, new = rf'\b{key}=("?)\w[\w.]*', rf"{key}=\g<1>{value}"
+        old = rf'\b{key}=("?)\w[\w.]*'
+        new = rf"{key}=\g<1>{value}"
         found = found._replace(
             line=re.sub(old, new, found.line), outer=re.sub(old, new, found.outer)
         )

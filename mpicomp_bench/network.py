@@ -39,7 +39,8 @@ class Network:
         choice: Links = NETWORKS["1gbit"],
         rendezvous: bool = False,
     ) -> None:
-        self.choice, self.rendezvous = choice, rendezvous
+        self.choice = choice
+        self.rendezvous = rendezvous
         self.seen = 0  # times that a receiver saw of a message, or took it
         # by source, dest and tag
         self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(
@@ -67,7 +68,8 @@ class Network:
         pending: dict[int, deque[Any]] = {rank: deque() for rank in ranks}
         results: list[Any] = [None] * len(ranks)
         while ranks:
-            moved, before = False, self.seen
+            moved = False
+            before = self.seen
             for rank in self.rng.permutation(list(ranks)).tolist():
                 if self.complete(pending[rank]):
                     moved = True
@@ -96,16 +98,20 @@ class SimulatedLink:
     def __init__(
         self, network: Network, rank: int, size: int, nodes: tuple[int, ...]
     ) -> None:
-        self.network, self.rank, self.size = network, rank, size
-        self.nodes, self.node_sizes = nodes, group_sizes(nodes)
-        self.traffic, self.turns, self.reduced = Traffic(), deque[Turn](), 0
-        self.choice, self.gathered, self.checked = (
-            network.choice,
-            set[tuple[Any, ...]](),
-            False,
-        )
+        self.network = network
+        self.rank = rank
+        self.size = size
+        self.nodes = nodes
+        self.node_sizes = group_sizes(nodes)
+        self.traffic = Traffic()
+        self.turns = deque[Turn]()
+        self.reduced = 0
+        self.choice = network.choice
+        self.gathered = set[tuple[Any, ...]]()
+        self.checked = False
         # the last round that this rank took part in, and that it sent in
-        self.clock, self.sent = 0, 0
+        self.clock = 0
+        self.sent = 0
 
     def end_step(self) -> None:
         """Record that the rank no longer waits."""
@@ -156,8 +162,11 @@ class Message:
     def __init__(
         self, buffer: Buffer, sent: int, answered: "SimulatedArrival | None", long: bool
     ) -> None:
-        self.buffer, self.sent, self.received = buffer.copy(), sent, False
-        self.answered, self.long = answered if long else None, long
+        self.buffer = buffer.copy()
+        self.sent = sent
+        self.received = False
+        self.answered = answered if long else None
+        self.long = long
 
     def left(self) -> bool:
         """Return whether the message can be received."""
@@ -172,7 +181,10 @@ class SimulatedArrival:
     """A message to be received."""
 
     def __init__(self, link: SimulatedLink, source: int, box: deque[Message]) -> None:
-        self.link, self.source, self.box, self.known = link, source, box, False
+        self.link = link
+        self.source = source
+        self.box = box
+        self.known = False
         self.buffer: Buffer | None = None
         self.copy = None  # on a device: none here
 
@@ -185,7 +197,8 @@ class SimulatedArrival:
             if self.box[0].left():
                 message = self.box.popleft()
                 self.link.network.seen += 1
-                message.received, self.buffer = True, message.buffer
+                message.received = True
+                self.buffer = message.buffer
                 self.link.clock = max(self.link.clock, message.sent)
         return self.buffer is not None
 
@@ -196,7 +209,9 @@ class Reduction:
     def __init__(
         self, arrays: list[NDArray[Any]], total: NDArray[Any], size: int
     ) -> None:
-        self.arrays, self.total, self.size = arrays, total, size
+        self.arrays = arrays
+        self.total = total
+        self.size = size
 
     def test(self) -> bool:
         """See `Pending.test`."""

@@ -64,7 +64,8 @@ def show(
     about: the common text above the first column.
     """
     done = []
-    (first, *_), heads = columns[0], [head for head, _, _ in columns]
+    (first, *_) = columns[0]
+    heads = [head for head, _, _ in columns]
     if out:
         out.write(_line(columns, [about or first, *heads[1:]]))
     for row in rows:

@@ -13,7 +13,7 @@ from mpicomp import SparseVector
 from mpicomp.compressors import expect_integer
 from mpicomp.compressors.common import Density, at_positions, finite_vector
 from mpicomp.compressors.selection import Selection
-from mpicomp.vector import add_up, top_k, within
+from mpicomp.vector import add_up, intersection, top_k
 
 LENGTH = 240
 
@@ -201,7 +201,7 @@ def gathering(vector, group, k):
     parts = yield from group.gather(vector, vector.nnz)
     total = add_up([theirs for theirs, _ in parts])
     result, dropped = top_k(total, max(count for _, count in parts) if k is None else k)
-    return result, within(vector, dropped)
+    return result, intersection(vector, dropped)
 
 
 def declare_gathering(monkeypatch):
@@ -248,7 +248,7 @@ def take_step(feedback, compressor, gradient):
     """Take a step of a feedback method on one rank, and return the vector that is sent."""
     selection = Selection([None], [0, gradient.size], [compressor])
     corrected, sent = feedback.compress(selection, gradient)
-    feedback.settle(corrected, sent)
+    feedback.prepare_residual(corrected, sent)
     feedback.commit()
     return sent
 

@@ -144,7 +144,7 @@ def test_residuals_begin_at_a_cache_line_also_when_they_were_loaded():
             selection = Selection([None], [0, gradient.size], [TopK(k=9)])
             corrected, sent = feedback.compress(selection, gradient)
             assert address(corrected) % 64 == 0
-            feedback.settle(corrected, sent)
+            feedback.prepare_residual(corrected, sent)
             feedback.commit()
         other.load_state_dict(one.state_dict())
 

@@ -184,7 +184,7 @@ def test_feedback_keeps_what_quantisation_loses():
     sent = compressor.compress(corrected)
     assert sent.values.tolist() == [-4, 4, -4]
     assert compressor.error.values.tolist() == [2, 0, -2]
-    feedback.settle(corrected, sent)
+    feedback.prepare_residual(corrected, sent)
     feedback.commit()
     np.testing.assert_array_equal(feedback.residual + sent.to_dense(), gradient)
     assert repr(compressor) == "Quantised(compressor=TopK(k=3), form='sign')"

@@ -83,8 +83,8 @@ def test_feedback(cupy, name, dtype, size):
         assert on_device.get().tobytes() == corrected.tobytes()
         sent, sent_there = pick.compress(corrected), pick.compress(on_device)
         rejected = top_k(sent, 60)[1]
-        here.settle(corrected, sent, rejected)
-        on_it.settle(on_device, sent_there, there(rejected, cupy))
+        here.prepare_residual(corrected, sent, rejected)
+        on_it.prepare_residual(on_device, sent_there, there(rejected, cupy))
         written = [*zip(on_it.written, here.written, strict=True)]
         here.commit()
         on_it.commit()
@@ -113,7 +113,7 @@ def test_what_the_host_saved_goes_on_on_a_device(cupy, name):
         gradients(steps=2),
     )
     sent = TopK(k=100).compress(first)
-    here.settle(here.correct(first), sent)
+    here.prepare_residual(here.correct(first), sent)
     here.commit()
     on_it.load_state_dict(here.state_dict())
     assert (
@@ -310,8 +310,8 @@ def test_subnormal_numbers_are_not_lost(cupy, dtype):
             assert_same(decode(message), here)
         assert_same(merge(on_it, on_it), merge(here, here))
         feedback = ErrorFeedback()
-        nothing = SparseVector.empty(48, dtype, beside=on_it.values)
-        feedback.settle(feedback.correct(cupy.asarray(dense)), nothing)
+        nothing = SparseVector.empty(48, dtype, like=on_it.values)
+        feedback.prepare_residual(feedback.correct(cupy.asarray(dense)), nothing)
         feedback.commit()
         assert (
             feedback.correct(cupy.asarray(dense)).get().tobytes()

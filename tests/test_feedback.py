@@ -212,7 +212,7 @@ def test_a_collective_that_returns_no_sum_is_named(returned):
 
 def test_the_gradient_that_a_feedback_of_ones_own_returns_is_not_written_to():
     class Plain(NoFeedback):
-        settle_all = Feedback.settle_all
+        prepare_rejected = Feedback.prepare_rejected
 
     gradient = np.ones(3)
     assert GradientExchange(World, Dense(), Plain(), dense_allreduce)(

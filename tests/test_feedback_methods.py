@@ -62,7 +62,7 @@ def one_step(feedback, gradient, compressor, reject=0):
 
 def keep(feedback, corrected, sent, rejected=None):
     """End a step."""
-    feedback.settle(corrected, sent, rejected)
+    feedback.prepare_residual(corrected, sent, rejected)
     feedback.commit()
 
 
@@ -235,18 +235,18 @@ def test_misuse_is_named(method):
     feedback, nothing = method(), SparseVector.empty(LENGTH, np.float64)
     corrected = feedback.correct(normal(0))
     with pytest.raises(ValueError, match="got a vector of length 3: expected 40"):
-        feedback.settle(corrected, SparseVector.empty(3, np.float64))
+        feedback.prepare_residual(corrected, SparseVector.empty(3, np.float64))
     keep(feedback, corrected, nothing)
-    with pytest.raises(RuntimeError, match="settle without correct"):
-        feedback.settle(corrected, nothing)
+    with pytest.raises(RuntimeError, match="prepare_residual without correct"):
+        feedback.prepare_residual(corrected, nothing)
     for change in (
         lambda: feedback.load_state_dict(feedback.state_dict()),
         lambda: feedback.rescale(2),
     ):
         corrected = feedback.correct(normal(1))
         change()
-        with pytest.raises(RuntimeError, match="settle without correct"):
-            feedback.settle(corrected, nothing)
+        with pytest.raises(RuntimeError, match="prepare_residual without correct"):
+            feedback.prepare_residual(corrected, nothing)
     for other in (np.ones(4), np.ones(LENGTH, np.float32)):
         message = rf"the gradient is .*: expected float64 of shape \(40,\).*use one {type(feedback).__name__} for each"
         with pytest.raises(ValueError, match=message):
@@ -322,7 +322,7 @@ def test_what_comes_back_out_of_range_is_told_before_anything_changes(name):
     back = SparseVector([1], np.array([60_000], np.float16), LENGTH)
     message = "leaves the range of float16: scale the gradients down, or use float32"
     with np.errstate(over="ignore"), pytest.raises(OverflowError, match=message):
-        feedback.settle(feedback.correct(gradient), nothing, back)
+        feedback.prepare_residual(feedback.correct(gradient), nothing, back)
     assert state_of(feedback) == before
     assert np.isfinite(gradient).all()
     one_step(feedback, np.ones(LENGTH, np.float16), TopK(k=5))
@@ -337,7 +337,7 @@ def test_in_place_the_gradient_changes_at_the_commit_and_nothing_is_kept():
         SparseVector([0, 2], [4.0, -5.0], 4),
         SparseVector([0, 3], [4.0, 7.0], 4),
     )
-    feedback.settle(corrected, sent, rejected)
+    feedback.prepare_residual(corrected, sent, rejected)
     assert gradient.tolist() == [4, 1, -6, 2]
     feedback.commit()
     assert gradient.tolist() == [4, 1, -1, 9]

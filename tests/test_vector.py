@@ -12,11 +12,11 @@ from mpicomp.vector import (
     add_up,
     concatenate,
     index_dtype,
+    intersection,
     join,
     merge,
-    parted,
+    partition,
     top_k,
-    within,
     without_zeros,
 )
 
@@ -349,7 +349,7 @@ def test_within_keeps_the_entries_where_another_vector_has_one(sizes):
     vector, other = (
         SparseVector(support, np.arange(support.size) + 1.0, 90) for support in supports
     )
-    found, expected = within(vector, other), np.isin(supports[0], supports[1])
+    found, expected = intersection(vector, other), np.isin(supports[0], supports[1])
     assert found.indices.tolist() == supports[0][expected].tolist()
     assert found.values.tolist() == vector.values[expected].tolist()
 
@@ -491,8 +491,8 @@ def test_results_of_operations_share_no_memory_with_their_arguments():
         concatenate([vector]),
         join([vector]),
         without_zeros(vector),
-        *parted(vector, empty),
-        within(vector, vector),
+        *partition(vector, empty),
+        intersection(vector, vector),
     ]
     for result in results:
         assert not np.shares_memory(result.indices, vector.indices)

@@ -130,7 +130,7 @@ class Sparse:
             self.basis.forward(vector, vector)
         corrected = feedback.correct(vector)
         sent = self.compressor.compress(corrected, gradient=vector)
-        feedback.settle(corrected, sent)
+        feedback.prepare_residual(corrected, sent)
         feedback.commit()
         return sent
 

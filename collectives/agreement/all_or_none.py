@@ -47,7 +47,8 @@ def check_same(what: str, texts: list[dict[str, str]]) -> None:
     """Raise CollectiveError if the texts of the ranks, by name, differ."""
     for rank, theirs in enumerate(texts):
         for name in texts[0] | theirs:
-            first, here = texts[0].get(name, "missing"), theirs.get(name, "missing")
+            first = texts[0].get(name, "missing")
+            here = theirs.get(name, "missing")
             if first != here:
                 raise CollectiveError(
                     f"all ranks must have the same {what}: {name!r} is {first} on rank 0, and {here} on rank {rank}"

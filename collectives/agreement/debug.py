@@ -148,9 +148,11 @@ def _digest(vectors: Sequence[Any]) -> str:
     digest = blake2b(digest_size=8)
     for vector in vectors:
         if isinstance(vector, SparseVector):
-            length, arrays = vector.length, [vector.indices, vector.values]
+            length = vector.length
+            arrays = [vector.indices, vector.values]
         else:
-            length, arrays = vector.size, [vector]
+            length = vector.size
+            arrays = [vector]
         digest.update(repr((length, str(vector.dtype), arrays[-1].shape)).encode())
         for array in arrays:
             digest.update(np.ascontiguousarray(to_numpy(array)).data)

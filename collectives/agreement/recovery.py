@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # bits; above them _WIDTH bits of the quorum, and as many of its complement
-_SOUND, _SHRINK = 1, 2
+_SOUND = 1
+_SHRINK = 2
 _WIDTH = 14
 _ONES = (1 << _WIDTH) - 1
 
@@ -90,7 +91,8 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
 
 
 def _missing(comm: "MPI.Intracomm", survivors: "MPI.Intracomm") -> list[int]:
-    before, after = comm.Get_group(), survivors.Get_group()
+    before = comm.Get_group()
+    after = survivors.Get_group()
     try:
         left = set(after.Translate_ranks(None, before))
     finally:
@@ -122,7 +124,8 @@ class Agreements:
     """This rank's part in MPI's agreements on a communicator, cached on it."""
 
     def __init__(self, comm: "MPI.Intracomm") -> None:
-        self._comm, self._bits = comm, np.empty(1, np.int32)
+        self._comm = comm
+        self._bits = np.empty(1, np.int32)
         self._shrinking = 0  # agreements in a row in which all came to shrink
         # one to shrink that timed out: MPI counts this rank's bits there
         self._unfinished: Sending | None = None
@@ -161,7 +164,8 @@ class Agreements:
         return (common | common >> _WIDTH) & _ONES == _ONES
 
     def _start(self, bits: int) -> Sending:
-        self._bits, self._unfinished = np.array([bits], np.int32), None
+        self._bits = np.array([bits], np.int32)
+        self._unfinished = None
         return Sending(self._comm.Iagree(self._bits), keeping=self._bits)
 
     def _finish(self, agreement: Sending, call: str) -> bool:

@@ -35,12 +35,14 @@ class Faults:
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._others = rank, set(range(size)) - {rank}
+        self._rank = rank
+        self._others = set(range(size)) - {rank}
         self._raised_as: type[CollectiveError] | None = None
         self._text = ""  # what is raised; empty as long as notices may change it
         # of the ranks that gave up, by rank, and this rank's own
         self._notices: dict[int, dict[str, Any]] = {}
-        self._doing, self._dead = "", set[int]()
+        self._doing = ""
+        self._dead = set[int]()
         self.revoked = False  # whether MPI's Revoke is due, or was called
 
     @property
@@ -89,7 +91,9 @@ class Faults:
     def die(self, doing: str) -> None:
         """Stop using the communicator, as a rank died. doing: the interrupted operation, for the text."""
         if not self.finished:
-            self._raised_as, self._doing, self.revoked = RankFailedError, doing, True
+            self._raised_as = RankFailedError
+            self._doing = doing
+            self.revoked = True
 
     def identify(self, dead: Iterable[int]) -> None:
         """Store the ranks that MPI reports as dead: they send no notice."""
@@ -129,16 +133,15 @@ class Faults:
         ]
         if not damage:
             return f"{self._reason()}; {self._absent()}. {_REMEDY}"
-        self._raised_as, mine = DamagedMessageError, self._notices[self._rank]
+        self._raised_as = DamagedMessageError
+        mine = self._notices[self._rank]
         return f"{mine['operation']} stopped in round {mine['round']}. {'; '.join(damage)}. {_REMEDY}"
 
     def _reason(self) -> str:
         """Return the reason for giving up: this rank waited too long, or another rank did."""
         mine = self._notices[self._rank]
-        operation, where = (
-            mine["operation"],
-            f"in round {mine['round']}, waiting for {_named(mine['for'])}",
-        )
+        operation = mine["operation"]
+        where = f"in round {mine['round']}, waiting for {_named(mine['for'])}"
         if mine["waited"]:
             return f"{operation} timed out after {mine['waited']:.3g} s" + (
                 f" {where}" if mine["round"] else ""

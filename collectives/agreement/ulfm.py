@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "OMPI_MCA_"  # where mpirun states every setting, also one from a file
 ENABLE = "mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
-DETECTOR, THREAD, TIMEOUT = (
-    "mpi_ft_detector",
-    "mpi_ft_detector_thread",
-    "mpi_ft_detector_timeout",
-)
+DETECTOR = "mpi_ft_detector"
+THREAD = "mpi_ft_detector_thread"
+TIMEOUT = "mpi_ft_detector_timeout"
 SETTINGS = {DETECTOR: "true", "mpi_ft_detector_period": "20", TIMEOUT: "300"}  # seconds
 LEAST = 60.0  # seconds of the detector's timeout below which a busy rank is in danger
 FLAGS = " ".join(
@@ -153,7 +151,8 @@ def _awaited_dead(comm: Any) -> list[int]:
 
 def known_dead(comm: Any) -> list[int]:
     """Return the ranks that MPI reports here as dead."""
-    group, failed = comm.Get_group(), comm.Get_failed()
+    group = comm.Get_group()
+    failed = comm.Get_failed()
     try:
         return sorted(failed.Translate_ranks(None, group)) if failed.size else []
     finally:

@@ -22,11 +22,15 @@ LONG_NBYTES = 1 << 22
 # benchmarks/fit_choice.py prints what the codec and docs/results/choice-*.json give for
 # each of these. Bits of a value as `smallest` codes it, over those in memory: of floats
 # selected by magnitude, of sums of these, of sums of 16-bit floats.
-FLOATS, SUMS, HALF_SUMS = 0.77, 0.88, 0.54
+FLOATS = 0.77
+SUMS = 0.88
+HALF_SUMS = 0.54
 # Seconds over those of merging an entry: of an entry in a sum of many lists or in a
 # selection; of a value of a dense array that is read and written, and of one that MPI
 # adds.
-SUMMED, FILLED, ADDED = 2.5, 0.25, 0.125
+SUMMED = 2.5
+FILLED = 0.25
+ADDED = 0.125
 
 # the cost inside the nodes, and between them by so many ranks of each
 OnNodes = tuple[Cost, Cost, int]
@@ -87,17 +91,20 @@ class Case:
         self, entries: float, share: float = 1.0, *, summed: bool = False
     ) -> float:
         """Return the bytes of a message with `entries` entries in a share of the index space."""
-        span, indices = share * self.length, index_dtype(self.length).itemsize * entries
+        span = share * self.length
+        indices = index_dtype(self.length).itemsize * entries
         values = entries * self.value_nbytes
         is_coded = self.nodes > 1 and indices + values > SHORT_NBYTES
         if is_coded:
             values = entries * self.value_bits(summed=summed) / 8
         if entries > span - 0.5 and self.value_nbytes:
-            indices, values = 8, span * self.value_nbytes
+            indices = 8
+            values = span * self.value_nbytes
         elif entries >= 1:
             # from the first entry to the last one
             found = span * (entries - 1) / (entries + 1) + 1
-            bitmap, low = 16 + found / 8, max(0, int(found / entries).bit_length() - 1)
+            bitmap = 16 + found / 8
+            low = max(0, int(found / entries).bit_length() - 1)
             if is_coded:
                 # Elias-Fano
                 indices = min(
@@ -143,13 +150,14 @@ def _recursive_doubling(case: Case, most: float = math.inf) -> Cost:
     # Rank 0 is the busiest: one of the ranks beyond the core ranks, the largest power
     # of two, folds into it.
     core = core_size(case.ranks)
-    beyond, rounds, nbytes, merged = case.ranks - core, core.bit_length() - 1, 0.0, 0.0
+    beyond = case.ranks - core
+    rounds = core.bit_length() - 1
+    nbytes = 0.0
+    merged = 0.0
     for block in [1 << step for step in range(rounds)]:
         held = min(most, case.union(block + min(block, beyond)))
-        nbytes, merged = (
-            nbytes + case.message(held, summed=block + beyond > 1),
-            merged + 2 * held,
-        )
+        nbytes = nbytes + case.message(held, summed=block + beyond > 1)
+        merged = merged + 2 * held
     if not beyond:
         return in_rounds(rounds, nbytes, merged)
     unfolded = case.message(min(most, case.union(case.ranks)), summed=True)
@@ -158,10 +166,8 @@ def _recursive_doubling(case: Case, most: float = math.inf) -> Cost:
 
 def split(case: Case) -> Cost:
     """Return the cost of summing every share on its owner."""
-    others, part = (
-        case.ranks - 1,
-        case.message(case.entries / case.ranks, 1 / case.ranks),
-    )
+    others = case.ranks - 1
+    part = case.message(case.entries / case.ranks, 1 / case.ranks)
     return min(1, others), others, others * part, case.entries
 
 
@@ -243,11 +249,9 @@ def metadata_cost(case: Case, algorithm: str) -> Cost:
 
 
 def _node_lanes(case: Case, links: Links) -> OnNodes:
-    lanes, union, node = (
-        case.per_node,
-        case.union(case.ranks),
-        replace(case, ranks=case.per_node),
-    )
+    lanes = case.per_node
+    union = case.union(case.ranks)
+    node = replace(case, ranks=case.per_node)
     inner = plus(
         split(node), gather(node, node.message(union / lanes, 1 / lanes), union)
     )
@@ -272,7 +276,9 @@ def _sum_between(case: Case, lanes: int, links: Links) -> Cost:
 
 def _gtopk_node_leaders(case: Case, links: Links) -> OnNodes:
     # The first ranks of the nodes gather once.
-    nodes, union, rounds = case.nodes, case.union(case.per_node), upper(case.per_node)
+    nodes = case.nodes
+    union = case.union(case.per_node)
+    rounds = upper(case.per_node)
     between = replace(case, ranks=nodes, per_node=1, entries=union, bits=None)
     # entries of a node that others have as well
     several = union + between.union(nodes - 1) - between.union(nodes)

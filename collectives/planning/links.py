@@ -35,7 +35,9 @@ STEP = 10.0  # measured figures are rounded to powers of it
 SHORT_TRIPS, TRIPS = 20, 3  # round trips of a short message, and of each longer one
 LONG_ENOUGH = 1e-3  # seconds of a message from which no longer one is sent
 # bytes of the messages that measure the rate
-SHORTEST, LONGEST, GROWTH = 1 << 16, 1 << 24, 4
+SHORTEST = 1 << 16
+LONGEST = 1 << 24
+GROWTH = 4
 _OWN = re.compile(
     r"(\d+(?:\.\d+)?) *([kmg])(?:bit(?:/s|ps)?|bps|be)"
     r"(?:: *(\d+(?:\.\d+)?) *(ns|us|ms|s))?"
@@ -150,7 +152,9 @@ def measured(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Links:
     """Return the links of the slowest pair of neighbouring nodes, rounded, the same on all ranks; as `agreed_links`."""
     from mpi4py import MPI
 
-    firsts, mine, slowest = sorted(set(nodes)), np.zeros(2), np.empty(2)
+    firsts = sorted(set(nodes))
+    mine = np.zeros(2)
+    slowest = np.empty(2)
     place = firsts.index(comm.rank) if comm.rank in firsts else -1
     if place >= 0 and place ^ 1 < len(firsts):
         mine[:] = _timed(comm, firsts[place ^ 1], leads=place % 2 == 0)
@@ -185,7 +189,8 @@ def _trip(
     comm: "MPI.Intracomm", partner: int, nbytes: int, trips: int, *, leads: bool
 ) -> float:
     """Return half of the fastest of some round trips, as the leading rank saw it: the link did not delay the others."""
-    buffer, fastest = np.zeros(nbytes, np.uint8), np.full(1, np.inf)
+    buffer = np.zeros(nbytes, np.uint8)
+    fastest = np.full(1, np.inf)
     for _ in range(trips):
         start = time.perf_counter()
         for sends in leads, not leads:

@@ -100,7 +100,8 @@ def balanced_bounds(
     These are `equal_bounds`, if no share has over `SKEW` times the mean, else quantiles
     of the samples.
     """
-    equal, places = equal_bounds(length, size), np.concatenate(samples)
+    equal = equal_bounds(length, size)
+    places = np.concatenate(samples)
     if not places.size:
         return equal
     runs = [
@@ -109,7 +110,8 @@ def balanced_bounds(
     ]
     order = np.argsort(places, kind="stable")
     # estimated, up to each sample
-    places, entries = places[order], np.cumsum(np.concatenate(runs)[order])
+    places = places[order]
+    entries = np.cumsum(np.concatenate(runs)[order])
     total = int(entries[-1])
     below = np.concatenate([[0], entries])[
         np.searchsorted(places, np.array(equal, places.dtype))

@@ -38,7 +38,8 @@ def tree_parent(rank: int, size: int, root: int = 0) -> int | None:
 
 def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:
     """Yield the children of `rank` in the binomial tree of `root`, the smallest subtree first."""
-    place, distance = (rank - root) % size, 1
+    place = (rank - root) % size
+    distance = 1
     while place + distance < size and not place & distance:
         yield (place + distance + root) % size
         distance *= 2
@@ -72,7 +73,8 @@ def hearing(rank: int, size: int) -> tuple[int, ...]:
     The partners in recursive doubling are first: of ranks that run it instead, messages
     are received as they are sent, which avoids a cycle of waits.
     """
-    partner, core = fold_partner(rank, size), core_size(size)
+    partner = fold_partner(rank, size)
+    core = core_size(size)
     first = (
         []
         if rank >= core

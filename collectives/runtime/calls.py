@@ -102,7 +102,7 @@ def _vector_of(
     if call.follow and link.rank != call.arguments["root"]:
         given = call.contribution
         is_vector = isinstance(given, SparseVector)
-        return SparseVector.empty(0, beside=given.values) if is_vector else NOTHING
+        return SparseVector.empty(0, like=given.values) if is_vector else NOTHING
     return call.prepare(call, link.size)
 
 

@@ -64,7 +64,8 @@ def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:
 
 def answers() -> str:
     """Return what this MPI says of itself, in both ways, and what follows."""
-    supports, kinds = query(), alloc_kinds()
+    supports = query()
+    kinds = alloc_kinds()
     query_says = "missing" if supports is None else int(supports)
     said = f"MPIX_Query_cuda_support {query_says}, mpi_memory_alloc_kinds {kinds or 'missing'}"
     if supports or has_cuda(kinds):

@@ -61,12 +61,12 @@ class Request(Generic[T]):
     """
 
     def __init__(self, steps: Steps[T], group: Group, engine: "Engine") -> None:
-        self._steps, self._engine, self._group = steps, engine, group
-        self.link, self.operation, self._round = (
-            group.link,
-            group.signature["operation"],
-            0,
-        )
+        self._steps = steps
+        self._engine = engine
+        self._group = group
+        self.link = group.link
+        self.operation = group.signature["operation"]
+        self._round = 0
         self._pending: tuple[Pending, ...] = ()
         self._result: T
         self._error: Exception | None = None
@@ -134,7 +134,8 @@ class Request(Generic[T]):
             self._pending = next(self._steps)
             self._round += 1
         except StopIteration as end:
-            self._result, self.done = end.value, True
+            self._result = end.value
+            self.done = True
         except BaseException as error:
             # of a signal's handler, while it waited: the operation is as it was
             if not is_resumed and not self._is_of_mpi(error):
@@ -182,7 +183,8 @@ class Request(Generic[T]):
             return
         # this frame would hold what holds the error
         deeper = error.__traceback__ and error.__traceback__.tb_next
-        self._error, self.done = error.with_traceback(deeper), True
+        self._error = error.with_traceback(deeper)
+        self.done = True
 
     def is_after(self, other: Group) -> bool:
         """Return whether it was started after an operation that broke off."""
@@ -202,7 +204,8 @@ class Request(Generic[T]):
         """End with an error, whatever is still in flight."""
         self._steps.close()
         self._engine.abandon(self._pending)
-        self._error, self.done = error, True
+        self._error = error
+        self.done = True
 
 
 class Engine:
@@ -350,13 +353,16 @@ class Engine:
         shortest sleep ends.
         """
         longest = max((self.timeout or math.inf) / 2, _LONGEST_ROUND)
-        pause, began = _SHORTEST_PAUSE, time.monotonic()
+        pause = _SHORTEST_PAUSE
+        began = time.monotonic()
         now = began
         while not reached():
             moved = self.advance()
-            before, now = now, time.monotonic()
+            before = now
+            now = time.monotonic()
             if moved or now - before > longest:
-                pause, began = _SHORTEST_PAUSE, now
+                pause = _SHORTEST_PAUSE
+                began = now
             if moved:
                 continue
             watch(now - began)

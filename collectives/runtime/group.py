@@ -82,13 +82,11 @@ class Group:
         codec: str = "auto",
         like: Any = None,
     ) -> None:
-        self.link, self.signature, self.error, self.like, self.codec = (
-            link,
-            signature,
-            error,
-            like,
-            codec,
-        )
+        self.link = link
+        self.signature = signature
+        self.error = error
+        self.like = like
+        self.codec = codec
         self._turn_reserved: Turn | None = None
         # the messages of this round: an operation that breaks off has to keep them
         self.posted: list[Arrival | Sending] = []
@@ -99,9 +97,11 @@ class Group:
         # counts the operations on the communicator, alike on all ranks
         self.number = self._tag = link.take_tag()
         self._digest = _digest(tuple(signature), tuple(signature.values()))
-        self.rank, self.size = link.rank, link.size
+        self.rank = link.rank
+        self.size = link.size
         self._ranks: Sequence[int] = range(link.size)  # of the communicator
-        self._nodes, self.node_sizes = link.nodes, link.node_sizes
+        self._nodes = link.nodes
+        self.node_sizes = link.node_sizes
 
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""
@@ -114,7 +114,8 @@ class Group:
     def subgroup(self, ranks: Sequence[int]) -> "Group":
         """Return the group of some ranks, numbered in this order; includes this rank."""
         inner = copy(self)
-        inner.rank, inner.size = list(ranks).index(self.rank), len(ranks)
+        inner.rank = list(ranks).index(self.rank)
+        inner.size = len(ranks)
         inner._ranks = [self._ranks[rank] for rank in ranks]
         inner._nodes = tuple([self._nodes[rank] for rank in ranks])
         inner.node_sizes = schedule.group_sizes(inner._nodes)
@@ -133,7 +134,7 @@ class Group:
             signature.get("dtype") or "float32",
             signature.get("width"),
         )
-        return SparseVector.empty(*what, beside=self.like)
+        return SparseVector.empty(*what, like=self.like)
 
     def turn(self) -> "Turn":
         """Return the turn for MPI's own collectives; call before the first yield, for the same order on all ranks."""

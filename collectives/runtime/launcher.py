@@ -70,7 +70,8 @@ def torchrun_variables(
     >>> torchrun_variables(3, [0, 0, 2, 2], "node7", 29500)["LOCAL_RANK"]
     '1'
     """
-    first, nodes = first_on_node[rank], sorted(set(first_on_node))
+    first = first_on_node[rank]
+    nodes = sorted(set(first_on_node))
     numbers = {"RANK": rank, "WORLD_SIZE": len(first_on_node)}
     numbers |= {
         "LOCAL_RANK": first_on_node[:rank].count(first),

@@ -82,18 +82,21 @@ class Link:
         checked: bool,
         on_free: "Callable[[Link], None]",
     ) -> None:
-        self.comm, self.rank, self.size = duplicate, duplicate.rank, duplicate.size
-        self.nodes, self.node_sizes, self.choice = nodes, group_sizes(nodes), choice
-        self.backs_off, self.direct, self.checked, self.on_free = (
-            backs_off,
-            direct,
-            checked,
-            on_free,
-        )
+        self.comm = duplicate
+        self.rank = duplicate.rank
+        self.size = duplicate.size
+        self.nodes = nodes
+        self.node_sizes = group_sizes(nodes)
+        self.choice = choice
+        self.backs_off = backs_off
+        self.direct = direct
+        self.checked = checked
+        self.on_free = on_free
         self.gathered: set[tuple[Any, ...]] = set()
         self.traffic = Traffic()
         self.turns: deque[Turn] = deque()
-        self._tags, self._next_tag = notice_tag(duplicate), 0
+        self._tags = notice_tag(duplicate)
+        self._next_tag = 0
         self.faults = Faults(self.rank, self.size)
         self._lost = ""
 
@@ -104,7 +107,8 @@ class Link:
 
     def take_lost(self) -> str:
         """Return the text of `lose`, once: the next operation then raises on all ranks; empty if nothing was lost."""
-        text, self._lost = self._lost, ""
+        text = self._lost
+        self._lost = ""
         return text
 
     def turn(self) -> Turn:
@@ -113,7 +117,8 @@ class Link:
 
     def take_tag(self) -> int:
         """Return the tag of the next operation; all ranks start operations in the same order, so their tags agree."""
-        tag, self._next_tag = self._next_tag, (self._next_tag + 1) % self._tags
+        tag = self._next_tag
+        self._next_tag = (self._next_tag + 1) % self._tags
         return tag
 
     def send(

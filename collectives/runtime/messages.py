@@ -72,11 +72,9 @@ class Sending:
         keeping: Any = None,
         after: "tuple[Arrival, Callable[[], list[MPI.Request]]] | None" = None,
     ) -> None:
-        self._requests, self._keeping, self._start = (
-            requests,
-            keeping,
-            after and after[1],
-        )
+        self._requests = requests
+        self._keeping = keeping
+        self._start = after and after[1]
         if after is not None:
             after[0].when_known = self._started
 
@@ -96,7 +94,8 @@ class Sending:
 
     def _started(self) -> None:
         assert self._start is not None
-        self._requests, self._start = (*self._requests, *self._start()), None
+        self._requests = (*self._requests, *self._start())
+        self._start = None
 
 
 class Arrival:
@@ -120,11 +119,9 @@ class Arrival:
         self.when_known: Callable[[], None] | None = None
         self.buffer: Buffer = NOTHING
         self.copy: Any = None
-        self._envelope, self._allocate, self._copy_in = (
-            (comm, source, tag),
-            allocate,
-            copy_in,
-        )
+        self._envelope = (comm, source, tag)
+        self._allocate = allocate
+        self._copy_in = copy_in
         # pieces under way; None before it is matched
         self._awaited: list[tuple[MPI.Request, slice]] | None = None
 

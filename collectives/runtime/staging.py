@@ -26,7 +26,8 @@ def send_pieces(
     if direct:
         wait_for_stream()
         return messages.send_pieces(comm, block, dest, tag)
-    landing, parts = pinned(block.size), pieces(block.size)
+    landing = pinned(block.size)
+    parts = pieces(block.size)
     copied = []
     for part in parts:
         _copy_out(block[part], landing[part])

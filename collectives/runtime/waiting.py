@@ -36,7 +36,8 @@ def agree_on_waiting(
     masks: dict[int, list[int]] = {}
     for (_, _, mask), node in zip(settings, nodes, strict=True):
         masks.setdefault(node, []).append(mask)
-    here, (setting, _, mine) = masks[nodes[comm.rank]], settings[comm.rank]
+    here = masks[nodes[comm.rank]]
+    (setting, _, mine) = settings[comm.rank]
     backs_off = (
         crowding(here) > 1 and not yields_the_core()
         if setting == "auto"

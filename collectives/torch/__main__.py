@@ -107,8 +107,12 @@ def _wait_for_others(ended: "MPI.Intracomm") -> None:
     Ranks send messages only if one is late: the barrier tells none which ranks are
     absent. ended: a duplicate of COMM_WORLD, for this alone.
     """
-    timeout, barrier, began = initial_timeout(), ended.Ibarrier(), time.monotonic()
-    nothing, arrived, spoke = np.empty(0, np.uint8), {ended.rank}, False
+    timeout = initial_timeout()
+    barrier = ended.Ibarrier()
+    began = time.monotonic()
+    nothing = np.empty(0, np.uint8)
+    arrived = {ended.rank}
+    spoke = False
     sent: list[MPI.Request] = []
     patience = min(_PATIENCE, (timeout or _PATIENCE) / 2)
     status = mpi().Status()
@@ -166,7 +170,8 @@ def set_variables(reserved: socket.socket) -> None:
     if warning := singleton_warning(world.size, _without_torchrun(world.size)):
         sys.exit(warning)
     node = world.Split_type(mpi().COMM_TYPE_SHARED)
-    several, first_on_node = node.size > 1, world.allgather(node.bcast(world.rank))
+    several = node.size > 1
+    first_on_node = world.allgather(node.bcast(world.rank))
     node.Free()
     where = None
     if world.rank == 0:

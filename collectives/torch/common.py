@@ -35,7 +35,9 @@ class ModelParameters:
         self, model: Any, registered: Mapping[str, Any], entry: str, remedy: str
     ) -> None:
         self.registered = dict(registered)
-        self._model, self._entry, self._remedy = model, entry, remedy
+        self._model = model
+        self._entry = entry
+        self._remedy = remedy
         self._dtypes = [each.dtype for each in registered.values()]
         self._ignored = trainable(model).keys() - registered.keys()
         # views of what each module holds by name
@@ -97,10 +99,8 @@ class ModelParameters:
             for module in self._model.modules()
             for each in (module._parameters, module._modules)
         ]
-        self._entries, self._empty = (
-            [each.values() for each in parts if each],
-            [each for each in parts if not each],
-        )
+        self._entries = [each.values() for each in parts if each]
+        self._empty = [each for each in parts if not each]
         self._seen = [*chain.from_iterable(self._entries)]
         self._frozen = [
             each for name, each in others.items() if name not in self._ignored
@@ -157,7 +157,7 @@ class Handle:
         self._steps_before = 0  # steps kept before the pass
         self._versions: list[int] = []  # of the parameters, before the pass
         # of this rank alone: contributed to the step in place of gradients
-        self._refused: Exception | None = None
+        self._nonfinite_error: Exception | None = None
         # by the exchange in this step, on all ranks
         self._raised: Exception | None = None
         if isinstance(exchange, Handle):
@@ -291,7 +291,7 @@ class Handle:
             if not parameter.requires_grad
         }
         held = frozen | self._missing
-        if held == self._held or self._refused or self._raised:
+        if held == self._held or self._nonfinite_error or self._raised:
             return
         try:
             self.exchange.hold(held)
@@ -302,12 +302,12 @@ class Handle:
     def _check_versions(self) -> None:
         """Refuse the step if a parameter was changed in the backward pass."""
         versions = [parameter._version for parameter in self._names]
-        if self._refused is None and versions != self._versions:
+        if self._nonfinite_error is None and versions != self._versions:
             pairs = zip(self._names.values(), versions, self._versions, strict=True)
             self._refuse_change(next(name for name, now, then in pairs if now != then))
 
     def _refuse_change(self, name: str) -> None:
-        self._refused = RuntimeError(
+        self._nonfinite_error = RuntimeError(
             f"{name} was changed, or its .grad was replaced, in the backward pass: call an optimiser's step() after "
             "backward(), and not in register_post_accumulate_grad_hook"
         )
@@ -317,7 +317,7 @@ class Handle:
 
         An error is raised at the end of the step, and nothing is started until then.
         """
-        if self._refused is not None or self._raised is not None:
+        if self._nonfinite_error is not None or self._raised is not None:
             return
         arrays = {self._names[parameter]: gradient for parameter, gradient in parts}
         arrays = {
@@ -341,8 +341,10 @@ class Handle:
 
         Raises the error of this step, on all ranks.
         """
-        raised, self._raised = self._raised, None
-        refused, self._refused = self._refused, None
+        raised = self._raised
+        self._raised = None
+        refused = self._nonfinite_error
+        self._nonfinite_error = None
         self._has_ended = True
         try:
             if raised is not None:

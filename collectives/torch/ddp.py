@@ -188,8 +188,11 @@ class DDPHandle(Handle):
         """Begin a backward pass, in which no gradient of a parameter was computed yet."""
         if not self._in_pass:
             self._begin_pass()
-            if self._refused is not None and not self._ddp.find_unused_parameters:
-                self._give_up(self._refused)  # DDP would wait for gradients
+            if (
+                self._nonfinite_error is not None
+                and not self._ddp.find_unused_parameters
+            ):
+                self._give_up(self._nonfinite_error)  # DDP would wait for gradients
 
     def _begin_pass(self) -> None:
         """Begin a backward pass: look at the parameters, of which DDP may wait for some."""
@@ -205,7 +208,7 @@ class DDPHandle(Handle):
                     f"DistributedDataParallel(..., find_unused_parameters=True); {_ANEW}"
                 )
         except ValueError as error:
-            self._refused = error
+            self._nonfinite_error = error
 
     def _end_pass(self) -> None:
         """End a backward pass after DDP has ended its own, which it queues later."""
@@ -213,7 +216,8 @@ class DDPHandle(Handle):
 
     def _settle(self) -> None:
         """Raise the error of the step; or that gradients were computed, and DDP waits for others."""
-        refused, self._refused = self._refused, None
+        refused = self._nonfinite_error
+        self._nonfinite_error = None
         if not self._has_ended:
             if refused is None and self._gradients != [
                 _stamp(each) for each in self._names
@@ -226,7 +230,8 @@ class DDPHandle(Handle):
             if refused is not None:
                 self._give_up(refused)
         self._in_pass = False
-        raised, self._raised = self._raised, None
+        raised = self._raised
+        self._raised = None
         if raised is not None:
             raise_after_backward(raised)
         elif self._has_ended and self._drops:
@@ -240,7 +245,8 @@ class DDPHandle(Handle):
         if not self._buckets:
             self._begin_step()
         parts = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
-        buffer, future = bucket.buffer(), _future(bucket.buffer())
+        buffer = bucket.buffer()
+        future = _future(bucket.buffer())
         self._buckets.append((future, buffer, parts))
         if self._scale != 1:
             self._multiply(buffer, parts, 1 / self._scale)
@@ -252,7 +258,8 @@ class DDPHandle(Handle):
 
     def _complete(self) -> None:
         """Wait for the means, and write them to DDP's buckets and to unused parameters."""
-        buckets, self._buckets = self._buckets, []
+        buckets = self._buckets
+        self._buckets = []
         if self._clip is not None:
             self._clip_gradient(
                 [(buffer, parts) for _, buffer, parts in buckets], self._clip
@@ -380,7 +387,8 @@ def _check_ddp(model: Any) -> DistributedDataParallel:
 
 def _check_parameters(ddp: DistributedDataParallel) -> None:
     """Raise TypeError or ValueError for parameters that cannot be exchanged."""
-    inside, ignored = _reduced(ddp), ddp.parameters_to_ignore
+    inside = _reduced(ddp)
+    ignored = ddp.parameters_to_ignore
     parameters = {
         name: each
         for name, each in ddp.module.named_parameters()

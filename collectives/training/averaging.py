@@ -34,7 +34,8 @@ def average_residuals(exchange: GradientExchange) -> None:
     ...     update = exchange(gradient)
     >>> average_residuals(exchange)
     """
-    buckets, error = exchange.buckets, None
+    buckets = exchange.buckets
+    error = None
     with all_or_none(exchange.comm, OPERATION):
         for bucket in buckets:
             contribution = error or outcome_of(_residual, exchange, bucket)
@@ -70,4 +71,4 @@ def _settle(bucket: Bucket, total: Array, ranks: int) -> None:
         mean = np.empty_like(residual)
         kernels_for(mean).quotient(total, ranks, mean)
         check_range(mean, "mean of the residuals")
-        bucket.feedback.settle_residual(mean)
+        bucket.feedback.replace_residual(mean)

@@ -19,7 +19,7 @@ from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import Bucket, Compressed
 from mpicomp.checking import is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.errors import CheckError
-from mpicomp.vector import SparseVector, split, whole
+from mpicomp.vector import SparseVector, from_all_values, split
 
 
 class CheckedStep(Step):
@@ -32,10 +32,14 @@ class CheckedStep(Step):
         exchange: int,
         *,
         reduction: Reduction,
-        refused: type[ValueError] | None,
+        nonfinite_error: type[ValueError] | None,
     ) -> None:
         super().__init__(
-            comm, number, exchange, reduction=reduction, refused=refused or ValueError
+            comm,
+            number,
+            exchange,
+            reduction=reduction,
+            nonfinite_error=nonfinite_error or ValueError,
         )
         self._audits: dict[Bucket, Audit] = {}
 
@@ -105,7 +109,7 @@ class Audit:
         """Weigh what was sent, None for all values, the sum, and what was rejected, before they are overwritten."""
         edges = self._bucket.edges
         if sent is None:
-            sent = whole(self._expected)
+            sent = from_all_values(self._expected)
         self._sums = [mass(part) for part in split(_sparse(total), edges)]
         self._written = self._bucket.feedback.written
         self._left = [mass(part) for part in split(sent, edges)]
@@ -148,7 +152,7 @@ class Audit:
 
 
 def _sparse(vector: SparseVector | Array) -> SparseVector:
-    return vector if isinstance(vector, SparseVector) else whole(vector)
+    return vector if isinstance(vector, SparseVector) else from_all_values(vector)
 
 
 def _balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
@@ -164,7 +168,8 @@ def _balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
                 raise CheckError(
                     f"{where}rank {rank}, in {account['vector']}: {account['fault']}"
                 )
-        left, total = total_mass(account["left"] for account in of_one), first["sum"]
+        left = total_mass(account["left"] for account in of_one)
+        total = first["sum"]
         if not is_same_mass(
             left, total, tolerance(np.dtype(first["dtype"]), len(everyone))
         ):

@@ -154,7 +154,7 @@ class GradientExchange:
         self._buckets: list[Bucket] = []
         self._held: list[Bucket] = []  # of tensors that `hold` leaves out
         self._kind_of_step = CheckedStep if checking.is_enabled() else Step
-        self._refused = NotFiniteError if nonfinite == "skip" else None
+        self._nonfinite_error = NotFiniteError if nonfinite == "skip" else None
         self._step: Step | None = None  # the one under way
         # of the exchanges on this communicator, in the order in which they were made
         self._number = next_number(comm)
@@ -517,7 +517,7 @@ class GradientExchange:
             self.steps,
             self._number,
             reduction=self._reduction,
-            refused=self._refused,
+            nonfinite_error=self._nonfinite_error,
         )
 
     @contextmanager

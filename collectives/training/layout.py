@@ -163,10 +163,8 @@ class Layout:
             return Dense()
         given: Any = self.compressor
         if is_choice(given):
-            given, name = (
-                given(tensor.name, tensor.shape),
-                f"compressor for {tensor.name!r}",
-            )
+            given = given(tensor.name, tensor.shape)
+            name = f"compressor for {tensor.name!r}"
             check_compressor(given, name)
             self._check_sum(given, name)
         own: Compressor = deepcopy(given)
@@ -232,14 +230,10 @@ class Layout:
         self, group: Sequence[tuple[Tensor, Compressor]], *, dense: bool = False
     ) -> Bucket:
         """Return a bucket with a feedback of its own."""
-        tensors, compressors = (
-            [tensor for tensor, _ in group],
-            [compressor for _, compressor in group],
-        )
-        names, basis = (
-            [tensor.name for tensor in tensors],
-            None if dense else self.basis,
-        )
+        tensors = [tensor for tensor, _ in group]
+        compressors = [compressor for _, compressor in group]
+        names = [tensor.name for tensor in tensors]
+        basis = None if dense else self.basis
         return Bucket(
             names,
             tensors,

@@ -370,7 +370,8 @@ class OuterLoop:
             if before:
                 self.exchange.load_state_dict(before)
             raise
-        self.count, self.rounds = int(loaded["count"]), int(loaded["rounds"])
+        self.count = int(loaded["count"])
+        self.rounds = int(loaded["rounds"])
         for name, array in self._arrays(in_flight=_is_in_flight(loaded)).items():
             copy_from_host(loaded[name], array)
         if _is_in_flight(loaded):
@@ -405,7 +406,8 @@ class OuterLoop:
             raise ValueError(
                 "nesterov is set and momentum is 0: expected a momentum above 0"
             )
-        feedback, exchange = self.exchange.feedback, self.exchange
+        feedback = self.exchange.feedback
+        exchange = self.exchange
         if exchange.basis is not None or exchange.average == "sign":
             raise ValueError(
                 f"the exchange has basis={exchange.basis!r} and average={exchange.average!r}: expected no basis, and a "
@@ -477,7 +479,8 @@ class OuterLoop:
         if held == self._held:
             return
         _, given = self._given()
-        before, replicas = self._arrays(in_flight=True), list[Replica]()
+        before = self._arrays(in_flight=True)
+        replicas = list[Replica]()
         self.exchange.hold(held)
         try:
             self._gather(
@@ -489,7 +492,8 @@ class OuterLoop:
         except Exception:
             self.exchange.hold(self._held)
             raise
-        self._replicas, self._held = replicas, held
+        self._replicas = replicas
+        self._held = held
         for name, array in self._arrays(in_flight=True).items():
             array[...] = before[name]
 

@@ -42,7 +42,8 @@ def redistributed(
     """
     ranks = to_integer("ranks", ranks)
     to_choice("conserve", conserve, CONSERVED)
-    rank, size = settings["rank"], settings["ranks"]
+    rank = settings["rank"]
+    size = settings["ranks"]
     source, state = _first_saved([rank % ranks, *range(ranks)], load, ranks)
     dtypes = {key: array.dtype for key, array in state.items() if _differs(key, array)}
     start = np.array if source == rank else np.zeros_like

@@ -17,10 +17,11 @@ from mpicomp.bucket import Compressed, Mean
 from mpicomp.feedback.base import check_range
 from mpicomp.few_bits import BITS
 from mpicomp.settings import to_choice
-from mpicomp.vector import SparseVector, whole, widened
+from mpicomp.vector import SparseVector, from_all_values, widened
 
 # average: by the number of ranks that sent an entry; the mean's sign
-CONTRIBUTORS, SIGN = "contributors", "sign"
+CONTRIBUTORS = "contributors"
+SIGN = "sign"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Reduction:
             return total
         value = total.value
         if isinstance(value, np.ndarray) or on_device(value):
-            value = whole(value.reshape(-1))
+            value = from_all_values(value.reshape(-1))
         for part in (value, value if total.rejected is None else total.rejected):
             if not isinstance(part, SparseVector):
                 raise TypeError(
@@ -135,9 +136,11 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
     if not isinstance(known, Collective):
         return Reduction(collective, average, Declaration())
     declared = known.declaration
-    to_sum, options = declared.to_sum, bound.keywords
+    to_sum = declared.to_sum
+    options = bound.keywords
     if average == CONTRIBUTORS:
-        to_sum, options = declared.to_counted, bound.keywords | declared.counting
+        to_sum = declared.to_counted
+        options = bound.keywords | declared.counting
         if to_sum is None:
             raise ValueError(
                 f"{known.name} does not count the ranks that sent an entry, which average='contributors' takes: "

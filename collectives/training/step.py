@@ -30,7 +30,7 @@ from mpicomp.bucket import Bucket, Compressed, Mean, write_mean
 from mpicomp.compressors.base import Snapshot, restore
 from mpicomp.errors import StepSkippedError
 from mpicomp.feedback.base import check_range
-from mpicomp.vector import SparseVector, whole
+from mpicomp.vector import SparseVector, from_all_values
 
 OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
 
@@ -74,7 +74,7 @@ class Step:
     """One step: the gradients and output buffers by name, and what became of the buckets.
 
     number: of the steps that were kept before. exchange: its number on the
-    communicator. refused: the error for gradients that
+    communicator. nonfinite_error: the error for gradients that
     are not finite, which are then looked for before residuals are added; None for what
     compressors raise.
     """
@@ -86,7 +86,7 @@ class Step:
         exchange: int,
         *,
         reduction: Reduction,
-        refused: type[ValueError] | None,
+        nonfinite_error: type[ValueError] | None,
     ) -> None:
         self.arrays: dict[str, Any] = {}
         self.started: list[Started] = []
@@ -99,7 +99,7 @@ class Step:
         self._number = number
         self._exchange = exchange
         self._reduction = reduction
-        self._refused = refused
+        self._nonfinite_error = nonfinite_error
         self._of_arrays = dense_reduction(reduction.average)  # of small tensors
         self._sent_before = traffic(comm).nbytes
         # seconds
@@ -195,8 +195,8 @@ class Step:
         self.snapshots += bucket.selection.snapshot()
         buffers = bucket.outputs(self._outs)
         gradient = bucket.gradient(self.arrays)
-        if self._refused is not None:
-            bucket.check_finite(self.arrays, self._refused)
+        if self._nonfinite_error is not None:
+            bucket.check_finite(self.arrays, self._nonfinite_error)
         try:
             compressed = self._compressed(bucket, reduction, gradient)
         except ValueError:
@@ -250,9 +250,11 @@ class Step:
             bucket.selection.observe(mean, votes)
         feedback = bucket.feedback
         if compressed.sent is None:
-            feedback.settle_all(compressed.corrected, received.rejected)
+            feedback.prepare_rejected(compressed.corrected, received.rejected)
         else:
-            feedback.settle(compressed.corrected, compressed.sent, received.rejected)
+            feedback.prepare_residual(
+                compressed.corrected, compressed.sent, received.rejected
+            )
         results, writes = _results_of(started, mean, form)
         self._restoring += perf_counter() - began
         return Finished(
@@ -278,7 +280,7 @@ class Step:
                 continue
             if form == "sparse":
                 on_device = tensor.xp.empty(0)
-                vector = SparseVector.empty(tensor.size, tensor.dtype, beside=on_device)
+                vector = SparseVector.empty(tensor.size, tensor.dtype, like=on_device)
                 results[tensor.name] = vector
             else:
                 results[tensor.name] = tensor.wrapped(tensor.new())
@@ -346,7 +348,8 @@ def _results_of(
     started: Started, mean: Mean, form: str
 ) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
     """Return new results by tensor name, and what to write to the caller's buffers."""
-    bucket, is_sign = started.bucket, started.reduction.average == SIGN
+    bucket = started.bucket
+    is_sign = started.reduction.average == SIGN
     if form == "dense":
         if bucket.basis is not None:
             mean = bucket.values(mean)
@@ -369,7 +372,7 @@ def _results_of(
         )
     if form == "vectors":
         return {}, []
-    vector = mean if isinstance(mean, SparseVector) else whole(mean)
+    vector = mean if isinstance(mean, SparseVector) else from_all_values(mean)
     parts = bucket.parts(signs(vector) if is_sign else vector)
     return dict(zip(bucket.names_of_tensors, parts, strict=True)), []
 

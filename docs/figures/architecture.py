@@ -65,7 +65,7 @@ STATIONS = [
         True,
     ),
     (
-        "settle",
+        "prepare",
         "mean, new residual;\nall that can fail",
         "collectives/training/",
         False,

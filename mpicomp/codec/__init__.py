@@ -19,12 +19,14 @@ from mpicomp.errors import CodecError
 from mpicomp.few_bits import FewBits
 from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
 
-MAGIC, VERSION = b"MV", 4
+MAGIC = b"MV"
+VERSION = 4
 VECTOR, TEXT, ERROR, FEW_BITS = range(4)  # kinds of messages
 
 _HEADER = struct.Struct("<2sBBIqqqqqB3xI8x")
 HEADER_NBYTES = _HEADER.size
-KIND_AT, CRC_AT = 48, 52
+KIND_AT = 48
+CRC_AT = 52
 _FORM_BITS = 3  # of the index format
 
 
@@ -69,7 +71,8 @@ def quick(vector: SparseVector) -> Coding:
     Finding the bits of a larger bitmap takes longer than copying the bytes that it
     saves.
     """
-    coding, room = plain(vector), vector.indices.nbytes // 4
+    coding = plain(vector)
+    room = vector.indices.nbytes // 4
     for form in (RANGE, BITMAP):
         size = INDEX_FORMATS[form].nbytes(vector)
         if size is not None and size <= room:
@@ -113,14 +116,13 @@ def encode(
     of the header. line: zeros follow the message up to a multiple of it.
     """
     form, value_format = coding or plain(vector)
-    index_format, values = INDEX_FORMATS[form], vector.values
+    index_format = INDEX_FORMATS[form]
+    values = vector.values
     middle = HEADER_NBYTES + (index_format.nbytes(vector) or 0)
     nbytes = middle + value_format.nbytes(values.size)
     message = _room(nbytes, line, values, out)
-    formats, row = (
-        form | value_format.number << _FORM_BITS,
-        0 if values.ndim == 1 else 1 + values.shape[1],
-    )
+    formats = form | value_format.number << _FORM_BITS
+    row = 0 if values.ndim == 1 else 1 + values.shape[1]
     fields = (
         MAGIC,
         VERSION,
@@ -165,11 +167,9 @@ def encode_few_bits(
 
     Without `out`, the message is the one that the values lie in, if there is one.
     """
-    nbytes, form, size = (
-        HEADER_NBYTES + few_bits.payload_nbytes(coded),
-        few_bits.form_of(coded),
-        coded.size,
-    )
+    nbytes = HEADER_NBYTES + few_bits.payload_nbytes(coded)
+    form = few_bits.form_of(coded)
+    size = coded.size
     there = (
         None
         if out is not None or coded.message is None or coded.message.size % line
@@ -196,27 +196,27 @@ def encode_few_bits(
 
 
 def few_bits_message(
-    size: int, bits: int, block: int, beside: Any, *, line: int = 1
+    size: int, bits: int, block: int, like: Any, *, line: int = 1
 ) -> FewBits:
     """Return values in few bits, to be written, in the message that `encode_few_bits` completes.
 
-    size, bits, block: see `FewBits`. beside: an array of their dtype on their device.
+    size, bits, block: see `FewBits`. like: an array of their dtype on their device.
     line: as for `encode`.
     """
-    nbytes = HEADER_NBYTES + few_bits.nbytes_of(size, bits, block, beside.dtype)
-    message = _room(nbytes, line, beside, None)
-    return few_bits.within(
-        message, message[HEADER_NBYTES:nbytes], size, bits, block, beside.dtype
+    nbytes = HEADER_NBYTES + few_bits.nbytes_of(size, bits, block, like.dtype)
+    message = _room(nbytes, line, like, None)
+    return few_bits.view_of_payload(
+        message, message[HEADER_NBYTES:nbytes], size, bits, block, like.dtype
     )
 
 
-def _room(nbytes: int, line: int, beside: Any, out: Buffer | None) -> Buffer:
+def _room(nbytes: int, line: int, like: Any, out: Buffer | None) -> Buffer:
     """Return the buffer of a message, the first bytes of `out` or new ones, with zeros after the message."""
     size = -(-nbytes // line) * line
     if out is not None and out.size < size:
         raise ValueError(f"out has {out.size} bytes: expected at least {size}")
     message: Buffer = (
-        namespace(beside).empty(size, np.uint8) if out is None else out[:size]
+        namespace(like).empty(size, np.uint8) if out is None else out[:size]
     )
     if size > nbytes:
         message[nbytes:] = 0
@@ -254,11 +254,12 @@ def decode(
     constructor of SparseVector refuses. `SparseVector.validate` checks every entry.
     """
     header = header or read_header(message)
-    row, length, nnz, nbytes = header.row, header.length, header.entries, header.nbytes
-    form, value_code = (
-        header.formats & ((1 << _FORM_BITS) - 1),
-        header.formats >> _FORM_BITS,
-    )
+    row = header.row
+    length = header.length
+    nnz = header.entries
+    nbytes = header.nbytes
+    form = header.formats & ((1 << _FORM_BITS) - 1)
+    value_code = header.formats >> _FORM_BITS
     fields = message if fields is None else fields
     value_format = format_of(value_code, fields, nbytes)
     if form >= len(INDEX_FORMATS) or value_format is None:
@@ -275,7 +276,8 @@ def decode(
         raise CodecError(
             f"the header says {nbytes} bytes for {nnz} entries: they do not fit together"
         )
-    section, dtype = message[HEADER_NBYTES:middle], index_dtype(length)
+    section = message[HEADER_NBYTES:middle]
+    dtype = index_dtype(length)
     numbers = section if fields is message else fields[HEADER_NBYTES:middle]
     # no values: 8 bytes could claim any number of entries
     unbounded = form == RANGE and middle == nbytes and nnz

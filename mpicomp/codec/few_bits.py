@@ -33,7 +33,8 @@ def payload_nbytes(coded: FewBits) -> int:
 
 def write(coded: FewBits, payload: Buffer) -> None:
     """Fill the whole payload, including padding."""
-    scales, start = coded.scales.nbytes, padded(coded.scales.nbytes)
+    scales = coded.scales.nbytes
+    start = padded(coded.scales.nbytes)
     payload[scales:start] = 0
     payload[:scales].view(coded.scales.dtype)[:] = coded.scales
     payload[start:] = coded.codes
@@ -52,7 +53,7 @@ def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> Few
         raise CodecError(
             f"{payload.size} bytes do not hold {size} values of {bits} bits in blocks of {block}"
         )
-    return within(None, payload, size, bits, block, dtype)
+    return view_of_payload(None, payload, size, bits, block, dtype)
 
 
 def nbytes_of(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> int:
@@ -61,7 +62,7 @@ def nbytes_of(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> int:
     return padded(scales) + codes
 
 
-def within(
+def view_of_payload(
     message: Buffer | None,
     payload: Buffer,
     size: int,
@@ -86,5 +87,6 @@ def within(
 def _nbytes(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:
     if bits not in BITS:
         return size * dtype.itemsize, 0
-    (width, scales), blocks = sizes(bits, block, dtype), -(-size // block)
+    (width, scales) = sizes(bits, block, dtype)
+    blocks = -(-size // block)
     return blocks * width, blocks * scales * SCALES[dtype].itemsize

@@ -38,7 +38,8 @@ class ValueFormat(ABC):
     """Base class of formats for values of a dtype; messages contain the number."""
 
     def __init__(self, number: int, dtype: Any) -> None:
-        self.number, self.dtype = number, np.dtype(dtype)
+        self.number = number
+        self.dtype = np.dtype(dtype)
 
     @abstractmethod
     def nbytes(self, count: int) -> int:
@@ -127,14 +128,16 @@ class Runs(ValueFormat):
         self, dtype: np.dtype[Any], most: int, table: NDArray[np.int64]
     ) -> None:
         super().__init__(6 + 3 * most + VALUE_DTYPES.index(dtype), dtype)
-        self.most, self.table = most, table
+        self.most = most
+        self.table = table
 
     @classmethod
     def of(cls, values: Array, most: int) -> "Runs | None":
         """Return the format for values (1-d); None without values, and for too many runs, or several with zeros."""
         if not values.size:
             return None
-        magnitudes, xp = _magnitudes(values), namespace(values)
+        magnitudes = _magnitudes(values)
+        xp = namespace(values)
         changes = np.flatnonzero(magnitudes[1:] != magnitudes[:-1]) + 1
         firsts = np.concatenate([xp.zeros(1, changes.dtype), changes])
         # each of equal magnitudes, and next to it another one
@@ -178,11 +181,9 @@ class Runs(ValueFormat):
         section[self.most * plane :] = namespace(section).asarray(tail)
 
     def read(self, section: Buffer, count: int) -> Array:
-        (starts, *bits), sign, plane = (
-            self.table.T,
-            _sign_of(self.dtype),
-            _plane_nbytes(count),
-        )
+        (starts, *bits) = self.table.T
+        sign = _sign_of(self.dtype)
+        plane = _plane_nbytes(count)
         if starts[0] or (np.diff(starts) <= 0).any() or starts[-1] >= count:
             raise ValueError(
                 f"got runs of {count} values: expected starts in order, from 0 on, below the number"
@@ -205,9 +206,10 @@ class Runs(ValueFormat):
             )
         return found.view(self.dtype)
 
-    def _of_each(self, column: int, count: int, beside: Array) -> Array:
+    def _of_each(self, column: int, count: int, like: Array) -> Array:
         """Return the bits in a column of the table for each of `count` values, or for all."""
-        xp, bits = namespace(beside), self.table[:, column].astype(_keys(self.dtype))
+        xp = namespace(like)
+        bits = self.table[:, column].astype(_keys(self.dtype))
         counts = np.diff(self.table[:, 0], append=count)
         found: Array = (
             _repeated(xp.asarray(bits), xp.asarray(counts), count)
@@ -222,7 +224,8 @@ class Offsets(ValueFormat):
 
     def __init__(self, dtype: np.dtype[Any], least: int, width: int) -> None:
         super().__init__(15 + VALUE_DTYPES.index(dtype), dtype)
-        self.least, self.width = least, width
+        self.least = least
+        self.width = width
 
     @classmethod
     def of(cls, values: Array) -> "Offsets":
@@ -301,10 +304,12 @@ def format_of(number: int, message: Buffer, nbytes: int) -> ValueFormat | None:
     """Return the format with a number, with parameters from the end of a message of `nbytes`; None if it is unknown."""
     if number < len(VALUE_FORMATS):
         return VALUE_FORMATS[number]
-    message, (kind, place) = message[:nbytes], divmod(number, len(VALUE_DTYPES))
+    message = message[:nbytes]
+    (kind, place) = divmod(number, len(VALUE_DTYPES))
     if kind > 5 or message.size < _PAIR.size:
         return None
-    dtype, most = VALUE_DTYPES[place], kind - 2
+    dtype = VALUE_DTYPES[place]
+    most = kind - 2
     least, last = read_fields(message[-_PAIR.size :], _PAIR)
     if kind == 5:
         return (

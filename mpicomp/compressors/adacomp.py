@@ -111,7 +111,8 @@ class AdaComp(SegmentedCompressor):
 def _means(largest: Array, places: Array, dtype: np.dtype[Any]) -> Array:
     """Return the mean over the bins of each segment, above zero if a bin is."""
     found = kernels_for(largest).magnitudes_in_segments(largest, places, two=False)
-    means, most = found[:, 0], found[:, 1]
+    means = found[:, 0]
+    most = found[:, 1]
     # the sum may be infinite
     for row in np.flatnonzero(
         most > np.finfo(np.float64).max / np.diff(places).clip(1)

@@ -352,15 +352,14 @@ def check_compressor(compressor: Any, name: str = "compressor") -> None:
     if isinstance(compressor, Compressor):
         return
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
-        got, remedy = (
-            f"the class {compressor.__name__}",
-            f"an object of it, such as {compressor.__name__}(...)",
-        )
+        got = f"the class {compressor.__name__}"
+        remedy = f"an object of it, such as {compressor.__name__}(...)"
     elif callable(compressor):
         got = f"the function {compressor!r}"
         remedy = "an object of a class that derives from mpicomp.Compressor and has the function as its method compress"
     else:
-        got, remedy = repr(compressor), "a compressor such as TopK(density=0.01)"
+        got = repr(compressor)
+        remedy = "a compressor such as TopK(density=0.01)"
     raise TypeError(f"{name} is {got}: expected {remedy}")
 
 

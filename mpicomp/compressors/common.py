@@ -63,7 +63,8 @@ def mean_and_largest(values: Array) -> tuple[float, float]:
 
     Raises ValueError naming the first value that is not finite.
     """
-    kernels, count = kernels_for(values), max(1, values.size)
+    kernels = kernels_for(values)
+    count = max(1, values.size)
     sums = kernels.sides(values, math.inf)
     if not math.isfinite(sums.sum_below):
         kernels.raise_not_finite(values)
@@ -94,7 +95,8 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
     values = kernels_for(dense).gather(dense, positions)
     kept = nonzero(values)
     if not kept.all():
-        positions, values = positions[kept], values[kept]
+        positions = positions[kept]
+        values = values[kept]
     if not positions.size:
         positions, values = kernels_for(dense).largest(dense, 1)
     return placed(positions, values, dense.size)

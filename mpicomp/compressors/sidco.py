@@ -69,9 +69,11 @@ def _check_correction(compressor: "SIDCo", array: Array | None) -> float:
 
 
 def _check_stages(compressor: "SIDCo", array: Array | None) -> int:
-    least, most = compressor.stages, compressor.stages
+    least = compressor.stages
+    most = compressor.stages
     if compressor.adaptation == "published":
-        least, most = 1, max(_MAX_STAGES, compressor.stages)
+        least = 1
+        most = max(_MAX_STAGES, compressor.stages)
     return int(expect_integer(least, most)(compressor, array))
 
 

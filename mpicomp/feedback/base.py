@@ -1,6 +1,6 @@
 """The contract of a feedback method, and the arrays that outlive a step.
 
-A step calls `compress` (or `correct`), `settle` and `commit`, in this order; a step
+A step calls `compress` (or `correct`), `prepare_residual` and `commit`, in this order; a step
 that fails ends anywhere before `commit`. Everything that can fail is in the first two,
 which write to spare buffers only, so a second `correct` returns the same result.
 `commit` swaps arrays with their spares: it allocates nothing and raises nothing.
@@ -28,7 +28,7 @@ from mpicomp.arrays import (
 from mpicomp.compressors.selection import Selection
 from mpicomp.settings import Configured, to_number
 from mpicomp.tensors import Tensor
-from mpicomp.vector import SparseVector, whole
+from mpicomp.vector import SparseVector, from_all_values
 
 Dtypes = dict[str, np.dtype[Any]]
 
@@ -41,7 +41,7 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class Feedback(Configured):
     """Base class of all feedback methods: keep the entries that are not sent.
 
-    A method implements `correct` and `settle`, and `dtypes` if it keeps other arrays
+    A method implements `correct` and `prepare_residual`, and `dtypes` if it keeps other arrays
     than the residual (docs/feedback.md has an example). One object serves one vector of
     one length and dtype. Constructor arguments are stored in attributes of the same
     name: `repr` shows them, and saved states are compared by it. A method calls
@@ -50,8 +50,8 @@ class Feedback(Configured):
     * in `correct`: `_stage`, which checks the gradient and allocates the arrays, of
       zeros; `_joined` for the gradient as one vector; `_spare(name)` for the buffer of
       the next `name`. It returns the spare residual;
-    * in `settle`: `_subtract`, which turns the spare residual into the next one in
-      place. It then sets `_settled` to the names of the arrays that `commit` swaps with
+    * in `prepare_residual`: `_subtract`, which turns the spare residual into the next one in
+      place. It then sets `_prepared` to the names of the arrays that `commit` swaps with
       their spares.
     """
 
@@ -64,9 +64,9 @@ class Feedback(Configured):
         # the first position of each segment of the staged gradient, and its length
         self._bounds: list[int] = [0]
         self._begun = False  # a step was kept: the arrays are not just zeros
-        self._staged = False  # `correct` was called, and `settle` was not
+        self._staged = False  # `correct` was called, and `prepare_residual` was not
         # the arrays that `commit` swaps with their spares
-        self._settled: tuple[str, ...] = ()
+        self._prepared: tuple[str, ...] = ()
 
     @property
     def has_gradient_units(self) -> bool:
@@ -95,7 +95,7 @@ class Feedback(Configured):
         corrected = self.correct(*gradient)
         return corrected, selection.select(read_only(corrected))
 
-    def settle(
+    def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
         """Prepare to keep `corrected` less `sent`, the values that receivers decode, plus `rejected`.
@@ -107,36 +107,37 @@ class Feedback(Configured):
         its dtype.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no settle(): expected a method of the class"
+            f"{type(self).__name__} has no prepare_residual(): expected a method of the class"
         )
 
-    def settle_all(self, corrected: Array, rejected: Array | None) -> None:
+    def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
         """Prepare to keep `rejected`, zeros for None, as all values of `corrected` were sent; it may be `corrected`."""
         # it may be the caller's gradient
         if not any(corrected is spare for spare in self._spares.values()):
-            self.settle(
+            self.prepare_residual(
                 corrected,
-                whole(corrected),
-                None if rejected is None else whole(rejected),
+                from_all_values(corrected),
+                None if rejected is None else from_all_values(rejected),
             )
             return
         if rejected is None:
             kernels_for(corrected).clear(corrected)
         elif rejected is not corrected:
             np.copyto(corrected, rejected)
-        self.settle(
+        self.prepare_residual(
             corrected,
-            SparseVector.empty(corrected.size, corrected.dtype, beside=corrected),
+            SparseVector.empty(corrected.size, corrected.dtype, like=corrected),
         )
 
-    def settle_residual(self, residual: Array) -> None:
+    def replace_residual(self, residual: Array) -> None:
         """Prepare to keep a copy of another residual, between two steps."""
         np.copyto(self._spare("residual"), residual)
-        self._settled = ("residual",)
+        self._prepared = ("residual",)
 
     def discard(self) -> None:
         """Drop what a step that is not kept has prepared."""
-        self._staged, self._settled = False, ()
+        self._staged = False
+        self._prepared = ()
 
     @property
     def written(self) -> list[Array]:
@@ -144,13 +145,14 @@ class Feedback(Configured):
         return []
 
     def commit(self) -> None:
-        """Swap in the arrays that `settle` prepared."""
-        for name in self._settled:
+        """Swap in the arrays that `prepare_residual` prepared."""
+        for name in self._prepared:
             self._spares[name], self._arrays[name] = (
                 self._arrays[name],
                 self._spares[name],
             )
-        self._begun, self._settled = True, ()
+        self._begun = True
+        self._prepared = ()
 
     def take_settings(self, other: Any) -> None:
         """Take the settings that may be changed between steps from the exchange's feedback; none by default."""
@@ -196,10 +198,12 @@ class Feedback(Configured):
         factor = to_number(
             "factor", factor, above=0, remedy=", the old learning rate over the new one"
         )
-        self._staged, self._settled = False, ()
+        self._staged = False
+        self._prepared = ()
         if not (self._begun and self.has_gradient_units and "residual" in self._arrays):
             return
-        residual, scaled = self._arrays["residual"], self._spare("residual")
+        residual = self._arrays["residual"]
+        scaled = self._spare("residual")
         with np.errstate(over="ignore"):
             kernels_for(residual).multiply(residual, factor, scaled)
         if not np.isfinite(scaled).all():
@@ -210,8 +214,11 @@ class Feedback(Configured):
 
     def reset(self) -> None:
         """Clear the state; the mass of the residual is lost. For a model that was replaced."""
-        self._arrays, self._spares = {}, {}
-        self._begun, self._staged, self._settled = False, False, ()
+        self._arrays = {}
+        self._spares = {}
+        self._begun = False
+        self._staged = False
+        self._prepared = ()
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the state by name, without settings: arrays in host memory, which np.savez can store.
@@ -269,16 +276,15 @@ class Feedback(Configured):
                 )
         for name, number in numbers.items():
             setattr(self, name, number.item())
-        self._arrays, self._spares = (
-            {
-                name: new_vector(np, each.size, each.dtype)
-                for name, each in given.items()
-            },
-            {},
-        )
+        self._arrays = {
+            name: new_vector(np, each.size, each.dtype) for name, each in given.items()
+        }
+        self._spares = {}
         for name, array in given.items():
             self._arrays[name][:] = array
-        self._begun, self._staged, self._settled = bool(given), False, ()
+        self._begun = bool(given)
+        self._staged = False
+        self._prepared = ()
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         """Return the dtypes of the arrays to keep, all of shape (n,), by name, for gradients of `dtype`."""
@@ -296,7 +302,7 @@ class Feedback(Configured):
         first = gradient[0]
         self._bounds = [0, *accumulate([part.size for part in gradient])]
         size = self._bounds[-1]
-        self._settled = ()  # the spares are overwritten
+        self._prepared = ()  # the spares are overwritten
         if any([type(array) is not type(first) for array in self._arrays.values()]):
             self._arrays = {
                 name: to_device_of(array, first) for name, array in self._arrays.items()
@@ -315,11 +321,13 @@ class Feedback(Configured):
             raise ValueError(
                 f"the gradient is {got}: expected {expected} of shape (n,)"
             )
-        xp, layout = namespace(first), self.dtypes(first.dtype)
+        xp = namespace(first)
+        layout = self.dtypes(first.dtype)
         self._arrays = {
             name: new_vector(xp, size, dtype) for name, dtype in layout.items()
         }
-        self._spares, self._staged = {}, True
+        self._spares = {}
+        self._staged = True
 
     def _joined(self, gradient: Sequence[Array]) -> Array:
         """Return a gradient as one vector; parts that are not adjacent in memory are copied to a buffer."""
@@ -332,7 +340,8 @@ class Feedback(Configured):
 
     def _spare(self, name: str) -> Array:
         """Return the buffer for the next `name`."""
-        array, held = self._arrays[name], self._spares.get(name)
+        array = self._arrays[name]
+        held = self._spares.get(name)
         if held is not None and type(held) is type(array):
             return held
         return self._buffer(name, array, array.size, array.dtype)
@@ -352,7 +361,7 @@ class Feedback(Configured):
         """Raise RuntimeError unless `correct` was called, ValueError for a vector of another length."""
         if not self._staged:
             raise RuntimeError(
-                "settle without correct: call correct before each settle, and nothing that changes the state between"
+                "prepare_residual without correct: call correct before each, and nothing that changes the state between"
             )
         for vector in vectors:
             if vector is not None and vector.length != size:

@@ -18,7 +18,7 @@ from mpicomp.compressors.selection import Selection
 from mpicomp.feedback.base import Dtypes, Feedback, check_range
 from mpicomp.settings import to_bool, to_number
 from mpicomp.tensors import Tensor
-from mpicomp.vector import SparseVector, split, whole
+from mpicomp.vector import SparseVector, from_all_values, split
 
 
 class ErrorFeedback(Feedback):
@@ -79,12 +79,12 @@ class ErrorFeedback(Feedback):
         summands = self._arrays["residual"], self.decay, gradient
         return corrected, selection.select(corrected, summands)
 
-    def settle(
+    def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
-        """Prepare corrected - sent + rejected as the residual; see `Feedback.settle`."""
+        """Prepare corrected - sent + rejected as the residual; see `Feedback.prepare_residual`."""
         self._subtract(corrected, sent, rejected)
-        self._settled = ("residual",)
+        self._prepared = ("residual",)
 
 
 class InPlaceErrorFeedback(ErrorFeedback):
@@ -133,7 +133,7 @@ class InPlaceErrorFeedback(ErrorFeedback):
         """Return the gradient as one vector, and the entries that are selected of it."""
         return Feedback.compress(self, selection, *gradient)
 
-    def settle(
+    def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
         """Prepare to subtract from the gradients what was sent, and to add what was rejected."""
@@ -144,11 +144,11 @@ class InPlaceErrorFeedback(ErrorFeedback):
             for vector, part in zip(self._gradients, split(change, bounds), strict=True)
         ]
 
-    def settle_all(self, corrected: Array, rejected: Array | None) -> None:
-        """Prepare to keep what was rejected; see `Feedback.settle_all`."""
+    def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
+        """Prepare to keep what was rejected; see `Feedback.prepare_rejected`."""
         before = np.concatenate(self._gradients)
-        back = None if rejected is None else whole(rejected)
-        self.settle(before, whole(before), back)
+        back = None if rejected is None else from_all_values(rejected)
+        self.prepare_residual(before, from_all_values(before), back)
 
     def commit(self) -> None:
         """Add the changes to the gradients."""
@@ -181,16 +181,14 @@ class InPlaceErrorFeedback(ErrorFeedback):
         """Return the vectors to add to the gradient: -sent, then rejected."""
         self._check_staged(gradient.size, sent, rejected)
         back = (
-            SparseVector.empty(sent.length, sent.dtype, beside=sent.values)
+            SparseVector.empty(sent.length, sent.dtype, like=sent.values)
             if rejected is None
             else rejected
         )
         if not (_is_small(sent.values) and _is_small(back.values)):
             gather = kernels_for(gradient).gather
-            left, base = (
-                gather(gradient, sent.indices) - sent.values,
-                gather(gradient, back.indices),
-            )
+            left = gather(gradient, sent.indices) - sent.values
+            base = gather(gradient, back.indices)
             if sent.nnz and back.nnz:
                 places = np.minimum(
                     np.searchsorted(sent.indices, back.indices), sent.nnz - 1

@@ -69,10 +69,10 @@ class MomentumCorrection(Feedback):
         kernels.add_scaled(self._arrays["residual"], 1, velocity, corrected)
         return corrected
 
-    def settle(
+    def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
-        """Prepare corrected - sent + rejected as v, and mask u; see `Feedback.settle`."""
+        """Prepare corrected - sent + rejected as v, and mask u; see `Feedback.prepare_residual`."""
         self._subtract(corrected, sent, rejected)
         if self.masking:
             back = sent.indices[:0] if rejected is None else rejected.indices
@@ -81,7 +81,7 @@ class MomentumCorrection(Feedback):
             for sent_indices in self._stale(corrected, sent, rejected):
                 velocity[sent_indices] = 0
             velocity[back] = kept
-        self._settled = "residual", "velocity"
+        self._prepared = "residual", "velocity"
 
     def _stale(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None

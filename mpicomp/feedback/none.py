@@ -32,12 +32,12 @@ class NoFeedback(Feedback):
         corrected = self.correct(*gradient)
         return corrected, selection.select(read_only(corrected), gradient=gradient)
 
-    def settle(
+    def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
         """Keep nothing."""
 
-    def settle_all(self, corrected: Array, rejected: Array | None) -> None:
+    def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
         """Keep nothing."""
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:

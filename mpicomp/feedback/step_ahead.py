@@ -101,12 +101,12 @@ class StepAhead(Feedback):
         kernels.add_scaled(velocity, self.rate, self._arrays["residual"], corrected)
         return corrected
 
-    def settle(
+    def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
-        """Prepare corrected - sent + rejected as the residual; see `Feedback.settle`."""
+        """Prepare corrected - sent + rejected as the residual; see `Feedback.prepare_residual`."""
         self._subtract(corrected, sent, rejected)
-        self._settled = ("residual", "velocity") if self.momentum else ("residual",)
+        self._prepared = ("residual", "velocity") if self.momentum else ("residual",)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that states are compared by: all but the rate, which is part of the state."""

@@ -23,7 +23,7 @@ from collectives.agreement.first_call import link_of
 from collectives.runtime.collective import Collective
 from mpicomp import SparseVector, TopK
 from mpicomp.arrays import namespace
-from mpicomp.vector import add_up, parted, top_k
+from mpicomp.vector import add_up, partition, top_k
 from mpicomp_bench.bench.data import PATTERNS, draw_sparse, gradient_above
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.bounds import dense_nbytes, least_nbytes
@@ -183,7 +183,8 @@ def contestants(
     def calling(subject: str, **how: Any) -> Call:
         return lambda: COLLECTIVES[subject](own(), comm, **how)
 
-    found, subject = [], options.subject
+    found = []
+    subject = options.subject
     second = TopK(k=math.ceil(case["entries"] / comm.size))
     terms = {"compressed": {"compressor": second}, "gtopk": {"k": case["entries"]}}.get(
         subject, {}
@@ -219,7 +220,8 @@ def contestants(
             )
         )
     if gradient is not None and subject in EXCHANGED:
-        algorithm, codec = options.algorithms[0], options.codecs[0]
+        algorithm = options.algorithms[0]
+        codec = options.codecs[0]
         run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec, **terms)
         exchange = GradientExchange(comm, compressor, collective=run)
         # as MPI's dense sum has an array for its result
@@ -246,7 +248,8 @@ def dense(
     every = math.ceil(
         options.repeats / min(options.dense_repeats or options.repeats, options.repeats)
     )
-    scatter, on_gpu = options.subject == "reduce_scatter", options.device == "gpu"
+    scatter = options.subject == "reduce_scatter"
+    on_gpu = options.device == "gpu"
     # MPI has no float16
     dtype = (
         np.dtype(case["dtype"])
@@ -265,20 +268,17 @@ def dense(
         scattered=options.subject == "reduce_scatter",
     )
     if on_gpu:
-        name, call = "dense_allreduce", partial(dense_allreduce, values, comm)
+        name = "dense_allreduce"
+        call = partial(dense_allreduce, values, comm)
         return Contestant((name, "-"), call, before=call, every=every, nbytes=sent)
     if scatter:
         counts = [len(part) for part in np.array_split(values, comm.size)]
         into = np.empty(counts[comm.rank], values.dtype)
-        name, call = (
-            "MPI_Reduce_scatter",
-            partial(comm.Reduce_scatter, values, into, counts),
-        )
+        name = "MPI_Reduce_scatter"
+        call = partial(comm.Reduce_scatter, values, into, counts)
     else:
-        name, call = (
-            "MPI_Allreduce",
-            partial(comm.Allreduce, values, np.empty_like(values)),
-        )
+        name = "MPI_Allreduce"
+        call = partial(comm.Allreduce, values, np.empty_like(values))
     return Contestant((name, "-"), call, every=every, nbytes=sent)
 
 
@@ -291,7 +291,7 @@ def by_allgather(subject: str, vector: SparseVector, comm: Any) -> Any:
     if subject != "gtopk":
         return total
     largest, _ = top_k(total, max(each.nnz for each in vectors))
-    return largest, parted(vector, largest)[1]
+    return largest, partition(vector, largest)[1]
 
 
 def gathered(vector: SparseVector, comm: Any) -> list[SparseVector]:

@@ -164,7 +164,10 @@ def compared(
 ) -> Iterator[Row]:
     """Yield a row for each compressor on one gradient; their calls and one read of it are interleaved."""
     square = float(np.square(gradient, dtype=np.float64).sum())
-    density, contestants, first, last = about["density"], [], {}, {}
+    density = about["density"]
+    contestants = []
+    first = {}
+    last = {}
     kept: dict[str, list[tuple[float, float]]] = {}
     for name in names:
         compressor, first[name] = ready(name, density, gradient)
@@ -185,10 +188,8 @@ def compared(
     of_top_k = statistics.fmean(share for _, share in kept[BASELINE])
     for name, figures in zip(names, times, strict=True):
         achieved, share = map(statistics.fmean, zip(*kept[name], strict=True))
-        target, nbytes = (
-            None if name in WITHOUT_TARGET else density,
-            encoded_nbytes(last[name], smallest(last[name])),
-        )
+        target = None if name in WITHOUT_TARGET else density
+        nbytes = encoded_nbytes(last[name], smallest(last[name]))
         yield {
             **about,
             "compressor": name,
@@ -238,7 +239,8 @@ def captured(gradient: Array, vector: SparseVector, square: float) -> float:
 
 def without_missing(options: Options, comm: Any) -> None:
     """Remove the compressors that need a missing package, with a message."""
-    options.skipped, few = {}, np.arange(1, 9, dtype=np.float32)
+    options.skipped = {}
+    few = np.arange(1, 9, dtype=np.float32)
     for name in options.compressors:
         try:
             COMPRESSORS[name](0.5).compress(few, gradient=few)

@@ -62,7 +62,8 @@ def support(pattern: str, rank: int, size: int, length: int, k: int) -> Array:
         return rank + size * some(rank + 1, length // size, k)
     if pattern == "independent":
         return some(rank + 1, length, k)
-    first, width = length // 3, length // 20
+    first = length // 3
+    width = length // 20
     many = min(9 * k // 10, width)
     cold = some(rank + 1, length - width, min(k - many, length - width))
     return np.concatenate(

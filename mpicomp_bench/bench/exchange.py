@@ -144,7 +144,8 @@ def exchanges(
         )
         for first in (True, False, False, False)
     )
-    own, refill = gradient.copy(), partial(np.copyto, src=gradient)
+    own = gradient.copy()
+    refill = partial(np.copyto, src=gradient)
     first = f"{name} residual in place, sparse mean"
     return [
         Contestant(
@@ -162,10 +163,8 @@ def model_steps(
     comm: Any, gradient: Any, density: float, shapes: dict[str, Shape]
 ) -> list[Contestant]:
     """Return steps of `GradientExchange` on a model's tensors by name, and on one vector of the same length."""
-    tensors, buffers = (
-        tensors_of(gradient, shapes),
-        tensors_of(np.empty_like(gradient), shapes),
-    )
+    tensors = tensors_of(gradient, shapes)
+    buffers = tensors_of(np.empty_like(gradient), shapes)
     sparse, out, dense = (
         GradientExchange(comm, TopK(density=density)) for _ in range(3)
     )

@@ -32,7 +32,8 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
     array = np.random.default_rng([1, comm.rank]).standard_normal(
         options.length, np.float32
     )
-    total, rejected = np.empty_like(array), np.empty_like(array)
+    total = np.empty_like(array)
+    rejected = np.empty_like(array)
     calls = {
         f"{bits} bits {algorithm}": partial(
             quantised_allreduce,
@@ -58,7 +59,8 @@ def sum_in_16_bits(
     """Write the sum over all ranks to `total`: its shares are summed by their owners, and sent in float16 both ways."""
     counts = [len(part) for part in np.array_split(array, comm.size)]
     # MPI has no float16
-    own, halves = counts[comm.rank], array.astype(np.float16).view(np.uint16)
+    own = counts[comm.rank]
+    halves = array.astype(np.float16).view(np.uint16)
     received = np.empty((comm.size, own), np.uint16)
     comm.Alltoallv([halves, counts], [received, [own] * comm.size])
     share = (

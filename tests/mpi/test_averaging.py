@@ -77,7 +77,7 @@ def test_an_error_in_a_later_bucket_raises_on_all_and_changes_nothing(
         raise MemoryError("no room")
 
     if is_last := comm.rank == comm.size - 1:
-        monkeypatch.setattr(last, "settle_residual", without_memory)
+        monkeypatch.setattr(last, "replace_residual", without_memory)
     with pytest.raises(MemoryError if is_last else CollectiveError, match="no room"):
         average_residuals(exchange)
     monkeypatch.undo()

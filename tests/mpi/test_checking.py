@@ -193,8 +193,8 @@ def test_where_a_mass_leaves_the_range_of_float64_nothing_is_claimed(comm, watch
 class Forgetting:
     """Loses what was rejected."""
 
-    def settle(self, corrected, sent, rejected=None):
-        super().settle(corrected, sent)
+    def prepare_residual(self, corrected, sent, rejected=None):
+        super().prepare_residual(corrected, sent)
 
 
 class Forgetful(Forgetting, ErrorFeedback):

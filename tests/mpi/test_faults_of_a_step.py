@@ -320,8 +320,8 @@ def test_a_sum_that_overflows_is_an_overflow_error_on_all_ranks_also_where_such_
 class Failing:
     fault = None
 
-    def settle(self, corrected, sent, rejected=None):
-        super().settle(corrected, sent, rejected)
+    def prepare_residual(self, corrected, sent, rejected=None):
+        super().prepare_residual(corrected, sent, rejected)
         if self.fault:
             raise self.fault
 

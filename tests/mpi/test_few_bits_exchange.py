@@ -16,7 +16,7 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
-from mpicomp.vector import whole
+from mpicomp.vector import from_all_values
 from mpicomp_bench.bench.quantised import sum_in_16_bits
 
 SHAPES = {"w": (30, 40), "b": (40,), "v": (25, 8), "s": ()}
@@ -76,8 +76,8 @@ def test_feedback_methods_get_the_sum_of_the_collective_and_what_it_rejects(
         mine = flat(gradients(comm.rank, step))
         before, corrected = mine.copy(), method.correct(mine).copy()
         total, rejected = quantised_allreduce(corrected, comm, bits=4)
-        sent, back = whole(corrected.copy()), whole(rejected.copy())
-        method.settle(method.correct(mine), sent, back)
+        sent, back = from_all_values(corrected.copy()), from_all_values(rejected.copy())
+        method.prepare_residual(method.correct(mine), sent, back)
         method.commit()
         np.testing.assert_allclose(exchange(mine), total / comm.size, atol=1e-12)
         np.testing.assert_array_equal(mine, before, "the gradient is not written to")
