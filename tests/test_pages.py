@@ -374,6 +374,23 @@ def test_a_page_is_markdown_that_both_github_and_the_site_read(page):
         assert (page.parent / target).exists(), target
 
 
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
+
+
+@pages
+def test_the_anchors_to_which_a_page_links_exist(page):
+    links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", FENCED.sub("", page.read_text()))
+    for target, anchor in links:
+        other = page.parent / target if target else page
+        assert other.suffix != ".md" or anchor in anchors(other), (target, anchor)
+
+
 def test_the_pages_are_short():
     """The words of README and pages outside of code, tables, figures and link targets: a number that only falls."""
     text = "".join(
