@@ -1,6 +1,7 @@
 """What the pages show works: Python blocks run, commands and their options exist, figures and variables are there.
 
-The Python blocks of a page run in their order, in one namespace, on one rank. A block
+The Python blocks of a page run in their order, in one namespace, on one rank, as a
+reader has them: with the names of the blocks before, and no others. A block
 that imports what is not installed, such as CuPy, is left out, and so are those that use
 its names. The blocks of docs/frameworks.md, which need PyTorch and several ranks, run
 in `make test-torch` (tests/pytorch/test_scripts.py).
@@ -46,25 +47,7 @@ pages = pytest.mark.parametrize(
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "diff", "text", "bash"}
-COMMON = """
-import numpy as np
-from mpi4py import MPI
-
-comm = MPI.COMM_WORLD
-gradient = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
-parameters, rate, data = np.zeros(5000, np.float32), 0.1, range(2)
-vector = TopK(density=0.01).compress(gradient)
-exchange = GradientExchange(comm, TopK(density=0.01))
-
-
-def backward_pass():
-    yield "head.weight", gradient
-
-
-def inner_step(batch):
-    pass
-"""
-OWN = {  # what the blocks of a page need beside the common names
+OWN = {  # what a block of a page needs that quotes the library
     "architecture.md": """
 from collections.abc import Sequence
 from mpicomp.bucket import Bucket
@@ -129,14 +112,7 @@ def names(tmp_path, monkeypatch):
     """Return the namespace of a page; what its blocks change for others is undone."""
     monkeypatch.chdir(tmp_path)
     algorithms = {name: dict(each.algorithms) for name, each in COLLECTIVES.items()}
-    public = {
-        name: getattr(package, name)
-        for package in (mpicomp, collectives)
-        for name in package.__all__
-    }
-    namespace = {"mpicomp": mpicomp, "collectives": collectives, **public}
-    exec(COMMON, namespace)
-    yield namespace
+    yield {"__name__": "page"}
     collectives.configure(timeout=None)
     for name, each in COLLECTIVES.items():
         each.algorithms.clear()
@@ -163,7 +139,7 @@ def test_the_python_of_a_page_runs(page, names):
 
 @pages
 def test_an_error_that_a_page_catches_is_imported_in_the_block(page):
-    """From `mpicomp`, where they are; the names that other tests inject do not hide it."""
+    """From `mpicomp`, where they are; a block that is copied alone says so too."""
     for line, code in blocks(page):
         tree = ast.parse(code)
         handlers = [
@@ -372,6 +348,23 @@ def test_a_page_is_markdown_that_both_github_and_the_site_read(page):
         r"(?<!!)\[[^]]+\]\(([^):#]+)(?:#[^)]*)?\)", FENCED.sub("", text)
     ):
         assert (page.parent / target).exists(), target
+
+
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
+
+
+@pages
+def test_the_anchors_to_which_a_page_links_exist(page):
+    links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", FENCED.sub("", page.read_text()))
+    for target, anchor in links:
+        other = page.parent / target if target else page
+        assert other.suffix != ".md" or anchor in anchors(other), (target, anchor)
 
 
 def test_the_pages_are_short():
