@@ -64,9 +64,9 @@ def surviving(monkeypatch):
     """A job under ULFM, without the detector, as far as `ulfm` sees."""
     monkeypatch.setattr(ulfm, "survives", lambda: True)
     monkeypatch.delenv("OMPI_MCA_mpi_ft_detector", raising=False)
-    ulfm._warn_once.cache_clear()
+    ulfm.warn_once.cache_clear()
     yield monkeypatch
-    ulfm._warn_once.cache_clear()
+    ulfm.warn_once.cache_clear()
 
 
 def test_rank_0_warns_once_where_there_are_several_nodes(surviving):
@@ -87,7 +87,7 @@ def test_a_filter_that_raises_does_not_part_rank_0_from_the_others(surviving):
         warnings.simplefilter("error")
         ulfm.warn_of_detector((0, 1), 0)
     # it was said, and raised nothing here
-    assert ulfm._warn_once.cache_info().misses == 1
+    assert ulfm.warn_once.cache_info().misses == 1
 
 
 def test_info_says_whether_the_job_continues(surviving):

@@ -97,7 +97,7 @@ def test_segments_with_other_bins_are_selected_from_in_one_call(dtype, monkeypat
         alone = segments.select(out, gradient=parts)
         assert_entries(alone, vector.indices, vector.values)
     assert len(calls) == 2 * 2
-    ((compressor, *_),) = segments.table
+    ((compressor, *_),) = segments.runs
     assert compressor.report.achieved.tolist() == [
         len(found) / max(1, end - first)
         for (found, _), (first, end) in zip(each, pairwise(bounds), strict=True)

@@ -445,7 +445,7 @@ def test_a_wrapped_compressor_reports_by_segment():
             np.arange(1000) < 500, 1.0, np.random.default_rng(0).laplace(size=1000)
         )
     )
-    ((compressor, *_),) = two.table
+    ((compressor, *_),) = two.runs
     assert compressor.report.threshold.shape == (2,)
     assert compressor.report.threshold[0] != compressor.report.threshold[1]
 

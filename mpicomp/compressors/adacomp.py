@@ -44,7 +44,7 @@ class AdaComp(SegmentedCompressor):
     [1, 3]
     """
 
-    rows = ("bin_size",)
+    varying = ("bin_size",)
 
     def __init__(self, bin_size: int = 50) -> None:
         self.bin_size = to_integer("bin_size", bin_size, 1, 16384)

@@ -88,14 +88,15 @@ class Compressor(Configured):
     ) -> SparseVector:
         """Return the entries selected in each segment of a vector, as one vector.
 
-        corrected: 1-d, C-contiguous. bounds: the first position of each segment, and
-        the length of the vector. summands: (residual, scale, parts); `corrected` is
-        first overwritten by ``scale * residual`` plus the parts. gradient: the new
-        gradient by segment, where it is not part of summands; None if it is not
+        corrected: the vector to select from, 1-d, C-contiguous; not written to. With
+        summands it is a buffer, which is first filled with ``scale * residual`` plus
+        the parts, also if an error is raised after that. bounds: the first position of
+        each segment, and the length. summands: (residual, scale, parts). gradient: the
+        new gradient by segment, where it is not part of summands; None if it is not
         available.
 
-        Raises the errors of `compress`; `corrected` is written in any case. This one
-        calls `compress` for each segment; see `SegmentedCompressor`.
+        Raises the errors of `compress`. This one calls `compress` for each segment; see
+        `SegmentedCompressor`.
         """
         if summands is not None:
             write_sum(summands, corrected)
@@ -132,7 +133,7 @@ class Compressor(Configured):
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """Receive the mean over the ranks, the same on every rank, once a step; by default do nothing.
 
-        aggregate: copy what you keep, as the caller receives its arrays. votes: for
+        aggregate: its arrays are also returned to the caller: copy what you keep. votes: for
         each entry the fraction of the ranks that sent it, 0 to 1, if the collective
         returns votes.
         """
@@ -208,11 +209,12 @@ class SegmentedCompressor(Compressor):
     """Base of compressors that select from all segments of a vector in one call: they implement `select`.
 
     In an exchange one object then serves consecutive named tensors. Attributes in
-    `rows` are settings that may differ between them: a number, or an array with one row
-    for each segment. Attributes in `state` are arrays with one row for each segment.
+    `varying` are settings that may differ between them: a number, or an array (float64
+    or int64) with one element for each segment. Attributes in `state` are arrays with
+    one element, or row, for each segment.
     """
 
-    rows: ClassVar[tuple[str, ...]] = ()
+    varying: ClassVar[tuple[str, ...]] = ()
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that `select` returns for one segment; see `Compressor.compress`."""
@@ -236,7 +238,7 @@ class SegmentedCompressor(Compressor):
 
     def extend(self, others: Sequence[Any]) -> None:
         """Take the rows of other compressors of this class, for segments that follow."""
-        for name in self.rows:
+        for name in self.varying:
             values = [vars(part)[name] for part in (self, *others)]
             if values[0] is not None and len(set(values)) > 1:
                 setattr(self, name, np.array(values))
@@ -299,25 +301,25 @@ def join(compressors: Sequence[Compressor]) -> Compressor:
 
 
 def are_joinable(one: Compressor, other: Compressor) -> bool:
-    """Return whether one object serves segments of both: they differ in the values of rows only."""
+    """Return whether one object serves segments of both: they differ in varying settings only."""
     ours = one.chain()
     theirs = other.chain()
     if len(ours) != len(theirs):
         return False
-    pairs = zip(ours, theirs, strict=True)
-    return all(
-        _fixed(part) is not None and _fixed(part) == _fixed(second)
-        for part, second in pairs
-    )
+    for part, second in zip(ours, theirs, strict=True):
+        shared = _shared_settings(part)
+        if shared is None or shared != _shared_settings(second):
+            return False
+    return True
 
 
-def _fixed(part: Compressor) -> list[Any] | None:
-    """Return what must be equal in compressors that are joined; None for one that serves a single segment."""
+def _shared_settings(part: Compressor) -> list[Any] | None:
+    """Return the settings that joined compressors have in common; None if one serves a single segment."""
     if not isinstance(part, SegmentedCompressor):
         return None
     fixed: list[Any] = [type(part)]
     for name, value in part._settings().items():
-        if name in part.rows:
+        if name in part.varying:
             fixed.append(value is None)
         elif not isinstance(value, Compressor):
             fixed.append(repr(value))

@@ -34,7 +34,7 @@ class ChunkedTopK(Density, SegmentedCompressor):
     [1, 3, 6]
     """
 
-    rows = "k", "chunk"
+    varying = "k", "chunk"
 
     def __init__(self, k: int = 64, chunk: int = 4096) -> None:
         super().__init__(k=k)

@@ -34,7 +34,7 @@ class Density(Compressor):
     Raises ValueError if both or none are given, or if one is out of range.
     """
 
-    rows: ClassVar[tuple[str, ...]] = ("density", "k")
+    varying: ClassVar[tuple[str, ...]] = ("density", "k")
 
     def __init__(self, density: float | None = None, *, k: int | None = None) -> None:
         if (density is None) == (k is None):

@@ -1,4 +1,4 @@
-"""The selection from a vector of segments, such as the tensors of a bucket, by a table of their compressors."""
+"""The selection from a vector of segments, such as the tensors of a bucket, by the compressors of its runs."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,8 +19,8 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.vector import SparseVector, concatenate, places_of, split
 
 
-class Row(NamedTuple):
-    """A compressor and its consecutive segments, from `first` to before `end`."""
+class Run(NamedTuple):
+    """A compressor and the consecutive segments it serves, from `first` to before `end`."""
 
     compressor: Compressor
     first: int
@@ -28,15 +28,14 @@ class Row(NamedTuple):
 
 
 class Selection:
-    """Select from each segment of a vector by the compressor of its row.
+    """Select from each segment of a vector by the compressor of its run.
 
     names: of the segments, in errors; None names none. bounds: the first position of
-    each segment, and the length. compressors: one for each segment. Consecutive ones
-    that differ in rows only are joined, so that a segment costs no call; the others
-    serve their own segment.
+    each segment, and the length. compressors: one for each segment. Neighbours that
+    differ only in their `varying` settings are served by one object and one call.
 
     >>> two = Selection(["a", "b"], [0, 2, 4], [TopK(k=1), TopK(k=2)])
-    >>> two.select(gradient).indices.tolist(), len(two.table)
+    >>> two.select(gradient).indices.tolist(), len(two.runs)
     ([1, 2, 3], 1)
     """
 
@@ -49,30 +48,30 @@ class Selection:
         self.names = list(names)
         self.bounds = list(bounds)
         self.settings = [repr(compressor) for compressor in compressors]
-        self.table: list[Row] = []
+        self.runs: list[Run] = []
         first = 0
         for end in range(1, len(compressors) + 1):
             if end < len(compressors) and are_joinable(*compressors[end - 1 : end + 1]):
                 continue
-            self.table.append(Row(join(compressors[first:end]), first, end))
+            self.runs.append(Run(join(compressors[first:end]), first, end))
             first = end
 
     @property
     def compressors(self) -> dict[str | None, Compressor]:
         """The compressor of each segment, by name."""
         return {
-            name: row.compressor
-            for row in self.table
-            for name in self.names[row.first : row.end]
+            name: run.compressor
+            for run in self.runs
+            for name in self.names[run.first : run.end]
         }
 
     @property
     def whole(self) -> list[tuple[int, int]]:
         """Ranges of the vector of which every rank sends all values."""
         return [
-            (self.bounds[row.first], self.bounds[row.end])
-            for row in self.table
-            if isinstance(row.compressor.chain()[-1], Dense)
+            (self.bounds[run.first], self.bounds[run.end])
+            for run in self.runs
+            if isinstance(run.compressor.chain()[-1], Dense)
         ]
 
     def select(
@@ -86,20 +85,20 @@ class Selection:
         See `Compressor.select`.
         """
         vectors = []
-        for row in self.table:
-            span = slice(self.bounds[row.first], self.bounds[row.end])
-            segments = slice(row.first, row.end)
-            bounds = self._bounds_of(row)
+        for run in self.runs:
+            span = slice(self.bounds[run.first], self.bounds[run.end])
+            segments = slice(run.first, run.end)
+            bounds = self._bounds_of(run)
             own = None
             if summands is not None:
                 residual, scale, parts = summands
                 own = residual[span], scale, parts[segments]
             new = None if gradient is None else gradient[segments]
             try:
-                vector = row.compressor.select(corrected[span], bounds, own, new)
-                check_selected(vector, corrected[span], row.compressor)
+                vector = run.compressor.select(corrected[span], bounds, own, new)
+                check_selected(vector, corrected[span], run.compressor)
             except Exception as error:
-                self._name_segment(error, row, corrected)
+                self._name_segment(error, run, corrected)
                 raise
             vectors.append(vector)
         return concatenate(vectors) if len(vectors) > 1 else vectors[0]
@@ -107,7 +106,7 @@ class Selection:
     def select_outside(
         self, corrected: Array, first: int, end: int, gradient: Sequence[Array] | None
     ) -> SparseVector:
-        """Return all values of a range, and the entries selected outside of it, where zeros stand in the range."""
+        """Return all values of a range, and the entries selected outside of it: `select` sees zeros there."""
         own = corrected[first:end]
         outside = corrected.copy()
         outside[first:end] = 0
@@ -123,42 +122,42 @@ class Selection:
 
     def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
         """Pass each compressor its part of the mean; see `Compressor.observe`."""
-        if len(self.table) == 1:
-            self.table[0].compressor.observe(aggregate, votes)
+        if len(self.runs) == 1:
+            self.runs[0].compressor.observe(aggregate, votes)
             return
-        edges = [0, *(self.bounds[row.end] for row in self.table)]
+        edges = [0, *(self.bounds[run.end] for run in self.runs)]
         parts = split(aggregate, edges)
         shares = parts
         if votes is not None:
             shares = split(aggregate.with_values(votes), edges)
-        for row, part, share in zip(self.table, parts, shares, strict=True):
-            row.compressor.observe(part, None if votes is None else share.values)
+        for run, part, share in zip(self.runs, parts, shares, strict=True):
+            run.compressor.observe(part, None if votes is None else share.values)
 
     def snapshot(self) -> list[Snapshot]:
-        """Return the attributes of all compressors; of one that several vectors share, as the first one found it."""
+        """Return the attributes of all compressors; of one that several buckets share, those before the first."""
         return [
             snapshot
-            for row in reversed(self.table)
-            for snapshot in row.compressor.snapshot()
+            for run in reversed(self.runs)
+            for snapshot in run.compressor.snapshot()
         ]
 
     def reset(self) -> None:
         """Clear the stored information about single positions; see `Compressor.reset`."""
-        for row in self.table:
-            row.compressor.reset()
+        for run in self.runs:
+            run.compressor.reset()
 
     def states(self) -> list[dict[str, Array]]:
         """Return the state of the compressor of each segment; see `Compressor.state_dict`."""
         states = []
-        for row in self.table:
-            states += row.compressor.segment_states(self._bounds_of(row))
+        for run in self.runs:
+            states += run.compressor.segment_states(self._bounds_of(run))
         return states
 
     def load_states(self, states: Sequence[dict[str, Array]]) -> None:
         """Load the state of the compressor of each segment; see `Compressor.load_state_dict`."""
-        for row in self.table:
-            bounds = self._bounds_of(row)
-            row.compressor.load_segment_states(states[row.first : row.end], bounds)
+        for run in self.runs:
+            bounds = self._bounds_of(run)
+            run.compressor.load_segment_states(states[run.first : run.end], bounds)
 
     def check_finite(self, vector: Array) -> None:
         """Raise ValueError that names the first value that is not finite, by segment and its index there."""
@@ -168,19 +167,19 @@ class Selection:
             self._check_segments(vector, 0, len(self.names))
             raise
 
-    def _bounds_of(self, row: Row) -> list[int]:
-        start = self.bounds[row.first]
-        return [bound - start for bound in self.bounds[row.first : row.end + 1]]
+    def _bounds_of(self, run: Run) -> list[int]:
+        start = self.bounds[run.first]
+        return [bound - start for bound in self.bounds[run.first : run.end + 1]]
 
-    def _name_segment(self, error: Exception, row: Row, vector: Array) -> None:
+    def _name_segment(self, error: Exception, run: Run, vector: Array) -> None:
         """Add the segment to an error's text: the only one, or the one with a value that is not finite."""
-        if isinstance(error, ValueError) and row.end - row.first > 1:
+        if isinstance(error, ValueError) and run.end - run.first > 1:
             try:
-                self._check_segments(vector, row.first, row.end)
+                self._check_segments(vector, run.first, run.end)
             except ValueError as named:
                 error.args = named.args
-        elif row.end - row.first == 1:
-            _prefix(error, self.names[row.first])
+        elif run.end - run.first == 1:
+            _prefix(error, self.names[run.first])
 
     def _check_segments(self, vector: Array, first: int, end: int) -> None:
         edges = pairwise(self.bounds[first : end + 1])

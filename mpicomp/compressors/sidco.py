@@ -123,7 +123,7 @@ class SIDCo(SegmentedCompressor):
         "current_stages": _check_stages,
         "_ratios": _check_ratios,
     }
-    rows = ("density",)
+    varying = ("density",)
     density: float
 
     def __init__(
