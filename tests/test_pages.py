@@ -378,7 +378,7 @@ def test_the_pages_are_short():
         for line in text.splitlines()
         if not line.startswith(("|", "![", "<!--", "    "))
     ]
-    assert len(re.sub(r"\]\([^)]*\)", "]", "\n".join(prose)).split()) <= 14_000
+    assert len(re.sub(r"\]\([^)]*\)", "]", "\n".join(prose)).split()) <= 13_300
 
 
 def test_every_figure_is_on_a_page():
