@@ -137,7 +137,7 @@ def _raise_apart(operation: str, places: list[str]) -> NoReturn:
     )
     raise CollectiveError(
         f"{operation}: ranks are out of step: {odd}, and the others are at {usual}: load states of one step on all "
-        "ranks, or call the same methods on all"
+        "ranks, call the same methods on all, and make and step exchanges in the same order on all"
     )
 
 

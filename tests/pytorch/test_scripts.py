@@ -1,6 +1,7 @@
 """Scripts with PyTorch, in processes of their own: the page's, with and without compression, and one under torchrun."""
 
 import re
+import shutil
 import subprocess
 import sys
 
@@ -225,7 +226,7 @@ network = new_network()
 
 def test_the_lines_to_take_over_slow_links_train(tmp_path):
     """Those of DDP are checked by one step each; the loop of local steps runs as it is, with either exchange."""
-    local, entries, bits = blocks((ROOT / "docs" / "slow_links.md").read_text())
+    local, _, entries, bits = blocks((ROOT / "docs" / "slow_links.md").read_text())
     (basis,) = (
         found
         for found in blocks((ROOT / "docs" / "feedback.md").read_text())
@@ -242,6 +243,7 @@ def test_the_lines_to_take_over_slow_links_train(tmp_path):
     exchange = "exchange = GradientExchange(MPI.COMM_WORLD, bits=4)\n"
     assert exchange in local
     loops = local + told, local.replace(exchange, entries) + told
+    shutil.copy(ROOT / "examples" / "muon.py", tmp_path)
     (tmp_path / "train.py").write_text(
         "network = new_network()\n".join([*checked, *loops])
     )
