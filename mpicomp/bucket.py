@@ -71,7 +71,10 @@ class Bucket:
         self.spans = spans_of(tensors, alignment)
         self.length = self.spans[-1].stop if tensors else 0  # in values
         self.bounds = [*(span.start for span in self.spans), self.length]
-        self._has_gaps = self.length > sum(tensor.size for tensor in tensors)
+        # between the tensors; made where there are some
+        self._zeros: Array | None = None
+        if self.length > sum(tensor.size for tensor in tensors):
+            self._zeros = tensors[0].xp.zeros(alignment, tensors[0].dtype)
         is_alone = list(names) == [ALONE]
         self.edges = [0, self.length] if is_alone else self.bounds
         shown = [None] if is_alone else names
@@ -87,8 +90,8 @@ class Bucket:
         bad gradient.
         """
         vectors = self.feedback.vectors(self.tensors, arrays)
-        if self._has_gaps:
-            vectors = spread(vectors, self.spans)
+        if self._zeros is not None:
+            vectors = spread(vectors, self.spans, self._zeros)
         if len(self.names) == 1:
             whole = adjacent(vectors)
             if whole is None:
@@ -166,7 +169,7 @@ class Bucket:
             }, []
         buffers = [given.get(tensor.name) for tensor in self.tensors]
         joined = None
-        if len(given) == len(buffers) and not self._has_gaps:
+        if len(given) == len(buffers) and self._zeros is None:
             joined = adjacent([*given.values()])
         if joined is not None:
             return {}, [(joined, mean)]

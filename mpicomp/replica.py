@@ -7,6 +7,7 @@ size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class Replica:
         self.tensors = tensors
         self.momentum = momentum
         self._spans = spans
+        gaps = [after.start - before.stop for before, after in pairwise(spans)]
+        self._zeros = tensors[0].xp.zeros(max(gaps, default=0), tensors[0].dtype)
         length = spans[-1].stop
         dtype = tensors[0].dtype
         xp = tensors[0].xp
@@ -96,7 +99,7 @@ class Replica:
             start = start.copy()
             for memory, span in zip(self._memory, self._spans, strict=True):
                 start[span] = _rounded(start[span], memory)
-        thetas = spread(self._thetas, self._spans)
+        thetas = spread(self._thetas, self._spans, self._zeros)
         kernels_for(self.delta).add_parts(start, 1, thetas, self.delta, sign=-1)
 
     def end_round(

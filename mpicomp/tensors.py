@@ -189,13 +189,15 @@ def spans_of(tensors: Sequence[Tensor], alignment: int = 1) -> list[slice]:
     return spans
 
 
-def spread(vectors: Sequence[Array], spans: Sequence[slice]) -> list[Array]:
+def spread(
+    vectors: Sequence[Array], spans: Sequence[slice], zeros: Array
+) -> list[Array]:
     """Return vectors with zeros between them, so that, one after the other, they are at these spans."""
     parts: list[Array] = []
     end = 0
     for vector, span in zip(vectors, spans, strict=True):
         if span.start > end:
-            parts.append(namespace(vector).zeros(span.start - end, vector.dtype))
+            parts.append(zeros[: span.start - end])
         parts.append(vector)
         end = span.stop
     return parts

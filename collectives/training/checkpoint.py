@@ -224,7 +224,8 @@ def _joined(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[str, An
             )
         joined[key] = arrays[0]
         if arrays[0].ndim:
-            joined[key] = np.concatenate(spread(arrays, spans))
+            zeros = np.zeros(bucket.length, arrays[0].dtype)
+            joined[key] = np.concatenate(spread(arrays, spans, zeros))
     return joined
 
 
