@@ -215,6 +215,7 @@ def scaled(comm, step, names=SIZES):
     return draws
 
 
+@pytest.mark.small_groups
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("form", ["dict", "list"])
 def test_a_mean_does_not_depend_on_the_tensors_beside_it(comm, bits, form):
@@ -233,6 +234,7 @@ def test_a_mean_does_not_depend_on_the_tensors_beside_it(comm, bits, form):
                 np.testing.assert_array_equal(means[name], expected)
 
 
+@pytest.mark.small_groups
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
 def test_small_values_beside_large_ones_keep_their_size(comm, bits):
     """The mean over many steps is that of the gradients, of each tensor by its own scale."""
@@ -242,7 +244,7 @@ def test_small_values_beside_large_ones_keep_their_size(comm, bits):
         name: np.mean(comm.allgather(array), axis=0)
         for name, array in gradients.items()
     }
-    steps = 64
+    steps = 32
     totals = {name: np.zeros(SIZES[name]) for name in SIZES}
     for _ in range(steps):
         for name, mean in exchange(gradients).items():
@@ -253,6 +255,7 @@ def test_small_values_beside_large_ones_keep_their_size(comm, bits):
         assert error <= SCALES[name] * (0.1 if bits > 2 else 2), name
 
 
+@pytest.mark.small_groups
 @pytest.mark.parametrize("bits", [4, 2])
 def test_local_steps_move_small_parameters_beside_large_ones(comm, bits):
     parameters = {name: np.zeros(shape, np.float32) for name, shape in SIZES.items()}
