@@ -292,3 +292,17 @@ def test_output_buffers_in_place_share_no_memory_with_the_gradient(comm, cupy):
     ):
         exchange(there, out=there if comm.rank == 0 else cupy.empty_like(there))
     assert there.get().tobytes() == gradient(comm, 0).tobytes()
+
+
+def test_tensors_in_host_memory_and_on_the_device_are_exchanged_together(comm, cupy):
+    """As an embedding that stays on the host."""
+    exchange = GradientExchange(comm, TopK(0.5), small=0)
+    here = np.arange(8, dtype=np.float32) + comm.rank
+    there = cupy.arange(8, dtype=np.float32) * (1 + comm.rank)
+    means = exchange({"embedding": here, "layer": there})
+    assert type(means["embedding"]) is np.ndarray
+    assert type(means["layer"]) is type(there)
+    alone = GradientExchange(comm, TopK(0.5), small=0)({"embedding": here})
+    assert means["embedding"].tobytes() == alone["embedding"].tobytes()
+    alone = GradientExchange(comm, TopK(0.5), small=0)({"layer": there})
+    assert means["layer"].get().tobytes() == alone["layer"].get().tobytes()
