@@ -185,6 +185,7 @@ def test_an_empty_parameter():
     found = one(given)
     found.subtract({"w": given})
     end_round(found, SparseVector.empty(0, np.float64))
+    assert found.anchor.size == 0
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

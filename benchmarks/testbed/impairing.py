@@ -4,8 +4,8 @@
 
 A frame meets the faults of one link, that of the host which sent it, and then leaves by
 the port at which its receiver was last seen. What happens to the n-th frame of a link
-follows from a seed and the number of its host. Whoever connects to the Unix socket
-CONTROL is told in JSON what each link did so far.
+follows from a seed and the number of its host. Each connection to the Unix socket
+CONTROL is answered with the counts of each link so far, in JSON.
 
 Times are in seconds, shares between 0 and 1. A frame that is held back waits up to HOLD
 longer than the others; whether one overtakes it depends on what follows, so `reordered`

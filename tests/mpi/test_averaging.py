@@ -40,7 +40,9 @@ def test_all_ranks_have_the_mean_of_the_residuals(comm, feedback):
 def test_without_a_residual_nothing_happens(comm):
     exchange = GradientExchange(comm, TopK(k=3), NoFeedback())
     exchange(gradients(comm.rank, 0))
+    before = exchange.state_dict()
     average_residuals(exchange)
+    assert repr(exchange.state_dict()) == repr(before)
 
 
 def test_a_mean_may_be_in_range_where_the_sum_of_halves_is_not(comm):

@@ -68,33 +68,33 @@ def entries_in_bins(
     number of entries. Raises ValueError naming the first of `values`, else of a part,
     that is NaN or infinite.
     """
-    dtype, edges = values.dtype, np.asarray(bounds, np.int64)
+    dtype = values.dtype
+    edges = np.asarray(bounds, np.int64)
     if dtype == np.float16:
         if summand is not None:
             add_parts(*summand, parts, values)
         wide = [each.astype(np.float32) for each in (values, *parts)]
-        values, parts, summand = wide[0], wide[1:], None
-    form, factor = (
-        FORMATS[values.dtype],
-        values.dtype.type(1 if summand is None else summand[1]),
-    )
+        values = wide[0]
+        parts = wide[1:]
+        summand = None
+    form = FORMATS[values.dtype]
     segments, places = _segments(edges, bins, parts)
-    a, values = (
-        as_writable(values if summand is None else summand[0]),
-        as_writable(values),
-    )
-    largest, longest = np.empty(int(places[-1]), values.dtype), max(bins, default=1)
-    index, keep = (
-        np.int32 if values.size < 1 << 31 else np.int64,
-        form.signed.type(0 if summand is None else -1),
-    )
+    values = as_writable(values)
+    a = values
+    factor = values.dtype.type(1)
+    keep = form.signed.type(0)
+    if summand is not None:
+        a = as_writable(summand[0])
+        factor = values.dtype.type(summand[1])
+        keep = form.signed.type(-1)
+    largest = np.empty(int(places[-1]), values.dtype)
+    longest = max(bins, default=1)
+    index = np.int32 if values.size < 1 << 31 else np.int64
 
     def marked(start: int, end: int) -> tuple[list[Array], Array, Array]:
-        pieces, entries, bad = (
-            list[Array](),
-            np.zeros(edges.size, np.int64),
-            np.zeros(1, np.uint64),
-        )
+        pieces: list[Array] = []
+        entries = np.zeros(edges.size, np.int64)
+        bad = np.zeros(1, np.uint64)
         one, other = np.zeros((2, longest + 2 * WORD), values.dtype)
         words = tuple(np.empty((3, longest // WORD + 2 * _WORDS), np.uint64))
         given = (
@@ -124,11 +124,10 @@ def entries_in_bins(
         for each in (values, *parts):
             raise_not_finite(each)
     scales = np.ascontiguousarray(magnitudes(largest, places), values.dtype)
-    ends, count = np.cumsum(sum(entries for _, entries, _ in found)), 0
-    positions, signed = (
-        np.empty(int(ends[-1]), index),
-        np.empty(int(ends[-1]), values.dtype),
-    )
+    ends = np.cumsum(sum(entries for _, entries, _ in found))
+    positions = np.empty(int(ends[-1]), index)
+    signed = np.empty(int(ends[-1]), values.dtype)
+    count = 0
     for piece in (each for pieces, *_ in found for each in pieces):
         _write(piece, ends, scales, positions, signed, count)
         count += piece.size
@@ -144,10 +143,8 @@ def _segments(
     edges: Array, bins: Sequence[int], parts: Sequence[Array]
 ) -> tuple[Array, Array]:
     """Return a record for each segment, and the first bin of each, and at last the number of bins."""
-    segments, places = (
-        np.zeros(edges.size - 1, _SEGMENT),
-        np.append(0, np.cumsum(-(-np.diff(edges) // bins))),
-    )
+    segments = np.zeros(edges.size - 1, _SEGMENT)
+    places = np.append(0, np.cumsum(-(-np.diff(edges) // bins)))
     segments["first"], segments["end"], segments["bin"] = edges[:-1], edges[1:], bins
     segments["place"], segments["address"] = places[:-1], addresses(parts)
     return segments, places
