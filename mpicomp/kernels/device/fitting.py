@@ -68,22 +68,20 @@ def end_fits(
         together = summands[0], summands[2][0]
     elif summands is not None:
         add_parts(*summands, values)
-    form, rooms = FORMATS[values.dtype], np.maximum(1, plans["room"]).tolist()
-    bits, summed = (
-        values.view(form.keys),
-        tuple(each.view(form.keys) for each in together),
-    )
+    form = FORMATS[values.dtype]
+    rooms = np.maximum(1, plans["room"]).tolist()
+    bits = values.view(form.keys)
+    summed = tuple(each.view(form.keys) for each in together)
     sizes = zip(plans["size"].tolist(), rooms, strict=True)
     needed = [
         (1, 2, *compacting(size, bits), *selecting(room, bits)) for size, room in sizes
     ]
     reports, *work = zeros(_REPORT * len(plans), *chain.from_iterable(needed))
-    parts, floors = [], keys_above(plans["start"], values.dtype).tolist()
+    floors = keys_above(plans["start"], values.dtype).tolist()
+    parts = []
     for row, (first, end) in enumerate(pairwise(bounds)):
-        report, (done, search, *rest) = (
-            reports[_REPORT * row : _REPORT * (row + 1)],
-            work[6 * row : 6 * (row + 1)],
-        )
+        report = reports[_REPORT * row : _REPORT * (row + 1)]
+        done, search, *rest = work[6 * row : 6 * (row + 1)]
         some, kept = (_empty(rooms[row], bits) for _ in range(2))
         parts.append(kept)
         if first < end:
