@@ -10,7 +10,7 @@
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json
-    mpirun -n 4 python -m mpi4py benchmarks/training/train.py ...        # docs/accuracy.md has the whole line
+    mpirun -n 4 python -m mpi4py benchmarks/training/train.py ...        # docs/contributing/accuracy.md has the whole line
     make gpu-evidence                                                    # on a machine with a GPU
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9 E10    # and so benchmarks/papers/README.md
     python benchmarks/doc_tables.py
@@ -449,24 +449,23 @@ TABLES = {
         "gpu-step": gpu_step,
         "gpu-calls": gpu_calls,
     },
-    "docs/performance.md": {
-        "gains": gains,
+    "docs/performance.md": {"gains": gains, "large": large},
+    "docs/contributing/measurements.md": {
         "steps": lambda: times(STEPS),
         "tensors": lambda: times(TENSORS, "-tensors"),
         "compressors": compressors,
         "threads": threads,
         "cold": lambda: first_steps(loaded("cold")["rows"]),
         "parts": parts,
-        "large": large,
         "choice": choice,
         "short": short,
+        "hook": hook,
+        "quantisers": quantisers,
     },
     "docs/slow_links.md": {"race": partial(race, "linear")},
     "benchmarks/race/README.md": {"race": partial(race, "constant")},
-    "docs/frameworks.md": {"hook": hook},
-    "docs/compressors.md": {"quantisers": quantisers},
     "docs/choosing.md": {"every_step": partial(every_step, "summary")},
-    "docs/accuracy.md": {
+    "docs/contributing/accuracy.md": {
         "accuracy": accuracy,
         "E9": partial(paper, "E9"),
         "E10": partial(paper, "E10"),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tables of docs/performance.md, each from one command:  benchmarks/tables.sh TABLE [FOLDER]
+# The tables of docs/performance.md and docs/contributing/measurements.md, each from one command:  benchmarks/tables.sh TABLE [FOLDER]
 #
 #   links     gradient to result over slow links: our algorithms and all baselines          (root; 20 minutes)
 #   bytes     bytes at the interfaces, exact sum and exact gTop-k, over the bound           (root; 3 minutes)

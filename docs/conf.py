@@ -42,11 +42,14 @@ contents = {  # the pages in their order; those that are not here come last
         "api/index",
         "mpi",
         "versions",
-        "wire_format",
-        "accuracy",
-        "papers",
         "glossary",
-        "architecture",
+    ],
+    "For contributors": [
+        "contributing/architecture",
+        "contributing/wire_format",
+        "contributing/measurements",
+        "contributing/accuracy",
+        "contributing/papers",
     ],
 }
 

@@ -82,7 +82,7 @@ def test_the_state_of_faults_is_lowest_and_pure():
 
 
 def floor(module):
-    """Return on which floor of the figure in docs/architecture.md a module is, counted from the top."""
+    """Return on which floor of the figure in docs/contributing/architecture.md a module is, counted from the top."""
     fits = [
         (len(name), at)
         for at, names in enumerate(FLOORS)

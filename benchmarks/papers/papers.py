@@ -170,7 +170,7 @@ def again(name: str, committed: Sequence[Row]) -> None:
 
 
 def show(name: str, rows: Sequence[Row], source: str) -> None:
-    """Print the table that docs/papers.md reads a claim from."""
+    """Print the table that docs/contributing/papers.md reads a claim from."""
     print(f"{name} ({source})", *TABLES[name](rows), "", sep="\n")
 
 

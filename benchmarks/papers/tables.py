@@ -1,4 +1,4 @@
-"""The tables of the experiments for README.md and docs/accuracy.md, each from the rows of its file."""
+"""The tables of the experiments for README.md and docs/contributing/accuracy.md, each from the rows of its file."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -8,7 +8,7 @@ batches, by SGD at a constant rate with heavy-ball momentum of 0.9, applied to t
 of the exchange, or by the method itself if it has momentum. A method that returns signs
 (in-basis) has a hundredth of the rate, and no momentum but its residual. For each
 method and density the best of a few rates is taken, by the same rule
-(`training.trained`). docs/accuracy.md has a table.
+(`training.trained`). docs/contributing/accuracy.md has a table.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 The union of j independent supports has n (1 - (1 - k/n)^j) entries. Those of gradients
 count as independent: at P = 16 the union of Top-k has 12.7 k entries, of at most 16 k
-(docs/papers.md).
+(docs/contributing/papers.md).
 """
 
 import math

@@ -7,7 +7,7 @@ a size header of 8 bytes (less than a line).
 In a bidirectional exchange of long messages a clear-to-send over TCP can queue behind
 the sender's own payload, which serialises the two directions. Both ranks therefore send
 a size header first, post their sends when the peer's has arrived, and only then their
-receives: 0.58 to 1.0 of the time (docs/performance.md, "Bidirectional exchange").
+receives: 0.58 to 1.0 of the time (docs/contributing/measurements.md, "Bidirectional exchange").
 
 In a step that both sends and receives, wait for the arrival first: a large send ends
 only when its peer receives, and the peer may be in the same step.

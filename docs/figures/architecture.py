@@ -1,4 +1,4 @@
-"""Draw the figures of docs/architecture.md, and list the layers of the code.
+"""Draw the figures of docs/contributing/architecture.md, and list the layers of the code.
 
     python docs/figures/architecture.py          # needs matplotlib; writes rooms.svg and gradient.svg beside this file
 

@@ -1,4 +1,4 @@
-"""Draw the figure of docs/wire_format.md: the header of a message, and the bits of an entry by density.
+"""Draw the figure of docs/contributing/wire_format.md: the header of a message, and the bits of an entry by density.
 
     python docs/figures/message.py          # needs matplotlib; writes message.svg beside this file
 

@@ -1,6 +1,6 @@
 """Messages with consecutive values of a dense vector in few bits (`mpicomp.few_bits`): the kind 3.
 
-docs/wire_format.md describes them.
+docs/contributing/wire_format.md describes them.
 """
 
 from typing import Any

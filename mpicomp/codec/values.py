@@ -1,4 +1,4 @@
-"""Value formats (docs/wire_format.md): the values of a vector as bytes. None of them loses a bit.
+"""Value formats (docs/contributing/wire_format.md): the values of a vector as bytes. None of them loses a bit.
 
 A plane has one bit a value, and is a multiple of 8 bytes. Runs have a plane of signs,
 and for two magnitudes one of bits that are set at the larger one. Then come, for each
