@@ -109,9 +109,7 @@ def in_pieces(
     than about a million values. step: the length of every piece but the last is a
     multiple of it. The calling thread runs the first piece.
     """
-    pieces = size // _LEAST
-    if pieces > 1:
-        pieces = min(pieces, count() if threads is None else threads)
+    pieces = number_of_pieces(size, threads)
     if pieces < 2:
         return [work(0, size)]
     length = -(-size // (pieces * step)) * step
@@ -122,6 +120,14 @@ def in_pieces(
         for start in starts
     ]
     return [work(0, min(length, size)), *(result() for result in others)]
+
+
+def number_of_pieces(size: int, threads: int | None = None) -> int:
+    """Return the most pieces that `in_pieces` makes of a size."""
+    pieces = size // _LEAST
+    if pieces < 2:
+        return 1
+    return min(pieces, count() if threads is None else threads)
 
 
 def _started(

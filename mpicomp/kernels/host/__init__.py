@@ -33,7 +33,7 @@ from mpicomp.kernels.host.coding import (
     to_elias_fano,
     to_offsets,
 )
-from mpicomp.kernels.host.few_bits import dequantise, quantise
+from mpicomp.kernels.host.few_bits import decoder, dequantise, quantise, quantise_parts
 from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, sample
 from mpicomp.kernels.host.fused import add_largest
 from mpicomp.kernels.host.merging import (
@@ -81,6 +81,7 @@ __all__ = [
     "begin_fits",
     "clear",
     "consecutive",
+    "decoder",
     "dequantise",
     "divide",
     "divide_largest",
@@ -100,6 +101,7 @@ __all__ = [
     "merge",
     "multiply",
     "quantise",
+    "quantise_parts",
     "quotient",
     "raise_not_finite",
     "sample",

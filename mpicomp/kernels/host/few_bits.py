@@ -29,7 +29,8 @@ bit 0 is set for negative values, bit 1 for the larger magnitude. The last block
 a segment is padded with zeros. A scale is the upper half of the bits of a float32, or of a float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ from mpicomp.kernels.host.streaming import (
     addresses,
     values_before_line,
 )
-from mpicomp.threads import in_pieces
+from mpicomp.threads import in_pieces, number_of_pieces
 
 _ROOM = 1 << 10  # values of a group, or one block: they stay in the first-level cache
 _LANES = 128  # of a sum over a block
@@ -215,6 +216,32 @@ def dequantise_parts(
     blocks: as for `quantise_parts`; the others' values are left alone. long: the least
     bytes of the parts together for stores that bypass the cache.
     """
+    decoder(
+        codes,
+        scales,
+        bits,
+        block,
+        parts,
+        divisor=divisor,
+        blocks=blocks,
+        threads=threads,
+        long=long,
+    )()
+
+
+def decoder(
+    codes: Array,
+    scales: Array,
+    bits: int,
+    block: int,
+    parts: Sequence[Array],
+    *,
+    divisor: float = 1.0,
+    blocks: tuple[int, int] | None = None,
+    threads: int | None = None,
+    long: int = LONG,
+) -> Callable[[], None]:
+    """Return a function that does what `dequantise_parts` does, once, and allocates no memory."""
     dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
     layout = _layout(parts, block)
     first, last = (0, int(layout[1][-1])) if blocks is None else blocks
@@ -222,31 +249,22 @@ def dequantise_parts(
     coded = as_writable(codes), as_writable(scales)
     sizes = bits, block, 0, 4 * dtype.itemsize, first
     how = sizes, dtype.type(divisor), past, _rounds(bits)
+    size = (last - first) * block
+    workspaces = [
+        _workspace(block, dtype) for _ in range(number_of_pieces(size, threads))
+    ]
 
     def piece(start: int, end: int) -> None:
         some = first + start // block, first + end // block
-        _dequantise(layout, *some, *coded, _workspace(block, dtype), *how)
+        _dequantise(layout, *some, *coded, workspaces.pop(), *how)
 
-    in_pieces(piece, (last - first) * block, threads, step=block)
+    return partial(in_pieces, piece, size, threads, step=block)
 
 
 def first_blocks(sizes: Sequence[int], block: int) -> Array:
     """Return the number of the first block of each segment, and at last the number of blocks."""
     counts = [-(-size // block) for size in sizes]
     return np.append(0, np.cumsum(counts, dtype=np.int64))
-
-
-def largest_decoded(scales: Array, bits: int) -> float:
-    """Return a bound on the magnitudes that decode from these scales: reached for 2 and 1 bits; else by a full level.
-
-    It is infinite if a value was not finite.
-    """
-    if not scales.size:
-        return 0.0
-    dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
-    top = scales.max(keepdims=True).astype(f"u{dtype.itemsize}") << 4 * dtype.itemsize
-    most = (1 << bits - 1) - 1 if bits > 2 else 1
-    return float(top.view(dtype)[0]) * most
 
 
 def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
