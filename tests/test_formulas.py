@@ -141,32 +141,16 @@ def preferred(compressor, dense, bonus, k):
         return np.sort(
             np.concatenate([inside, expected_top_k(scores, k - inside.size)])
         )
-    if compressor.metric == "magnitude":
-        return expected_top_k(
-            scores
-            + np.where(scores > 0, bonus.dtype.type(compressor.weight) * bonus, 0),
-            k,
-        )
     return expected_top_k(
         scores * (1 + compressor.weight * bonus).astype(bonus.dtype), k
     )
 
 
-def bonus_after(compressor, bonus, aggregate, votes):
+def bonus_after(bonus, aggregate):
     """Return the bonus of each position after an aggregate."""
-    bonus = bonus * bonus.dtype.type(
-        compressor.decay if compressor.metric == "recency" else 0
-    )
-    given = {"votes": votes, "magnitude": np.abs(aggregate.values)}.get(
-        compressor.metric, np.ones(aggregate.nnz)
-    )
-    kept = (
-        np.full(aggregate.nnz, True)
-        if compressor.metric == "votes"
-        else aggregate.values != 0
-    )
-    bonus[aggregate.indices[kept]] = given[kept]
-    return bonus
+    after = np.zeros_like(bonus)
+    after[aggregate.indices[aggregate.values != 0]] = 1
+    return after
 
 
 @DTYPES
@@ -175,8 +159,8 @@ def bonus_after(compressor, bonus, aggregate, votes):
     "more",
     [
         {},
-        {"weight": 0.0, "quota": 0.0, "decay": 0.0},
-        {"weight": 7, "quota": 1, "decay": 1},
+        {"weight": 0.0, "quota": 0.0},
+        {"weight": 7, "quota": 1},
     ],
 )
 def test_aggregation_aware_selection_is_that_of_all_scores(dtype, metric, more):
@@ -203,13 +187,8 @@ def test_aggregation_aware_selection_is_that_of_all_scores(dtype, metric, more):
             ).astype(int)
             assert_entries(sent, positions, dense[positions])
             indices = np.sort(rng.choice(bounds[-1], 900, replace=False))
-            values, votes = (
-                np.where(rng.random(900) < 0.3, 0, dense[indices]),
-                rng.integers(0, 5, 900) / 4,
-            )
-            segments.observe(
-                SparseVector(indices, values.astype(dtype), bounds[-1]), votes
-            )
+            values = np.where(rng.random(900) < 0.3, 0, dense[indices])
+            segments.observe(SparseVector(indices, values.astype(dtype), bounds[-1]))
             for row, (size, (first, end)) in enumerate(
                 zip(sizes, pairwise(bounds), strict=True)
             ):
@@ -217,6 +196,4 @@ def test_aggregation_aware_selection_is_that_of_all_scores(dtype, metric, more):
                 part = SparseVector(
                     indices[here] - first, values[here].astype(dtype), size
                 )
-                bonus[row] = bonus_after(
-                    segments.compressors[size], bonus[row], part, votes[here]
-                )
+                bonus[row] = bonus_after(bonus[row], part)

@@ -128,7 +128,6 @@ def test_refused_settings_are_named(check, error, message):
                 "density": 0.5,
                 "metric": "support",
                 "weight": 1.0,
-                "decay": 0.5,
                 "quota": 0.75,
             },
         ),

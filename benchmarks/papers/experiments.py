@@ -28,7 +28,7 @@ LONG = 4000  # steps
 OF_DENSE = {"digits": 0.1, "images": 0.05, "shakespeare": 1.0}
 # of the gTop-k paper, an epoch each; on images 50 steps each
 WARM_UP = "0.25", "0.0725", "0.015", "0.004"
-METRICS = "support", "recency", "votes,votes=True", "magnitude", "quota"
+METRICS = "support", "quota"
 FITS = (  # of E3, and the method that they are compared with
     "sidco",
     "sidco:distribution=pareto",

@@ -246,8 +246,7 @@ class Step:
         ranks = self._comm.size
         mean = started.reduction.mean(received, dtype, ranks, bucket.selection.whole)
         if isinstance(mean, SparseVector):
-            votes = None if received.votes is None else received.votes / ranks
-            bucket.selection.observe(mean, votes)
+            bucket.selection.observe(mean)
         feedback = bucket.feedback
         if compressed.sent is None:
             feedback.prepare_rejected(compressed.corrected, received.rejected)

@@ -7,14 +7,12 @@ that union.
 
 Differences from the paper: no formula of it is public; the scores below are our own.
 
-A rank knows the support A of the last aggregate, its magnitudes, and how many
-aggregates ago each index was in one. The k largest scores are sent; feedback keeps the
-rest, so every entry is sent at some time, except with a quota of 1.
+A rank knows the support of the last aggregate. The k largest scores are sent; feedback
+keeps the rest, so every entry is sent at some time, except with a quota of 1.
 
 A bonus never lowers a score, so that the k largest scores are among the k largest
-magnitudes and the entries with a bonus: a selection is exact top-k, in one pass with
-the addition of the residual, and a choice among these. The history is sparse: with
-"recency" an index leaves it once its bonus does not change a score any more.
+magnitudes and the entries of the support: a selection is exact top-k, in one pass with
+the addition of the residual, and a choice among these.
 """
 
 from collections.abc import Sequence
@@ -23,42 +21,38 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, magnitudes, nonzero, to_device_of
+from mpicomp.arrays import Array, kernels_for, magnitudes, to_device_of
 from mpicomp.compressors.base import Summands
 from mpicomp.compressors.topk import TopK
 from mpicomp.settings import to_choice, to_number
 from mpicomp.vector import SparseVector, merge, places_of, without_zeros
 
-METRICS = ("support", "recency", "votes", "magnitude", "quota")
+METRICS = ("support", "quota")
 
 
 def _check_history(compressor: "AggregationAware", array: Array | None) -> Array | None:
     """Return a loaded history, None if there is none; see `mpicomp.compressors.base.Check`."""
     if array is None:
         return None
-    most = np.inf if compressor.metric == "magnitude" else 1
     if array.ndim != 1 or array.dtype not in (np.float32, np.float64):
         raise ValueError("a vector of float32 or float64")
-    if not (np.isfinite(array).all() and (array >= 0).all() and (array <= most).all()):
-        raise ValueError(f"finite values from 0 to {most}")
+    if not np.isin(array, (0, 1)).all():
+        raise ValueError("zeros and ones")
     return array
 
 
 class AggregationAware(TopK):
-    """Select by magnitude and by the last aggregates.
+    """Select by magnitude and by the last aggregate.
 
-    density or k: see `Density`. metric: the score of an entry with the magnitude x:
+    density or k: see `Density`. metric: how an entry with the magnitude x is preferred:
 
-        support    x (1 + weight) if the last aggregate has the entry
-        recency    x (1 + weight decay^age), age in aggregates since the last one that had it
-        votes      x (1 + weight votes / ranks), votes: the number of ranks that sent it last
-        magnitude  x + weight |A|
-        quota      x; the fraction `quota` of k is selected inside the last aggregate, the rest, at least one entry
+        support    by its score, x (1 + weight) if the last aggregate has the entry, else x
+        quota      the fraction `quota` of k is selected inside the last aggregate, the rest, at least one entry
                    below a quota of 1, anywhere
 
-    weight: at least 0. decay, quota: 0 to 1. Raises ValueError otherwise. One object
-    serves one vector; call `observe` with every aggregate. Before the first one the
-    selection is exact top-k.
+    weight: at least 0. quota: 0 to 1. Raises ValueError otherwise. One object serves one
+    vector; call `observe` with every aggregate. Before the first one the selection is
+    exact top-k.
 
     >>> AggregationAware(k=2).compress(gradient).indices.tolist()
     [1, 3]
@@ -73,15 +67,13 @@ class AggregationAware(TopK):
         k: int | None = None,
         metric: str = "support",
         weight: float = 1.0,
-        decay: float = 0.8,
         quota: float = 0.75,
     ) -> None:
         super().__init__(density, k=k)
         self.metric = to_choice("metric", metric, METRICS)
         self.weight = to_number("weight", weight, least=0)
-        self.decay = to_number("decay", decay, least=0, most=1)
         self.quota = to_number("quota", quota, least=0, most=1)
-        # the bonus of each position of all segments, before the weight
+        # ones at the positions, of all segments, of the last aggregate
         self._history: SparseVector | None = None
 
     def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
@@ -114,40 +106,14 @@ class AggregationAware(TopK):
             )
         return history
 
-    def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
-        """Receive the sum over the ranks.
-
-        aggregate: as the collective returned it. votes: for the metric "votes", for
-        each entry the fraction of the ranks that sent it, 0 to 1, else ValueError.
-        """
-        if self.metric == "votes":
-            if votes is None or len(votes) != aggregate.nnz:
-                raise ValueError(
-                    f"votes is {votes!r}: expected a share for each of {aggregate.nnz} entries; "
-                    "use partial(sparse_allreduce, votes=True)"
-                )
-            seen = aggregate.with_values(to_device_of(votes, aggregate.values))
-        else:  # a filled sum has zeros where no rank sent an entry
-            seen = without_zeros(aggregate)
-        bonus = (
-            magnitudes(seen.values)
-            if self.metric in ("votes", "magnitude")
-            else np.ones_like(seen.values)
-        )
+    def observe(self, aggregate: SparseVector) -> None:
+        """Receive the sum over the ranks, as the collective returned it."""
+        # a filled sum has zeros where no rank sent an entry
+        seen = without_zeros(aggregate)
         kind = np.promote_types(aggregate.dtype, np.float32)
-        latest = SparseVector.trusted(
-            seen.indices.copy(), bonus.astype(kind), aggregate.length
+        self._history = SparseVector.trusted(
+            seen.indices.copy(), np.ones_like(seen.values, kind), aggregate.length
         )
-        if self.metric == "recency" and self._history is not None:
-            before = _beside(self._history, bonus)
-            both = merge(
-                before.with_values(before.values * kind.type(self.decay)), latest
-            )
-            ages = np.minimum(both.values, kind.type(1))
-            # the others do not change a score any more
-            places = np.flatnonzero(1 + self.weight * ages > 1)
-            latest = both.with_values(ages).divide(places)[0]
-        self._history = latest
 
     def reset(self) -> None:
         """Clear the stored aggregates."""
@@ -181,7 +147,7 @@ class AggregationAware(TopK):
     ) -> SparseVector:
         """Return the entries of the largest scores of each segment, among the largest and those of the history."""
         nothing = np.zeros_like(largest.values, history.dtype)
-        bonus = merge(largest.with_values(nothing), _beside(history, corrected))
+        bonus = merge(largest.with_values(nothing), _on_device_of(history, corrected))
         values = kernels_for(corrected).gather(corrected, bonus.indices)
         places = []
         counts = self.counts(np.diff(bounds)).tolist()
@@ -221,15 +187,11 @@ class AggregationAware(TopK):
             inside = largest(np.where(bonus > 0, scores, 0), most)
             scores[inside] = 0
             return np.sort(np.concatenate([inside, largest(scores, k - inside.size)]))
-        if self.metric == "magnitude":
-            added = np.where(nonzero(scores), bonus, bonus.dtype.type(0))
-            kernels.add_scaled(added, self.weight, scores, scores)
-        else:
-            kernels.multiply(scores, 1 + self.weight * bonus, scores)
+        kernels.multiply(scores, 1 + self.weight * bonus, scores)
         return largest(scores, k)
 
 
-def _beside(vector: SparseVector, other: Array) -> SparseVector:
+def _on_device_of(vector: SparseVector, other: Array) -> SparseVector:
     """Return a vector on the device of an array."""
     return SparseVector.trusted(
         to_device_of(vector.indices, other),

@@ -130,12 +130,10 @@ class Compressor(Configured):
         self.report = Report(target, achieved, vector.nbytes, threshold, rounds)
         return vector
 
-    def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
+    def observe(self, aggregate: SparseVector) -> None:
         """Receive the mean over the ranks, the same on every rank, once a step; by default do nothing.
 
-        aggregate: its arrays are also returned to the caller: copy what you keep. votes: for
-        each entry the fraction of the ranks that sent it, 0 to 1, if the collective
-        returns votes.
+        aggregate: its arrays are also returned to the caller: copy what you keep.
         """
 
     def chain(self) -> list["Compressor"]:
@@ -265,8 +263,8 @@ class Wrapper(Compressor):
         check_compressor(compressor)
         self.compressor = compressor
 
-    def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
-        self.compressor.observe(aggregate, votes)
+    def observe(self, aggregate: SparseVector) -> None:
+        self.compressor.observe(aggregate)
 
     def chain(self) -> list[Compressor]:
         return [self, *self.compressor.chain()]

@@ -120,18 +120,11 @@ class Selection:
             np.concatenate(indices), np.concatenate(values), selected.length
         )
 
-    def observe(self, aggregate: SparseVector, votes: Array | None = None) -> None:
+    def observe(self, aggregate: SparseVector) -> None:
         """Pass each compressor its part of the mean; see `Compressor.observe`."""
-        if len(self.runs) == 1:
-            self.runs[0].compressor.observe(aggregate, votes)
-            return
         edges = [0, *(self.bounds[run.end] for run in self.runs)]
-        parts = split(aggregate, edges)
-        shares = parts
-        if votes is not None:
-            shares = split(aggregate.with_values(votes), edges)
-        for run, part, share in zip(self.runs, parts, shares, strict=True):
-            run.compressor.observe(part, None if votes is None else share.values)
+        for run, part in zip(self.runs, split(aggregate, edges), strict=True):
+            run.compressor.observe(part)
 
     def snapshot(self) -> list[Snapshot]:
         """Return the attributes of all compressors; of one that several buckets share, those before the first."""

@@ -46,7 +46,7 @@ WAYS = {
         {},
     ),
     "votes": lambda comm: (
-        AggregationAware(k=40, metric="votes"),
+        AggregationAware(k=40),
         ErrorFeedback(),
         partial(sparse_allreduce, votes=True),
         {},
