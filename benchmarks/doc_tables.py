@@ -462,8 +462,10 @@ TABLES = {
         "hook": hook,
         "quantisers": quantisers,
     },
-    "docs/slow_links.md": {"race": partial(race, "linear")},
-    "benchmarks/race/README.md": {"race": partial(race, "constant")},
+    "benchmarks/race/README.md": {
+        "race-linear": partial(race, "linear"),
+        "race": partial(race, "constant"),
+    },
     "docs/choosing.md": {"every_step": partial(every_step, "summary")},
     "docs/contributing/accuracy.md": {
         "accuracy": accuracy,
