@@ -10,7 +10,7 @@
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json
-    mpirun -n 4 python -m mpi4py benchmarks/training/train.py ...        # docs/contributing/accuracy.md has the whole line
+    mpirun -n 4 python -m mpi4py benchmarks/training/train.py ...  # docs/contributing/accuracy.md: all of it
     make gpu-evidence                                                    # on a machine with a GPU
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9 E10    # and so benchmarks/papers/README.md
     python benchmarks/doc_tables.py

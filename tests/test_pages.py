@@ -193,7 +193,9 @@ def test_the_architecture_quotes_the_step():
     """As it is, without its docstring."""
     source = textwrap.dedent(inspect.getsource(Step.run))
     quotation = re.sub(r' +""".*?"""\n', "", source, flags=re.DOTALL)
-    assert f"```python\n{quotation}```" in (CONTRIBUTING / "architecture.md").read_text()
+    assert (
+        f"```python\n{quotation}```" in (CONTRIBUTING / "architecture.md").read_text()
+    )
 
 
 @pages

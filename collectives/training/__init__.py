@@ -1,4 +1,4 @@
-"""GradientExchange: a Step of Buckets, which Layout makes of tensors and Reduction sums; see docs/contributing/architecture.md."""
+"""GradientExchange: a Step of Buckets, which Layout makes of tensors and Reduction sums."""
 
 from collectives.training.exchange import GradientExchange
 

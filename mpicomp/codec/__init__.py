@@ -1,4 +1,6 @@
-"""The codec: a SparseVector as one contiguous, self-describing message (docs/contributing/wire_format.md). No format loses a bit.
+"""The codec: a SparseVector as one contiguous, self-describing message. No format loses a bit.
+
+See docs/contributing/wire_format.md.
 
 count, signature, kind and CRC are used by `collectives.runtime.group`: `encode` writes
 zeros by default, and `decode` ignores them. A message of M bytes holds at most 8 M

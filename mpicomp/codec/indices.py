@@ -1,4 +1,6 @@
-"""Index formats (docs/contributing/wire_format.md): the indices of a vector as bytes. A range is of a dense piece of width above 0.
+"""Index formats: the indices of a vector as bytes. A range is of a dense piece of width above 0.
+
+See docs/contributing/wire_format.md.
 
 A bitmap has the first index, the span S, and S bits in 64-bit words. Elias-Fano has the
 first index and the span; with l = floor(log2(S / N)) the l low bits of each index from
