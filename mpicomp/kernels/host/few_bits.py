@@ -240,7 +240,7 @@ def decoder(
     blocks: tuple[int, int] | None = None,
     threads: int | None = None,
     long: int = LONG,
-) -> Callable[[], None]:
+) -> Callable[[], Any]:
     """Return a function that does what `dequantise_parts` does, once, and allocates no memory."""
     dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
     layout = _layout(parts, block)
