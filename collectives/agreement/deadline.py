@@ -1,11 +1,13 @@
 """Deadlines: the notices of ranks that waited too long (docs/reliability.md, "Deadlines").
 
 A rank that gives up sends all others a notice of the ranks it waits for, and receives
-theirs: ranks that wait too give up at once and answer. So the error names the ranks
-that did not respond, or, if all did, which rank waits for which (`state.Faults`).
+theirs: ranks that wait too give up at once and answer, also those that wait on another
+communicator. So the error names the ranks that did not respond, or, if all did, which
+rank waits for which (`state.Faults`).
 """
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,14 +30,10 @@ if TYPE_CHECKING:
 GRACE = 1.0  # seconds in which the others may answer; no longer than the timeout
 
 
-def exchange_notices(
-    comm: "MPI.Intracomm",
-    faults: Faults,
-    notice: str,
-    timeout: float | None,
-    abandoned: list[Pending],
+def send_notices(
+    comm: "MPI.Intracomm", faults: Faults, notice: str, abandoned: list[Pending]
 ) -> None:
-    """Send a notice to all other ranks, and receive theirs, until all awaited ones have arrived or the time is up.
+    """Send a notice to all other ranks, without waiting.
 
     abandoned: the messages are appended to it, as MPI may own them while their
     receivers are absent.
@@ -52,10 +50,24 @@ def exchange_notices(
             if not ulfm.is_failure(error):
                 raise
             faults.identify(ulfm.known_dead(comm))
+
+
+def await_notices(
+    comm: "MPI.Intracomm",
+    faults: Faults,
+    timeout: float | None,
+    answer: Callable[[], None],
+) -> None:
+    """Receive the notices of the other ranks, until all awaited ones have arrived or the time is up.
+
+    answer: called meanwhile; answers the notices on other communicators.
+    """
     end = time.monotonic() + min(GRACE, timeout or GRACE)
     while faults.awaited and time.monotonic() < end:
+        answer()
         if not receive_notice(comm, faults):
             time.sleep(1e-3)
+    answer()
 
 
 def has_notice(comm: "MPI.Intracomm", status: "MPI.Status | None" = None) -> bool:

@@ -21,6 +21,7 @@ from collectives.runtime.link import (
     Link,
     attached,
     check_communicator,
+    faults_of,
     link_if_any,
 )
 from collectives.runtime.messages import Sending
@@ -62,9 +63,10 @@ def _make_link(comm: Any, operation: str) -> Link:
     if wrong := lone_warning(MPI.COMM_WORLD.size, os.environ):
         ulfm.warn_once(wrong)
     engine.of_process().check_thread()
-    faults = attached(comm, "faults", lambda: Faults(comm.rank, comm.size))
+    faults = faults_of(comm)
     if faults.finished:
-        raise faults.error()
+        waits = operation + FIRST, 0, set[int]()
+        raise engine.of_process().error_of(comm, faults, waits)
     duplicate = comm  # until there is one
     try:
         with engine.of_process():
@@ -74,7 +76,9 @@ def _make_link(comm: Any, operation: str) -> Link:
             )
         # now all ranks of `comm` are in here, and may block: none waits for a reply
         duplicate = unmade  # to revoke it before would crash Open MPI
-        return attached(comm, LINK, lambda: _made(duplicate))
+        link = attached(comm, LINK, lambda: _made(duplicate))
+        engine.of_process().know(link.comm, link.faults)
+        return link
     except MPI.Exception as error:
         if not ulfm.is_failure(error, comm):
             raise

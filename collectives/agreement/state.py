@@ -25,6 +25,10 @@ from mpicomp.errors import (
     StepSkippedError,
 )
 
+_ORDER = (
+    "If the ranks use their communicators in another order: make and step exchanges, and call collectives, in the same "
+    "order on all ranks. "
+)
 _REMEDY = "The library no longer uses this communicator: end the job, or continue on another communicator"
 
 
@@ -65,12 +69,14 @@ class Faults:
         *,
         waited: float = 0.0,
         damage: str | None = None,
+        elsewhere: bool = False,
     ) -> str | None:
         """Stop using the communicator; return the notice for every other rank, None if it is finished already.
 
         round_number: 0 before the first message. awaiting: the ranks whose messages
         this rank waits for. waited: seconds, after a deadline. damage: a description of
-        the damaged message, if there is one.
+        the damaged message, if there is one. elsewhere: this rank waits on another
+        communicator, and answers.
         """
         if self.finished:
             return None
@@ -80,6 +86,7 @@ class Faults:
             "round": round_number,
             "for": sorted(awaiting),
             "waited": waited,
+            "elsewhere": elsewhere,
         }
         self._notices[self._rank] = {**mine, "damage": damage}
         return json.dumps(self._notices[self._rank])
@@ -132,7 +139,9 @@ class Faults:
             if each["damage"]
         ]
         if not damage:
-            return f"{self._reason()}; {self._absent()}. {_REMEDY}"
+            elsewhere = any(each["elsewhere"] for each in self._notices.values())
+            order = _ORDER if elsewhere else ""
+            return f"{self._reason()}; {self._absent()}. {order}{_REMEDY}"
         self._raised_as = DamagedMessageError
         mine = self._notices[self._rank]
         return f"{mine['operation']} stopped in round {mine['round']}. {'; '.join(damage)}. {_REMEDY}"
@@ -154,6 +163,8 @@ class Faults:
             named_ranks(for_this or expired) if expired else "another rank"
         ) + f" timed out{self._after('after')}"
         others += f", waiting for rank {self._rank}" if for_this else ""
+        if mine["elsewhere"]:
+            return f"this rank waited in {operation}{_elsewhere(mine)}: {others}"
         if mine["round"]:
             return f"{operation} stopped {where}: {others}"
         return f"{operation} was called too late on rank {self._rank}: {others}"
@@ -167,6 +178,7 @@ class Faults:
             )
         return ", ".join(texts) or "all ranks responded: " + "; ".join(
             f"rank {rank} waits in round {each['round']} of {each['operation']} for {_named(each['for'])}"
+            + _elsewhere(each)
             for rank, each in sorted(self._notices.items())
         )
 
@@ -258,6 +270,10 @@ def named_ranks(ranks: Iterable[int]) -> str:
 def _named(ranks: list[int]) -> str:
     # a message to be sent, or MPI's own reduction
     return named_ranks(ranks) if ranks else "MPI"
+
+
+def _elsewhere(notice: Mapping[str, Any]) -> str:
+    return " on another communicator" if notice["elsewhere"] else ""
 
 
 def _words(error: BaseException) -> str:

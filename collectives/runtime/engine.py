@@ -219,6 +219,8 @@ class Engine:
         # nobody waits for these any more, but MPI may still own their buffers
         self._abandoned: list[Pending] = []
         self._discarding: list[Group] = []
+        # the communicators on which other ranks may wait for this one
+        self._known: dict[Faults, MPI.Intracomm] = {}
         self.timeout = initial_timeout()
         self._one_thread = Lock()
         self._refusal = _TWO_THREADS
@@ -228,14 +230,15 @@ class Engine:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
         faults = link.faults
+        waits: Waits = group.signature["operation"], 0, set()
         if (
             self._listens(link)
             and not faults.finished
             and deadline.has_notice(link.comm)
         ):
-            self.give_up(link.comm, faults, (group.signature["operation"], 0, set()))
+            self.give_up(link.comm, faults, waits)
         if faults.finished:
-            raise faults.error()
+            raise self.error_of(link.comm, faults, waits)
         lost = link.take_lost()
         if lost and group.error is None:
             group.contribute(CollectiveError(lost))
@@ -402,6 +405,8 @@ class Engine:
         is_late = self._is_late(waited)
         if is_late or (listens and deadline.has_notice(comm)):
             self.give_up(comm, faults, waits(), waited=waited if is_late else 0.0)
+        elif listens:
+            self._answer(faults, waits)
 
     def give_up(
         self, comm: "MPI.Intracomm", faults: Faults, waits: Waits, **why: Any
@@ -410,11 +415,24 @@ class Engine:
         notice = faults.give_up(*waits, **why)
         try:
             if notice is not None:
-                deadline.exchange_notices(
-                    comm, faults, notice, self.timeout, self._abandoned
-                )
+                deadline.send_notices(comm, faults, notice, self._abandoned)
+                self._await_notices(comm, faults, waits)
         finally:
             self.end_all(faults)
+
+    def error_of(
+        self, comm: "MPI.Intracomm", faults: Faults, waits: Waits
+    ) -> CollectiveError:
+        """Return the error of a call on a finished communicator; await notices first if this rank has only answered."""
+        self._await_notices(comm, faults, waits)
+        return faults.error()
+
+    def _await_notices(
+        self, comm: "MPI.Intracomm", faults: Faults, waits: Waits
+    ) -> None:
+        deadline.await_notices(
+            comm, faults, self.timeout, lambda: self._answer(faults, lambda: waits)
+        )
 
     def discard(self, group: Group) -> None:
         """Receive and drop the messages of an operation that broke off, until a later one has ended."""
@@ -439,8 +457,24 @@ class Engine:
                 request.fail(faults.error())
         self._in_flight = [request for request in self._in_flight if not request.done]
 
+    def know(self, comm: "MPI.Intracomm", faults: Faults) -> None:
+        """Answer the ranks that wait on a communicator, until `faults` is finished, while this rank waits elsewhere."""
+        self._known[faults] = comm
+
+    def _answer(self, here: Faults, waits: Callable[[], Waits]) -> None:
+        """Answer the ranks that gave up on other communicators than that of `here`, on which this rank waits."""
+        for faults, comm in list(self._known.items()):
+            if faults.finished:
+                del self._known[faults]
+            elif faults is not here and deadline.has_notice(comm):
+                notice = faults.give_up(*waits(), elsewhere=True)
+                assert notice is not None, "the communicator is usable"
+                deadline.send_notices(comm, faults, notice, self._abandoned)
+                self.end_all(faults)
+
     def freed(self, link: Link) -> None:
         """End the operations in flight on a communicator that is being freed; MPI frees it later."""
+        self._known.pop(link.faults, None)
         left = [request for request in self._in_flight if request.link is link]
         if left:
             link.faults.free(left[0].operation)

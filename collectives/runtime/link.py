@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LINK = "link"  # the kind of what is cached
+# the kinds of what is cached: the link, and the faults of the first call
+LINK = "link"
+FAULTS = "faults"
 _PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
 
 
@@ -210,6 +212,11 @@ def link_if_any(comm: Any) -> Link | None:
     return link
 
 
+def faults_of(comm: "MPI.Intracomm") -> Faults:
+    """Return the faults of the first call on a communicator, which have no link yet."""
+    return attached(comm, FAULTS, lambda: Faults(comm.rank, comm.size))
+
+
 def traffic(comm: Any) -> Traffic:
     """Return a copy of the traffic of this library on `comm`, sent by this rank so far; not collective.
 
@@ -247,4 +254,11 @@ def key_of(what: str) -> int:
         if not link.faults.finished:
             link.comm.Free()
 
-    return MPI.Comm.Create_keyval(delete_fn=free if what == LINK else None)
+    def finish(comm: "MPI.Comm", key: int, faults: Faults) -> None:
+        faults.free("the first call")
+
+    frees: dict[str, Callable[[MPI.Comm, int, Any], None]] = {
+        LINK: free,
+        FAULTS: finish,
+    }
+    return MPI.Comm.Create_keyval(delete_fn=frees.get(what))

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from collectives.agreement.all_or_none import check_same, gather_objects, outcome_of
 from collectives.agreement.interrupts import defer_interrupt
-from collectives.runtime.link import attached, check_communicator
+from collectives.runtime.engine import of_process
+from collectives.runtime.link import attached, check_communicator, faults_of
 from collectives.training.checkpoint import (
     load_whole_state,
     restored_on_error,
@@ -600,7 +601,8 @@ def rank_and_size(comm: Any) -> dict[str, int]:
 
 
 def next_number(comm: Any) -> int:
-    """Return the number of the next exchange on a communicator, from 0."""
+    """Return the number of the next exchange on a communicator, from 0; its first call is known on all ranks."""
+    of_process().know(comm, faults_of(comm))
     return next(attached(comm, "exchanges", count))
 
 

@@ -1,6 +1,7 @@
 """A rank that waits too long gives up, on every rank that waits, and says who did not come."""
 
 import os
+import re
 import signal
 import time
 
@@ -10,6 +11,7 @@ from cases import assert_equal, contribution, contributions, window
 from mpi4py import MPI
 
 from collectives import (
+    GradientExchange,
     compressed_allreduce,
     configure,
     dense_allreduce,
@@ -54,7 +56,9 @@ def own(comm):
         yield comm
         return
     duplicate = comm.Dup()
-    sparse_allgather(SparseVector.empty(1), duplicate)
+    # the first calls take longer than the timeout where ranks share cores
+    for each in comm, duplicate:
+        sparse_allreduce(SparseVector([1], [1.0], 4), each)
     configure(timeout=TIMEOUT)
     yield duplicate
     configure(timeout=None)
@@ -172,6 +176,7 @@ def test_an_interrupt_while_notices_are_awaited_leaves_no_operation_waiting(
 def test_the_first_call_on_a_communicator_names_operation_and_absent_ranks(comm):
     """The absent rank comes late: it raises at once, and so does every later call. Another communicator is usable."""
     fresh, absent = comm.Dup(), comm.size - 1
+    sparse_allgather(SparseVector.empty(1), comm)
     configure(timeout=TIMEOUT)
     try:
         time.sleep(0.5 * TIMEOUT * (comm.rank == 1))
@@ -189,6 +194,62 @@ def test_the_first_call_on_a_communicator_names_operation_and_absent_ranks(comm)
     finally:
         configure(timeout=None)
     comm.Barrier()
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.exactly(5)
+@pytest.mark.parametrize("is_first_call", [True, False])
+def test_communicators_that_are_used_in_another_order_are_said_to_be(
+    comm, is_first_call
+):
+    """Two models, an exchange and a communicator for each: the last rank steps them in another order.
+
+    A step is kept on all ranks, or raises on all; that in which the first ranks wait raises.
+    """
+    exchanges = [GradientExchange(comm.Dup(), TopK(k=1)) for _ in range(2)]
+    sparse_allgather(SparseVector.empty(1), comm)
+    gradient = np.ones(4, np.float32)
+    if not is_first_call:
+        for exchange in exchanges:
+            exchange(gradient)
+    configure(timeout=TIMEOUT)
+    said = (
+        r"rank \d waits in .* on another communicator.* communicators in another order"
+    )
+    raised = {}
+    try:
+        for number in (1, 0) if comm.rank == comm.size - 1 else (0, 1):
+            raised[number] = False
+            try:
+                exchanges[number](gradient)
+            except CollectiveTimeoutError as error:
+                raised[number] = re.search(said, str(error)) is not None or str(error)
+        comm.Barrier()
+    finally:
+        configure(timeout=None)
+    everywhere = comm.allgather([raised[0], raised[1]])
+    assert everywhere == [everywhere[0]] * comm.size
+    assert True in everywhere[0]
+    assert len(sparse_allgather(SparseVector.empty(1), comm)) == comm.size
+
+
+@pytest.mark.exactly(2)
+def test_a_communicator_that_was_freed_is_not_listened_to(comm):
+    """Neither one that had no call yet, nor one whose exchanges were stepped."""
+    freed = [comm.Dup() for _ in range(2)]
+    exchanges = [GradientExchange(each, TopK(k=1)) for each in freed]
+    exchanges[0](np.ones(4, np.float32))
+    for each in freed:
+        each.Free()
+    fresh = comm.Dup()
+    configure(timeout=TIMEOUT)
+    try:
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeoutError, match="rank 1 did not respond"):
+                sparse_allgather(SparseVector.empty(1), fresh)
+        comm.Barrier()
+    finally:
+        configure(timeout=None)
 
 
 @pytest.mark.exactly(2)
