@@ -173,7 +173,7 @@ def test_an_example_opens_with_its_run_line_and_stands_in_the_readme(path):
     assert re.fullmatch(
         rf" {{4}}(mpirun -n [2-4] python -m mpi4py|python) examples/{path.name}", line
     )
-    assert line.strip() in (ROOT / "README.md").read_text()
+    assert f"`{path.name}`" in (ROOT / "README.md").read_text()
 
 
 def digest(printed):
