@@ -9,6 +9,7 @@ from kernel_cases import draw_sparse, families, last_plan, magnitude_keys
 
 from mpicomp.codec.values import Offsets
 from mpicomp.kernels import host
+from mpicomp.kernels.host import few_bits as host_few_bits
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, np.float32, np.float64)]
 INDEX_DTYPES = [np.dtype(dtype) for dtype in (np.int32, np.int64)]
@@ -774,6 +775,77 @@ def compare_few_bits(device, cupy, values, other, bits, block, short):
         np.ones_like(values),
         written=[4],
     )
+
+
+def few_bits_in_parts(device, cupy):
+    """Segments in one launch: ranges of blocks, terms, factors; parts at any place of their memory."""
+    sizes = 700, 0, 1, 33, 32, *[5] * 40, 1024, 257
+    rng = np.random.default_rng(1)
+    for dtype, bits, block in product(DTYPES[1:], (8, 4, 2, 1), (32, 256, 512)):
+        parts, other = (
+            [
+                (10.0 ** rng.integers(-3, 3) * rng.standard_normal(size)).astype(dtype)
+                for size in sizes
+            ]
+            for _ in range(2)
+        )
+        parts[0][:9] = np.nan
+        parts[-1][3] = -np.inf
+        blocks = int(host_few_bits.first_blocks(sizes, block)[-1])
+        residual = np.concatenate(other)
+        terms = []
+        for first, last in ((0, blocks), (1, 7), (2, blocks)):
+            room = coded_room(dtype, bits, block, last - first)
+            terms = terms[:1] if first else []
+            factors = {"decay": 0.75, "scale": 0.1, "blocks": (first, last)}
+            some = [
+                [codes[: room[0].size], scales[: room[1].size]]
+                for codes, scales in terms
+            ]
+            ours = misaligned(cupy, parts)
+            given, sent = there(cupy, [[*room, residual], some])
+            device.quantise_parts(ours, given[2], sent, bits, block, *given, **factors)
+            with np.errstate(all="ignore"):
+                host_few_bits.quantise_parts(
+                    parts, residual, some, bits, block, *room, residual, **factors
+                )
+            for found, expected in zip(given, (*room, residual), strict=True):
+                assert_same(found.get(), expected)
+            terms.append(room)
+            decode_in_parts(device, cupy, room, bits, block, other, (first, last))
+
+
+def coded_room(dtype, bits, block, blocks):
+    """Return codes and scales of that many blocks, filled with another pattern."""
+    return [
+        np.full(blocks * block * bits // 8, 85, np.uint8),
+        np.full(blocks * (1 + (bits == 2)), 85, f"u{dtype.itemsize // 2}"),
+    ]
+
+
+def misaligned(cupy, parts):
+    """Return parts at places of the device's memory that are multiples of a value's size only."""
+    return [
+        cupy.asarray(np.append(np.zeros(shift % 4, part.dtype), part))[shift % 4 :]
+        for shift, part in enumerate(parts)
+    ]
+
+
+def decode_in_parts(device, cupy, room, bits, block, like, blocks):
+    """Compare decoded values over divisors; the others' are left alone."""
+    for divisor in (1, 2, 3, 127, 0.3, 1 << 20):
+        expected = [np.full_like(part, 7) for part in like]
+        ours, sent = misaligned(cupy, expected), there(cupy, room)
+        decode = device.decoder(
+            *sent, bits, block, ours, divisor=divisor, blocks=blocks
+        )
+        decode()
+        with np.errstate(all="ignore"):
+            host_few_bits.dequantise_parts(
+                *room, bits, block, expected, divisor=divisor, blocks=blocks
+            )
+        for found, values in zip(ours, expected, strict=True):
+            assert_same(found.get(), values)
 
 
 def compare_fused(device, cupy, a, b, *, k):

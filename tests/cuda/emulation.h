@@ -37,6 +37,7 @@ inline void __asan_unpoison_memory_region(void const volatile*, size_t) {}
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
 #define SHARED(type, name) type& name = emulation::shared<type>()
+#define ADDRESS(type, number) (reinterpret_cast<type*>((number) + emulation::launch.offset))
 
 struct uint3 { unsigned x, y, z; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -141,6 +142,7 @@ struct Schedule {
 struct Launch {
     void* kernel = nullptr;
     const uint64_t* arguments = nullptr;
+    int64_t offset = 0;  // from an address that a device shows to where the memory is
     uint3 grid = {1, 1, 1}, threads = {1, 1, 1};
     Schedule schedule = {Schedule::ROUND_ROBIN, 1};
     uint64_t random = 1;
@@ -278,9 +280,9 @@ inline void enter() {
     typedef uint64_t A;
     const A* a = launch.arguments;
     // Integers and pointers go where all calls put them: what a kernel does not take does no harm.
-    reinterpret_cast<void (*)(A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A)>(launch.kernel)(
+    reinterpret_cast<void (*)(A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A, A)>(launch.kernel)(
         a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16],
-        a[17], a[18], a[19]);
+        a[17], a[18], a[19], a[20], a[21], a[22], a[23]);
     Block& block = *current->block;
     --block.live;
     if (block.waiting) fail("returns while other threads of its block wait at __syncthreads()");
@@ -430,14 +432,15 @@ inline Schedule schedule_of(const char* name) {
 
 }  // namespace emulation
 
-// Run a kernel; returns what went wrong, or an empty string. Arguments: twenty integers and pointers.
+// Run a kernel; returns what went wrong, or an empty string. Arguments: 24 integers and pointers.
 extern "C" inline __attribute__((used)) const char* emulate(
-    void* kernel, unsigned grid, unsigned threads, const uint64_t* arguments, const char* schedule) {
+    void* kernel, unsigned grid, unsigned threads, const uint64_t* arguments, int64_t offset, const char* schedule) {
     using namespace emulation;
     launch = Launch();
     launch.schedule = schedule_of(schedule);
     launch.kernel = kernel;
     launch.arguments = arguments;
+    launch.offset = offset;
     launch.grid.x = grid;
     launch.threads.x = threads;
     const char* seed = strchr(schedule, ':');
@@ -514,6 +517,12 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __clzll(long long bits) { return bits ? __builtin_clzll(bits) : 64; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return static_cast<unsigned __int128>(a) * b >> 64;
@@ -539,6 +548,9 @@ Type atomic(Type* address, Compute compute) {
 
 // What an instruction of a GPU returns: it has one NaN of its own, whatever the operands.
 inline float as_on_a_gpu(float value) { return value == value ? value : emulation::bits_as<float>(0x7fffffffu); }
+
+inline float __fmaf_ieee_rn(float a, float b, float c) { return as_on_a_gpu(__builtin_fmaf(a, b, c)); }
+inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
 inline float __uint_as_float(unsigned bits) { return emulation::bits_as<float>(bits); }
 inline unsigned __float_as_uint(float value) { return emulation::bits_as<unsigned>(value); }

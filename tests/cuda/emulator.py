@@ -42,7 +42,7 @@ _CHECKED = [
     "-fsanitize=alignment,shift,bounds,null",
     "-fsanitize-undefined-trap-on-error",
 ]
-_MOST = 20  # arguments of a kernel
+_MOST = 24  # arguments of a kernel
 
 
 class EmulationError(RuntimeError):
@@ -76,8 +76,12 @@ class Program:
         args: Sequence[Any],
         shared_mem: int = 0,
         schedule: str | None = None,
+        offset: int = 0,
     ) -> None:
-        """Run a kernel to its end. args: integers of ctypes, and addresses; EmulationError says what went wrong."""
+        """Run a kernel to its end. args: integers of ctypes, and addresses; EmulationError says what went wrong.
+
+        offset: what is added to addresses in the device's memory.
+        """
         assert not shared_mem, (
             "the kernels say themselves how much shared memory they take"
         )
@@ -87,7 +91,7 @@ class Program:
         chosen = schedule or os.environ.get(VARIABLE) or SCHEDULES[0]
         kernel = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
         error = self._library.emulate(
-            kernel, grid[0], block[0], values, chosen.encode()
+            kernel, grid[0], block[0], values, offset, chosen.encode()
         )
         if error:
             raise EmulationError(f"{name}, schedule {chosen}: {error.decode()}")
@@ -105,6 +109,7 @@ class Program:
             ctypes.c_uint,
             ctypes.c_uint,
             ctypes.c_void_p,
+            ctypes.c_int64,
             ctypes.c_char_p,
         ]
         return library

@@ -49,7 +49,11 @@ def use(source, monkeypatch, deleted_barrier=None):
 
     def function(device, name):
         return lambda grid, block, args: program.launch(
-            name, grid, block, [module._argument(arg) for arg in args]
+            name,
+            grid,
+            block,
+            [module._argument(arg) for arg in args],
+            offset=module.arena.base - module.arena.shown,
         )
 
     monkeypatch.setattr(compiling, "_function", function)

@@ -43,7 +43,8 @@ def function(program, module, name):
             copies[i].exact if i in copies else module._argument(arg)
             for i, arg in enumerate(args)
         ]
-        program.launch(name, grid, block, sent)
+        offset = module.arena.base - module.arena.shown
+        program.launch(name, grid, block, sent, offset=offset)
         for copy in copies.values():
             copy.back()
 

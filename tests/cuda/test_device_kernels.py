@@ -28,6 +28,7 @@ LONG = [
     comparisons.sums_and_the_largest_of_them,
     comparisons.sums_sampled,
     comparisons.few_bits,
+    comparisons.few_bits_in_parts,
 ]
 SHORT = [each for each in comparisons.ALL if each not in LONG]
 

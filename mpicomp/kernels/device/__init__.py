@@ -27,7 +27,12 @@ from mpicomp.kernels.device.coding import (
     to_elias_fano,
     to_offsets,
 )
-from mpicomp.kernels.device.few_bits import dequantise, quantise
+from mpicomp.kernels.device.few_bits import (
+    decoder,
+    dequantise,
+    quantise,
+    quantise_parts,
+)
 from mpicomp.kernels.device.fitting import end_fits, sample
 from mpicomp.kernels.device.merging import (
     accumulate,
@@ -74,6 +79,7 @@ __all__ = [
     "begin_fits",
     "clear",
     "consecutive",
+    "decoder",
     "dequantise",
     "divide",
     "divide_largest",
@@ -93,6 +99,7 @@ __all__ = [
     "merge",
     "multiply",
     "quantise",
+    "quantise_parts",
     "quotient",
     "raise_not_finite",
     "sample",

@@ -17,6 +17,11 @@ typedef long long i64;
 #define SHARED(type, name) __shared__ type name
 #endif
 
+// An array whose address is in a table.
+#ifndef ADDRESS
+#define ADDRESS(type, number) ((type*)(number))
+#endif
+
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr u32 ALL = 0xffffffffu;
@@ -72,6 +77,12 @@ __device__ inline Single& operator+=(Single& a, Single b) { return a = a + b; }
 __device__ inline double operator+(double a, Single b) { return a + (double)b; }
 __device__ inline double operator+(Single a, double b) { return (double)a + b; }
 __device__ inline double& operator+=(double& a, Single b) { return a = a + b; }
+
+// a * b + c, rounded once.
+__device__ inline Single fused(Single a, Single b, Single c) {
+    return Single(__fmaf_ieee_rn(a.value, b.value, c.value));
+}
+__device__ inline double fused(double a, double b, double c) { return __fma_rn(a, b, c); }
 
 // The number if it is above zero, else zero.
 __device__ inline double positive(double a) { return a > 0 ? a : 0; }

@@ -1,14 +1,21 @@
-"""Every value of a vector in few bits, with the rounding error: the bits of the host; a warp for each block."""
+"""Every value of a vector in few bits, with the rounding error: the bits of the host; all segments in one launch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
 
+import cupy
 import numpy as np
 
 from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch
 from mpicomp.kernels.host.bits import FORMATS
-from mpicomp.kernels.host.few_bits import offset_of, rounding
+from mpicomp.kernels.host.few_bits import first_blocks, offset_of, rounding
 
-_WARPS = THREADS // 32
+_HELD = 16  # values that a thread holds in registers
+_LONG = 256  # values: a warp works on each longer block
+# divisors below it have a quotient that needs no division: see few_bits.cu
+_MOST_DIVISOR = 1 << 20
 
 
 def quantise(
@@ -27,18 +34,48 @@ def quantise(
 
     threads: ignored.
     """
-    if values.size:
-        total = values.copy() if others else values
-        for term in others:
-            _decode("add_quantised", *term, bits, block, total)
-        how = rounding(values.dtype, bits, short=short)
-        numbers = np.array(
-            [*how[1:], offset_of(values.dtype, bits)], values.dtype
-        ).view(FORMATS[values.dtype].keys)
-        rejected[...] = values  # what stays where a block is not finite
-        given = total, values.size, bits, block, how.cut, *numbers.tolist()
-        warps = in_tiles(in_tiles(values.size, block), _WARPS)
-        launch("quantise", [values.dtype], warps, *given, codes, scales, rejected)
+    quantise_parts(
+        [values], None, others, bits, block, codes, scales, rejected, short=short
+    )
+
+
+def quantise_parts(
+    parts: Sequence[Array],
+    residual: Array | None,
+    others: Sequence[tuple[Array, Array]],
+    bits: int,
+    block: int,
+    codes: Array,
+    scales: Array,
+    rejected: Array,
+    *,
+    decay: float = 1.0,
+    scale: float = 1.0,
+    blocks: tuple[int, int] | None = None,
+    short: bool = False,
+    threads: int | None = None,
+) -> None:
+    """Quantise parts in one launch, as `mpicomp.kernels.host.quantise_parts` does.
+
+    threads: ignored.
+    """
+    dtype = rejected.dtype
+    form = rounding(dtype, bits, short=short)
+    segments, last = _segments(parts, others, block)
+    first, last = blocks or (0, last)
+    numbers = [decay, scale, *form[1:], offset_of(dtype, bits)]
+    decay_bits, scale_bits, *limits = _bits_of(numbers, dtype)
+    table, rows, *only = segments
+    args = [table, rows, len(others), *only, first, last, block]
+    args += [residual, decay_bits, scale_bits, form.cut, *limits]
+    args += [codes, scales, rejected]
+    if first == last:
+        return
+    if block > _LONG:
+        warps = in_tiles(last - first, THREADS // 32)
+        launch("quantise_long", [dtype], warps, *args, bits)
+    else:
+        launch(f"quantise_{bits}", [dtype], _tiles(first, last, block), *args)
 
 
 def dequantise(
@@ -51,12 +88,61 @@ def dequantise(
     threads: int | None = None,
 ) -> None:
     """Write the values that `quantise` encoded to `out`; threads: ignored."""
-    _decode("dequantise", codes, scales, bits, block, out)
+    decoder(codes, scales, bits, block, [out])()
 
 
-def _decode(
-    name: str, codes: Array, scales: Array, bits: int, block: int, out: Array
-) -> None:
-    if out.size:
-        args = codes, scales, out.size, bits, block, codes.size, out
-        launch(name, [out.dtype], in_tiles(codes.size, THREADS), *args)
+def decoder(
+    codes: Array,
+    scales: Array,
+    bits: int,
+    block: int,
+    parts: Sequence[Array],
+    *,
+    divisor: float = 1.0,
+    blocks: tuple[int, int] | None = None,
+    threads: int | None = None,
+) -> Callable[[], None]:
+    """Return a function that writes the values over a divisor to the parts in one launch, and allocates no memory.
+
+    As `mpicomp.kernels.host.decoder` does; threads: ignored.
+    """
+    dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
+    segments, last = _segments(parts, (), block)
+    first, last = blocks or (0, last)
+    if first == last:
+        return _nothing
+    is_short = float(divisor).is_integer() and 1 <= divisor < _MOST_DIVISOR
+    numbers = _bits_of([divisor, 1 / divisor if is_short else 0], dtype)
+    tiles = _tiles(first, last, block)
+    args = *segments, first, last, block, *numbers, codes, scales
+    return partial(launch, f"dequantise_{bits}", [dtype], tiles, *args)
+
+
+def _nothing() -> None:
+    """Decode no block."""
+
+
+def _segments(
+    parts: Sequence[Array], others: Sequence[tuple[Array, Array]], block: int
+) -> tuple[tuple[Array | None, int, Array | None, int], int]:
+    """Return the segments as arguments of kernels, and the number of blocks: a table, or a part and its size.
+
+    The table is that of `Segments` in few_bits.cu.
+    """
+    sizes = [part.size for part in parts]
+    firsts = first_blocks(sizes, block).tolist()
+    if len(parts) == 1 and not others:
+        return (None, 0, parts[0], sizes[0]), firsts[-1]
+    edges = np.append(0, np.cumsum(sizes, dtype=np.int64)).tolist()
+    addresses = [each.data.ptr for each in chain(parts, *others)]
+    table = cupy.asarray(np.array([*firsts, *edges, *addresses], np.int64))
+    return (table, len(parts), None, 0), firsts[-1]
+
+
+def _tiles(first: int, last: int, block: int) -> int:
+    return in_tiles((last - first) * block, THREADS * _HELD)
+
+
+def _bits_of(numbers: Sequence[float], dtype: np.dtype[Any]) -> list[int]:
+    keys = np.array(numbers, dtype).view(FORMATS[dtype].keys)
+    return [int(key) for key in keys]

@@ -46,6 +46,7 @@ class RawModule:
                 tuple(block),
                 [_argument(arg) for arg in args],
                 shared_mem,
+                offset=arena.base - arena.shown,
             )
 
         return launch
