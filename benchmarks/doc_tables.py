@@ -447,8 +447,8 @@ TABLES = {
     "docs/devices.md": {
         "gpu-selection": gpu_selection,
         "gpu-step": gpu_step,
-        "gpu-calls": gpu_calls,
     },
+    "docs/contributing/gpu.md": {"gpu-calls": gpu_calls},
     "docs/performance.md": {"gains": gains, "large": large},
     "docs/contributing/measurements.md": {
         "steps": lambda: times(STEPS),
