@@ -48,6 +48,7 @@ contents = {  # the pages in their order; those that are not here come last
         "contributing/architecture",
         "contributing/wire_format",
         "contributing/measurements",
+        "contributing/faults",
         "contributing/gpu",
         "contributing/accuracy",
         "contributing/papers",

@@ -1,4 +1,4 @@
-"""Every fault of docs/reliability.md has a row in tests/faults.md, and this names tests that exist."""
+"""Every fault of docs/contributing/faults.md has a row in tests/faults.md, and this names tests that exist."""
 
 import ast
 import pathlib
@@ -38,6 +38,6 @@ def test_every_fault_has_tests_that_exist():
 
 
 def test_the_two_pages_have_the_same_faults():
-    page = rows("docs/reliability.md")
+    page = rows("docs/contributing/faults.md")
     assert [row[0] for row in page] == [row[0] for row in rows("tests/faults.md")]
     assert all(len(row) == 3 for row in page)
