@@ -1,4 +1,4 @@
-"""Run the tests and benchmarks of the device path on a GPU, and write down what ran: layer 4 of docs/contributing/gpu.md.
+"""Run the tests and benchmarks of the device path on a GPU, and write what ran: layer 4 of docs/contributing/gpu.md.
 
     python benchmarks/gpu_evidence.py          # or: make gpu-evidence, which installs what is missing, from an index
     python benchmarks/gpu_evidence.py --mpi DIR          # a CUDA-aware MPI in DIR: messages direct as well
