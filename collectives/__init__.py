@@ -26,6 +26,7 @@ from collectives.runtime.link import Traffic, traffic
 from collectives.training import GradientExchange
 from collectives.training.averaging import average_residuals
 from collectives.training.outer import OuterLoop
+from collectives.training.redistribution import redistribute_state
 from collectives.training.statistics import Statistics
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "gtopk_iallreduce",
     "quantised_allreduce",
     "quantised_iallreduce",
+    "redistribute_state",
     "shrink",
     "sparse_allgather",
     "sparse_allreduce",

@@ -35,7 +35,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 from mpi4py import MPI
 
-from collectives import GradientExchange, gtopk_allreduce
+from collectives import GradientExchange, gtopk_allreduce, redistribute_state
 from mpicomp import MomentumCorrection, TopK
 
 INPUTS, HIDDEN, CLASSES, BATCH, RATE = 32, 128, 10, 32, 0.1
@@ -121,7 +121,7 @@ class Training:
         }
         return {**own, **remembered, **numbers}
 
-    def load_state_dicts(self, ranks, load):
+    def load_states(self, ranks, load):
         """Load the states that `state_dict` returned on each of `ranks` ranks: load(rank)."""
         # but for the exchange's part they are all the same
         state = load(self.comm.rank % ranks)
@@ -134,8 +134,14 @@ class Training:
         # RATE stays as it is on more or fewer ranks, so the mean over them must not
         # change. If it were proportional to their number, as it often is,
         # conserve="sum" would be right.
-        self.exchange.load_state_dicts(
-            ranks, lambda rank: exchange_part(load(rank)), conserve="mean"
+        self.exchange.load_state_dict(
+            redistribute_state(
+                lambda rank: exchange_part(load(rank)),
+                ranks,
+                self.comm.rank,
+                self.comm.size,
+                conserve="mean",
+            )
         )
         self.step, self.sizes = int(state["step"]), state["sizes"].tolist()
         if self.sizes[-1] != self.comm.size:
@@ -193,7 +199,7 @@ def take_up(training, folder, comm):
         with np.load(newest / f"rank-{rank}-of-{ranks}.npz") as state:
             return dict(state)
 
-    training.load_state_dicts(ranks, load)
+    training.load_states(ranks, load)
     if ranks != comm.size:
         # affordable here only
         check_residuals(training, [load(rank) for rank in range(ranks)])

@@ -101,8 +101,15 @@ class Training:
         shared = next(iter(saved.values()))
         self.parameters[...] = shared["array"]
         self.step = int(shared["step"])
-        self.exchange.load_state_dicts(
-            self.comm.size, lambda rank: of_exchange(saved.get(rank))
+        from collectives import redistribute_state
+
+        self.exchange.load_state_dict(
+            redistribute_state(
+                lambda rank: of_exchange(saved.get(rank)),
+                self.comm.size,
+                self.comm.rank,
+                self.comm.size,
+            )
         )
 
 

@@ -26,7 +26,8 @@ from mpicomp.arrays import (
     to_vector,
     writable_vector,
 )
-from mpicomp.settings import Configured, to_integer
+from mpicomp.settings import to_integer
+from mpicomp.state import Configured
 
 # values of a chunk, which fit the memory that a block of threads shares on a GPU
 LONGEST = 4096

@@ -183,7 +183,7 @@ def test_the_error_names_the_value_and_what_was_expected():
     published = SIDCo(0.1, adaptation="published")
     with pytest.raises(
         ValueError,
-        match=r"float64 of shape \(5,\) as 0._ratios: expected a list of at most 4",
+        match=r"float64 of shape \(5,\) as 0._ratios: expected at most 4",
     ):
         published.load_state_dict({**published.state_dict(), "0._ratios": np.ones(5)})
 

@@ -1,7 +1,6 @@
 """What the entries of this package share: a handle with the state of the exchange, and the parameters of a model."""
 
 import gc
-import json
 import math
 import operator
 import warnings
@@ -20,8 +19,6 @@ from collectives.training import GradientExchange
 from collectives.training.names import canonical_names
 from mpicomp.feedback import ErrorFeedback
 from mpicomp.tensors import DICT, describe
-
-_TEXT = "text:"  # before the keys of text, which torch holds as UTF-8 of JSON in uint8
 
 
 class ModelParameters:
@@ -188,37 +185,17 @@ class Handle:
         """Load a `state_dict` of this handle or of the exchange; if it raises, nothing changes.
 
         Wrappers of the model do not change the names. same_settings: False also accepts
-        a state with other settings, such as another density or decay.
+        a state with other settings, such as another density or decay. For states of
+        another number of ranks pass what `collectives.redistribute_state` returns; with
+        `attach_fsdp` it counts replicas, and the ranks inside a replica must be as many
+        as before:
 
-        Raises ValueError for a state that does not fit, for example of another number
-        of ranks (`load_state_dicts` loads these), and RuntimeError within a step.
+            load = lambda rank: torch.load(f"exchange-{rank}.pt")
+            handle.load_state_dict(redistribute_state(load, 8, comm.rank, comm.size))  # saved by 8 ranks
+
+        Raises ValueError for a state that does not fit, and RuntimeError within a step.
         """
         self.exchange.load_state_dict(to_arrays(state), same_settings=same_settings)
-
-    def load_state_dicts(
-        self,
-        ranks: int,
-        load: Callable[[int], Mapping[str, Any]],
-        *,
-        same_settings: bool = True,
-        conserve: str = "sum",
-    ) -> None:
-        """Load the states that `ranks` ranks saved, in a job of any size; if it raises, nothing changes.
-
-        load(rank): returns the `state_dict` of a rank of the job that saved. Rank r of
-        P calls it for the ranks r, r + P, r + 2P, ..., and adds up their residuals;
-        conserve: "sum" or "mean" of them (see `GradientExchange.load_state_dicts`, also
-        for the errors). With `attach_fsdp` `ranks` counts replicas, and the ranks
-        inside a replica must be as many as before.
-
-            handle.load_state_dicts(8, lambda rank: torch.load(f"exchange-{rank}.pt"))  # saved by 8 ranks
-        """
-        self.exchange.load_state_dicts(
-            ranks,
-            lambda rank: to_arrays(load(rank)),
-            same_settings=same_settings,
-            conserve=conserve,
-        )
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a function that does nothing: a copy of the model has no hook, and may be attached."""
@@ -385,29 +362,14 @@ class Handle:
 
 def to_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return a `GradientExchange.state_dict` as tensors, which `torch.load` reads with its defaults."""
-    tensors = {}
-    for key, value in state.items():
-        array = np.asarray(value)
-        if array.dtype.kind == "U":
-            tensors[_TEXT + key] = torch.frombuffer(
-                bytearray(json.dumps(array.tolist()).encode()), dtype=torch.uint8
-            )
-        else:
-            tensors[key] = torch.tensor(array)
-    return tensors
+    return {key: torch.tensor(np.asarray(value)) for key, value in state.items()}
 
 
 def to_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays of `to_tensors`, for `GradientExchange.load_state_dict`."""
-    arrays = {
+    return {
         key: value.cpu().numpy() if isinstance(value, torch.Tensor) else value
         for key, value in state.items()
-    }
-    return {
-        key.removeprefix(_TEXT): np.array(json.loads(bytes(value)), np.str_)
-        if key.startswith(_TEXT)
-        else value
-        for key, value in arrays.items()
     }
 
 

@@ -9,17 +9,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from collectives.training.names import canonical, canonical_names
 from mpicomp.arrays import Array
 from mpicomp.bucket import Bucket
-from mpicomp.settings import OTHER_SETTINGS, check_table, from_table, to_table
-from mpicomp.tensors import spread
+from mpicomp.compressors.base import restore
+from mpicomp.settings import OTHER_SETTINGS
+from mpicomp.state import (
+    ONE,
+    Configured,
+    check_table,
+    from_table,
+    load,
+    save,
+    to_table,
+)
 
 _HOLDS = "holds"  # the row of a table that lists the other keys of a segment
 TABLE = "settings"  # the key of the table
 PLACE = "rank", "ranks", "steps"  # the rows of a table that are no settings
+FEEDBACK = "feedback"
+COMPRESSOR = "compressor"
+_PARTS = COMPRESSOR, FEEDBACK
 
 
 def whole_state(
@@ -97,7 +107,7 @@ def _table_of(
         raise ValueError(
             f"the state of {name!r} has no {sorted(missing)}: expected all that state_dict() returned"
         )
-    remedy = "each rank loads what it saved; load_state_dicts takes the states of another number of ranks"
+    remedy = "each rank loads what it saved; redistribute_state continues on another number of ranks"
     check_table(
         f"the state of {name!r}",
         state[TABLE],
@@ -115,13 +125,18 @@ def _table_of(
 @contextmanager
 def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Restore the states of buckets if the block raises."""
-    before = [(each.feedback.state_dict(), each.selection.states()) for each in buckets]
+    before = [
+        snapshot
+        for bucket in buckets
+        for snapshot in (
+            (bucket.feedback, dict(vars(bucket.feedback))),
+            *bucket.selection.snapshot(),
+        )
+    ]
     try:
         yield
     except Exception:
-        for bucket, (feedback, compressors) in zip(buckets, before, strict=True):
-            bucket.feedback.load_state_dict(feedback)
-            bucket.selection.load_states(compressors)
+        restore(before)
         raise
 
 
@@ -129,18 +144,18 @@ def _state(
     bucket: Bucket, saved: Mapping[str, str], settings: Mapping[str, Any]
 ) -> dict[str, Array]:
     """Return copies of the states as "segment/part.name", and for each segment a table of settings."""
-    state: dict[str, Array] = {}
-    kept = bucket.feedback.state_dict()
-    described = _settings_of_parts(bucket)
-    for segment, compressor in enumerate(bucket.selection.states()):
-        own = {f"compressor.{key}": array for key, array in compressor.items()}
-        for key, array in kept.items():
-            own[f"feedback.{key}"] = _of_segment(bucket, segment, array)
-        rows = {**settings, **described[segment], _HOLDS: " ".join(sorted(own))}
-        own[TABLE] = to_table(rows)
-        name = saved[bucket.names[segment]]
-        state |= {f"{name}/{key}": array for key, array in own.items()}
-    return state
+    states: list[dict[str, Array]] = [{} for _ in bucket.names]
+    for part, segments, owner in _owners(bucket):
+        own = save(owner, _spans(bucket, segments))
+        for state, arrays in zip(states[segments], own, strict=True):
+            state |= {f"{part}.{name}": array for name, array in arrays.items()}
+    named: dict[str, Array] = {}
+    tables = _settings_of_parts(bucket)
+    for name, state, table in zip(bucket.names, states, tables, strict=True):
+        rows = {**settings, **table, _HOLDS: " ".join(sorted(state))}
+        state[TABLE] = to_table(rows)
+        named |= {f"{saved[name]}/{key}": array for key, array in state.items()}
+    return named
 
 
 def _load(
@@ -153,96 +168,58 @@ def _load(
     settings: to be found in the tables, besides those of the parts; None for any.
     Raises ValueError if one does not fit.
     """
-    compressors = []
-    feedbacks = []
-    described = _settings_of_parts(bucket)
-    for name, rows in zip(bucket.names, described, strict=True):
+    called = {name: f"the state of {name!r}" for name in bucket.names}
+    tables = _settings_of_parts(bucket)
+    for name, rows in zip(bucket.names, tables, strict=True):
         # first those of the parts, so that another compressor is named
         if settings is not None:
             rows |= {key: value for key, value in settings.items() if key not in PLACE}
-            check_table(
-                f"the state of {name!r}", state[name][TABLE], rows, OTHER_SETTINGS
-            )
-        by_part: dict[str, dict[str, Any]] = {"compressor": {}, "feedback": {}}
-        for key, array in state[name].items():
-            part, _, own = key.partition(".")
-            if part in by_part:
-                by_part[part][own] = array
-            elif key != TABLE:
+            check_table(called[name], state[name][TABLE], rows, OTHER_SETTINGS)
+        for key in state[name]:
+            if key != TABLE and key.partition(".")[0] not in _PARTS:
                 raise ValueError(
-                    f"the state of {name!r} has {key!r}: expected parts of {sorted(by_part)}"
+                    f"{called[name]} has {key!r}: expected parts of {_PARTS}"
                 )
-        compressors.append(by_part["compressor"])
-        feedbacks.append(by_part["feedback"])
-    bucket.selection.load_states(compressors)
-    bucket.feedback.load_state_dict(_joined(bucket, feedbacks))
+    for part, segments, owner in _owners(bucket):
+        own = {
+            called[name]: {
+                key.removeprefix(f"{part}."): array
+                for key, array in state[name].items()
+                if key.startswith(f"{part}.")
+            }
+            for name in bucket.names[segments]
+        }
+        load(owner, own, _spans(bucket, segments))
     dtype = bucket.tensors[0].dtype if bucket.tensors else None
     if dtype is not None and not bucket.feedback.fits(bucket.length, dtype):
         raise ValueError(
-            f"the state of {', '.join(map(repr, bucket.names[:3]))} has {bucket.feedback.size} values: expected "
-            f"{bucket.length}, of {dtype}"
+            f"the state of {', '.join(map(repr, bucket.names[:3]))} is not that of a gradient of {dtype}: expected "
+            f"{bucket.length} values"
         )
 
 
-def _joined(bucket: Bucket, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a feedback from those of its segments; raises ValueError if they do not fit together."""
+def _owners(bucket: Bucket) -> Iterator[tuple[str, slice, Configured]]:
+    """Yield what has a state: the part of its keys, the segments, and the object."""
+    yield FEEDBACK, slice(0, len(bucket.names)), bucket.feedback
+    for run in bucket.selection.runs:
+        yield COMPRESSOR, slice(run.first, run.end), run.compressor
+
+
+def _spans(bucket: Bucket, segments: slice) -> list[slice]:
+    """Return where segments are, counted from the first of them: the tensors, or all of a list of them."""
     if not bucket.tensors:
-        return dict(states[0])
-    kinds = {
-        key: np.asarray(array).dtype
-        for state in states
-        for key, array in state.items()
-        if np.ndim(array)
-    }
-    full: list[Mapping[str, Any]] = []
-    spans = _spans(bucket)
-    for name, span, state in zip(bucket.names, spans, states, strict=True):
-        expected = span.stop - span.start
-        sizes = {np.shape(array)[0] for array in state.values() if np.ndim(array)}
-        for size in sizes - {expected}:
-            dtype = bucket.tensors[0].dtype
-            raise ValueError(
-                f"the state of {name!r} has {size} values: expected {expected}, of {dtype}"
-            )
-        begun = {}
-        # without arrays before its first step: it may have been held
-        if not sizes:
-            begun = {key: np.zeros(expected, dtype) for key, dtype in kinds.items()}
-        full.append({**state, **begun})
-    joined: dict[str, Any] = {}
-    for key in dict.fromkeys(key for state in full for key in state):
-        arrays = [np.asarray(state[key]) for state in full if key in state]
-        same = (
-            len(arrays) == len(full)
-            and len({(each.dtype, each.ndim) for each in arrays}) == 1
-        )
-        if not same or (
-            not arrays[0].ndim and len({each.item() for each in arrays}) > 1
-        ):
-            raise ValueError(
-                f"the states of {list(bucket.names)} have different {key}: expected one step for all"
-            )
-        joined[key] = arrays[0]
-        if arrays[0].ndim:
-            zeros = np.zeros(bucket.length, arrays[0].dtype)
-            joined[key] = np.concatenate(spread(arrays, spans, zeros))
-    return joined
-
-
-def _of_segment(bucket: Bucket, segment: int, array: Array) -> Array:
-    """Return the part of an array that belongs to a segment; numbers belong to all."""
-    return array[_spans(bucket)[segment]] if array.ndim and bucket.tensors else array
-
-
-def _spans(bucket: Bucket) -> list[slice]:
-    """Return where the segments are: the tensors, or all of a list of them."""
-    return bucket.spans if len(bucket.names) > 1 else [slice(0, bucket.length)]
+        return ONE
+    if len(bucket.names) == 1:
+        return [slice(0, bucket.length)]
+    spans = bucket.spans[segments]
+    start = spans[0].start
+    return [slice(span.start - start, span.stop - start) for span in spans]
 
 
 def _settings_of_parts(bucket: Bucket) -> list[dict[str, str]]:
     """Return the settings of feedback and compressor of each segment, as text by part."""
     feedback = repr(bucket.feedback)
     return [
-        {"feedback": feedback, "compressor": compressor}
+        {FEEDBACK: feedback, COMPRESSOR: compressor}
         for compressor in bucket.selection.settings
     ]

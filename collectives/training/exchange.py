@@ -23,7 +23,6 @@ from collectives.training.checkpoint import (
 from collectives.training.debug import CheckedStep
 from collectives.training.forms import by_name, check_same_form, in_form, outs_by_name
 from collectives.training.layout import Choose, Layout
-from collectives.training.redistribution import redistributed
 from collectives.training.reduction import CONTRIBUTORS, SIGN, reduction
 from collectives.training.statistics import Statistics, report
 from collectives.training.step import OPERATION, Step
@@ -363,7 +362,7 @@ class GradientExchange:
         settings, such as another density or decay.
 
         Raises ValueError for the state of another rank, number of ranks (see
-        `load_state_dicts`), or other settings, naming both, and for an incomplete state
+        `redistribute_state`), or other settings, naming both, and for an incomplete state
         or one that does not fit; RuntimeError within a step.
         """
         check_between_steps(self)
@@ -371,38 +370,6 @@ class GradientExchange:
             self.buckets, state, self._settings(), same_settings=same_settings
         )
         self._changes = ["load_state_dict"]
-
-    def load_state_dicts(
-        self,
-        ranks: int,
-        load: Callable[[int], Mapping[str, Any] | None],
-        *,
-        same_settings: bool = True,
-        conserve: str = "sum",
-    ) -> None:
-        """Load the states that `ranks` ranks saved, in a job of any size.
-
-        load(rank): returns the `state_dict` of a rank of the job that saved, or None if
-        it is lost, and its residual with it. Rank r of
-        P calls it for the ranks r, r + P, r + 2P, ..., one after the other, and adds up
-        their residuals and velocities; a rank beyond `ranks` for r modulo `ranks`, and
-        it starts with a residual of zero. Residuals in place are not part of a state.
-
-        conserve: "sum" conserves the sum of the residuals over the ranks, right with a
-        learning rate proportional to the number of ranks if average=True divides by it;
-        "mean" their mean, for a constant learning rate.
-
-        Raises the errors of `load_state_dict`, ValueError for states of different
-        steps, OverflowError if a sum leaves the range of its dtype. Nothing changes
-        then.
-
-        >>> exchange = GradientExchange(comm, TopK(k=2))
-        >>> mean = exchange(gradient)
-        >>> states = [exchange.state_dict()]  # or the file of each rank that saved
-        >>> exchange.load_state_dicts(1, lambda rank: states[rank])
-        """
-        state = redistributed(self._settings(), ranks, load, conserve)
-        self.load_state_dict(state, same_settings=same_settings)
 
     @defer_interrupt
     def hold(self, names: Iterable[str]) -> None:

@@ -36,7 +36,6 @@ the residuals.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from inspect import isroutine
 from typing import Any
 
@@ -49,16 +48,17 @@ from collectives.runtime import staging
 from collectives.training import GradientExchange
 from collectives.training.forms import by_name, in_form
 from collectives.training.names import canonical, canonical_names
+from collectives.training.redistribution import EXCHANGE
 from mpicomp import checking
 from mpicomp.arrays import Array, read_only, to_numpy
 from mpicomp.errors import CheckError, CollectiveError
 from mpicomp.replica import Replica, copy_from_host, untied
-from mpicomp.settings import (
-    SetOnce,
+from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
+from mpicomp.state import (
     check_table,
-    to_bool,
-    to_integer,
-    to_number,
+    checked,
+    expect_array,
+    expect_integer,
     to_table,
 )
 from mpicomp.tensors import ARRAY
@@ -272,69 +272,31 @@ class OuterLoop:
             part, _, name = key.partition("/")
             state[f"{part}/{names[name]}"] = np.array(to_numpy(array))
         return state | {
-            f"exchange/{name}": array
+            f"{EXCHANGE}{name}": array
             for name, array in self.exchange.state_dict().items()
         }
 
+    @defer_interrupt
     def load_state_dict(
-        self, state: Mapping[str, Any], *, same_settings: bool = True
+        self,
+        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        *,
+        same_settings: bool = True,
     ) -> None:
         """Load a `state_dict`; the following steps have the same bits. All ranks call it.
 
         Construct model, exchange and loop as at the start of the run, and call this. It
         writes the anchor to the parameters if the state was saved at the end of a round.
         Else write the saved parameters to the model after it. An exchange that was in
-        flight is started again. same_settings: as in `GradientExchange`.
+        flight is started again. state: also a function that returns it, such as from a
+        file, or by `redistribute_state` from those of another number of ranks.
+        same_settings: as in `GradientExchange`.
 
-        Raises ValueError on a rank whose state does not fit and CollectiveError on the
-        others; CollectiveError on all for states of different steps; RuntimeError with
-        an exchange in flight. Nothing changes then.
+        Raises ValueError on a rank whose state does not fit, or the error of the
+        function, and CollectiveError on the others; CollectiveError on all for states
+        of different steps; RuntimeError with an exchange in flight. Nothing changes
+        then.
         """
-        load = partial(self.exchange.load_state_dict, same_settings=same_settings)
-        self._load(
-            lambda: state,
-            lambda: load(_of_exchange(state)),
-            same_settings=same_settings,
-        )
-
-    def load_state_dicts(
-        self,
-        ranks: int,
-        load: Callable[[int], Mapping[str, Any]],
-        *,
-        same_settings: bool = True,
-        conserve: str = "sum",
-    ) -> None:
-        """Load the states that `ranks` ranks saved at the end of a round, in a job of any size.
-
-        See `load_state_dict`; the arguments are those of
-        `GradientExchange.load_state_dicts`. Every rank then starts from the anchor, which
-        is written to the parameters.
-
-        Raises the errors of `load_state_dict`, and ValueError for states within a round
-        or with an exchange in flight, as the progress since the anchor belongs to
-        single ranks. Save when `step` has returned True, with delay=0.
-        """
-        load_exchange = partial(
-            self.exchange.load_state_dicts,
-            same_settings=same_settings,
-            conserve=conserve,
-        )
-        self._load(
-            lambda: self._between_rounds(ranks, load),
-            lambda: load_exchange(ranks, lambda rank: _of_exchange(load(rank))),
-            same_settings=same_settings,
-        )
-
-    @defer_interrupt
-    def _load(
-        self,
-        given: Callable[[], Mapping[str, Any]],
-        load_exchange: Callable[[], None],
-        *,
-        same_settings: bool,
-    ) -> None:
-        """Load the state that `given` returns, and that of the exchange, on all ranks or on none."""
         if self._in_flight:
             raise RuntimeError(
                 "an exchange is in flight: load the state into a new OuterLoop"
@@ -344,23 +306,27 @@ class OuterLoop:
 
         def load_own() -> dict[str, str]:
             before.update(self.exchange.state_dict())
-            state = dict(given())
+            given = dict(state() if callable(state) else state)
             if same_settings:
                 check_table(
-                    "the state", state.get(TABLE, ()), self._settings(), OTHER_LOOP
+                    "the state", given.get(TABLE, ()), self._settings(), OTHER_LOOP
                 )
-            loaded.update(self._fitting(state))
+            loaded.update(self._checked_state(given))
             self._find_parameters()
-            load_exchange()
+            of_exchange = {
+                key.removeprefix(EXCHANGE): array
+                for key, array in given.items()
+                if key.startswith(EXCHANGE)
+            }
+            self.exchange.load_state_dict(of_exchange, same_settings=same_settings)
             anchors = [
                 loaded[f"anchor/{tensor.name}"]
-                for each in self._replicas
-                for tensor in each.tensors
+                for replica in self._replicas
+                for tensor in replica.tensors
             ]
-            in_flight = str(_is_in_flight(loaded))
             return {
                 "count": str(loaded["count"]),
-                "in flight": in_flight,
+                "in flight": str(_is_in_flight(loaded)),
                 "anchor": _digest(anchors),
             }
 
@@ -370,31 +336,17 @@ class OuterLoop:
             if before:
                 self.exchange.load_state_dict(before)
             raise
-        self.count = int(loaded["count"])
-        self.rounds = int(loaded["rounds"])
-        for name, array in self._arrays(in_flight=_is_in_flight(loaded)).items():
+        self.count = loaded["count"]
+        self.rounds = loaded["rounds"]
+        is_in_flight = _is_in_flight(loaded)
+        for name, array in self._arrays(in_flight=is_in_flight).items():
             copy_from_host(loaded[name], array)
-        if _is_in_flight(loaded):
+        if is_in_flight:
             self._send()
         elif self.count % self.every == 0:
-            for each in self._replicas:
-                each.write_anchor()
-            staging.complete(each.tensors[0].xp for each in self._replicas)
-
-    def _between_rounds(
-        self, ranks: int, load: Callable[[int], Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """Return the state of this rank, one of those that `ranks` ranks saved at the end of a round."""
-        ranks = to_integer("ranks", ranks)
-        own = dict(load(self.exchange.comm.rank % ranks))
-        count = int(own.get("count", 0))
-        within = count % self.every or _is_in_flight(own)
-        if within and ranks != self.exchange.comm.size:
-            raise ValueError(
-                f"the state is of step {count}, within a round of {self.every} steps or with an exchange in flight: "
-                "expected one saved at the end of a round with delay=0, where all ranks hold the anchor"
-            )
-        return own
+            for replica in self._replicas:
+                replica.write_anchor()
+            staging.complete(replica.tensors[0].xp for replica in self._replicas)
 
     def _check_settings(self) -> None:
         """Raise ValueError for settings that exclude each other."""
@@ -536,45 +488,25 @@ class OuterLoop:
             for key, array in each.arrays(in_flight=in_flight).items()
         }
 
-    def _fitting(self, state: Mapping[str, Any]) -> dict[str, Array]:
-        """Return a saved state, except that of the exchange, as arrays; raises ValueError if they do not fit."""
-        names = {
-            canonical: name for name, canonical in canonical_names(self._first).items()
-        }
+    def _checked_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the checked values of a saved state, except that of the exchange; see `mpicomp.state.checked`."""
+        names = {saved: name for name, saved in canonical_names(self._first).items()}
         own = {
-            _own_key(key, names): np.asarray(array)
+            _own_key(key, names): array
             for key, array in state.items()
-            if not key.startswith("exchange/")
+            if key != TABLE and not key.startswith(EXCHANGE)
         }
-        own.pop(TABLE, None)
-        expected = {
-            name: _kind(array)
-            for name, array in self._arrays(in_flight=_is_in_flight(own)).items()
-        }
-        got = {
-            name: _kind(array)
-            for name, array in own.items()
-            if name not in ("count", "rounds")
-        }
-        for name in sorted(got | expected):
-            if got.get(name) != expected.get(name):
-                raise ValueError(
-                    f"in the state {name} is {got.get(name, 'missing')}: expected {expected.get(name, 'none')}"
-                )
-        counts = [own.get(name, np.array(-1)) for name in ("count", "rounds")]
-        if any(
-            count.shape != () or count.dtype.kind not in "iu" or count < 0
-            for count in counts
-        ):
+        arrays = self._arrays(in_flight=_is_in_flight(own))
+        checks = {"count": expect_integer(0), "rounds": expect_integer(0)}
+        checks |= {name: expect_array(array) for name, array in arrays.items()}
+        declared = {name: (self, check) for name, check in checks.items()}
+        loaded = checked(own, declared, "the state")
+        if _is_in_flight(own) and not loaded["count"] % self.every < self.delay:
             raise ValueError(
-                "the state has no count and rounds: expected all that state_dict() returned"
-            )
-        if _is_in_flight(own) and not 0 <= int(own["count"]) % self.every < self.delay:
-            raise ValueError(
-                f"the state is of step {int(own['count'])}, with an exchange in flight: expected the every and delay "
+                f"the state is of step {loaded['count']}, with an exchange in flight: expected the every and delay "
                 f"with which it was saved, got every={self.every} and delay={self.delay}"
             )
-        return own
+        return loaded
 
 
 def _digest(arrays: Sequence[Array]) -> str:
@@ -583,16 +515,6 @@ def _digest(arrays: Sequence[Array]) -> str:
     for array in arrays:
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _of_exchange(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of the exchange, a part of that of the loop."""
-    prefix = "exchange/"
-    return {
-        name.removeprefix(prefix): state[name]
-        for name in state
-        if name.startswith(prefix)
-    }
 
 
 def _own_key(key: str, names: Mapping[str, str]) -> str:
@@ -607,7 +529,3 @@ def _is_trained(parameter: Any) -> bool:
 
 def _is_in_flight(state: Mapping[str, Any]) -> bool:
     return any(name.startswith("delta/") for name in state)
-
-
-def _kind(array: Array) -> str:
-    return f"{array.dtype} of shape {array.shape}"

@@ -1,90 +1,117 @@
 """States that P ranks saved, redistributed over P' ranks: a checkpoint continues in a job of another size.
 
 Rank r of P' continues the ranks r, r + P', r + 2P', ... of P. Arrays that differ by
-rank (residuals, velocities) are added in this order; a rank r >= P has zeros. The state
-of compressors is copied. A rank holds one loaded state at a time.
+rank (residuals, velocities) are added in this order; a rank r >= P has zeros. All other
+arrays are copied. A rank holds one loaded state at a time.
 
 Invariant: the sum over the ranks of each such array is unchanged, exactly where the
 additions are exact. All feedback methods are linear in these arrays, except for masked
 velocities, so the sums develop as on P ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from collectives.training.checkpoint import TABLE
+from collectives.training.checkpoint import COMPRESSOR, FEEDBACK, TABLE
 from mpicomp.arrays import Array, to_numpy
 from mpicomp.feedback.base import accumulation_dtype
-from mpicomp.settings import check_table, from_table, to_choice, to_integer, to_table
+from mpicomp.settings import to_choice, to_integer
+from mpicomp.state import check_table, from_table, to_table
 
 Load = Callable[[int], Mapping[str, Any] | None]
 CONSERVED = "sum", "mean"
-_BY_RANK = "compressor", TABLE  # parts that may differ by rank: a seed
+EXCHANGE = "exchange/"  # the prefix of the exchange's keys in the state of a loop
+_BY_RANK = COMPRESSOR, TABLE  # parts that may differ by rank: a seed
 
 
-def redistributed(
-    settings: Mapping[str, Any],
-    ranks: int,
-    load: Load,
-    conserve: str,
+def redistribute_state(
+    load: Load, saved: int, rank: int, ranks: int, *, conserve: str = "sum"
 ) -> dict[str, Array]:
-    """Return the state of one rank of the new job, as `whole_state` would: from states that `ranks` ranks saved.
+    """Return the state from which rank `rank` of a job of `ranks` ranks continues what `saved` ranks saved.
 
-    settings: of the new job, with its "rank" and "ranks". load(rank): returns the
-    `whole_state` of a rank, or None if it is lost, and its residual with it; called for
-    the ranks that this one continues, or for another one if none of them has a state.
-    conserve: "sum" or "mean" over the ranks.
+    No rank communicates: a job does it when it starts, or a program of one process for
+    all ranks. load(rank): returns the `state_dict` of a rank of the job that saved, of
+    a `GradientExchange` or an `OuterLoop`, or None if it is lost, and its residual with
+    it. It is called for the ranks that this one continues: rank, rank + ranks, rank +
+    2 ranks, ...; or, if none of them has a state, for others, and the residual is zero.
+    Residuals in place are not part of a state.
 
-    Raises ValueError for states of other ranks than requested, of different steps, or
-    if there is none, and OverflowError if a sum leaves the range of its dtype.
+    conserve: "sum" conserves the sum of the residuals over the ranks, right with a
+    learning rate proportional to the number of ranks if average=True divides by it;
+    "mean" their mean, for a constant learning rate.
+
+    Raises ValueError for states of other ranks than requested or of different steps,
+    for none, and for those of a loop within a round or with an exchange in flight,
+    whose progress belongs to single ranks (save when `step` has returned True, with
+    delay=0); OverflowError if a sum leaves the range of its dtype.
+
+    >>> exchange = GradientExchange(comm, TopK(k=2))
+    >>> mean = exchange(gradient)
+    >>> states = [exchange.state_dict()]  # or the file of each rank that saved
+    >>> exchange.load_state_dict(redistribute_state(states.__getitem__, 1, comm.rank, comm.size))
     """
-    ranks = to_integer("ranks", ranks)
+    saved = to_integer("saved", saved)
     to_choice("conserve", conserve, CONSERVED)
-    rank = settings["rank"]
-    size = settings["ranks"]
-    source, state = _first_saved([rank % ranks, *range(ranks)], load, ranks)
+    sources = [rank % saved, *range(saved)]
+    loaded = ((source, _loaded(load, source, saved)) for source in sources)
+    source, state = next((pair for pair in loaded if pair[1]), (None, None))
+    if state is None:
+        raise ValueError(f"load returned no state of {saved} ranks: expected one")
+    _check_between_rounds(state)
     dtypes = {key: array.dtype for key, array in state.items() if _differs(key, array)}
     start = np.array if source == rank else np.zeros_like
     state |= {
         key: start(state[key], accumulation_dtype(dtype))
         for key, dtype in dtypes.items()
     }
-    for source in range(rank + size, ranks, size):
-        other = _loaded(load, source, ranks)
+    for source in range(rank + ranks, saved, ranks):
+        other = _loaded(load, source, saved)
         if other is not None:
             _check_same_step(state, other, rank, source, differing=dtypes.keys())
             state |= {key: state[key] + other[key] for key in dtypes}
-    if conserve == "mean" and size != ranks:
-        state |= {key: state[key] * size / ranks for key in dtypes}
+    if conserve == "mean" and ranks != saved:
+        state |= {key: state[key] * ranks / saved for key in dtypes}
     state |= {
         key: _narrowed(key, state[key], dtype, rank) for key, dtype in dtypes.items()
     }
+    place = {"rank": rank, "ranks": ranks}
     return state | {
-        key: to_table(from_table(state[key]) | {"rank": rank, "ranks": size})
-        for key in _tables(state)
+        key: to_table(from_table(state[key]) | place) for key in _tables(state)
     }
 
 
 def _tables(state: Mapping[str, Any]) -> list[str]:
-    return [key for key in state if key.rpartition("/")[2] == TABLE]
+    """Return the keys of the tables of segments."""
+    prefix = EXCHANGE if "count" in state else ""
+    return [
+        key
+        for key in state
+        if key.startswith(prefix) and key.removeprefix(prefix).endswith(f"/{TABLE}")
+    ]
+
+
+def _part(key: str) -> str:
+    return key.rpartition("/")[2].partition(".")[0]
 
 
 def _differs(key: str, array: Array) -> bool:
     """Return whether an array of a state differs by rank: all arrays of a feedback do, its numbers do not."""
-    return key.rpartition("/")[2].startswith("feedback.") and array.ndim > 0
+    return _part(key) == FEEDBACK and array.ndim > 0
 
 
-def _first_saved(
-    sources: Iterable[int], load: Load, ranks: int
-) -> tuple[int, dict[str, Array]]:
-    """Return the first of some ranks with a state, and that."""
-    for source in sources:
-        state = _loaded(load, source, ranks)
-        if state is not None:
-            return source, state
-    raise ValueError(f"load returned None for all {ranks} ranks: expected a state")
+def _check_between_rounds(state: Mapping[str, Array]) -> None:
+    """Raise ValueError for the state of a loop unless all ranks held its anchor."""
+    if "count" not in state:
+        return
+    count = int(state["count"])
+    every = int(from_table(state[TABLE])["every"])
+    if count % every or any(key.startswith("delta/") for key in state):
+        raise ValueError(
+            f"the state is of step {count}, within a round of {every} steps or with an exchange in flight: "
+            "expected one saved at the end of a round with delay=0, where all ranks hold the anchor"
+        )
 
 
 def _loaded(load: Load, rank: int, ranks: int) -> dict[str, Array] | None:
@@ -93,7 +120,7 @@ def _loaded(load: Load, rank: int, ranks: int) -> dict[str, Array] | None:
     if given is None:
         return None
     state = {name: np.asarray(to_numpy(given[name])) for name in given}
-    remedy = "load(rank) returns the state that this rank saved, and ranks is the number of ranks that saved one"
+    remedy = "load(rank) returns the state that this rank saved, and saved is the number of ranks that saved one"
     for key in _tables(state):
         check_table(
             f"load({rank}): the state",
@@ -126,8 +153,7 @@ def _check_same_step(
             remedy,
         )
     for key in state.keys() - differing:
-        part = key.rpartition("/")[2].partition(".")[0]
-        if part not in _BY_RANK and not np.array_equal(state[key], other[key]):
+        if _part(key) not in _BY_RANK and not np.array_equal(state[key], other[key]):
             raise ValueError(
                 f"{key} differs between the states of ranks {rank} and {source}: {remedy}"
             )

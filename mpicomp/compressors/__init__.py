@@ -3,14 +3,11 @@
 from mpicomp.compressors.adacomp import AdaComp
 from mpicomp.compressors.aggregation_aware import AggregationAware
 from mpicomp.compressors.base import (
-    Check,
     Compressor,
     Report,
     SegmentedCompressor,
     Wrapper,
     check_compressor,
-    expect_integer,
-    expect_number,
 )
 from mpicomp.compressors.chunked import ChunkedTopK
 from mpicomp.compressors.dense import Dense
@@ -18,6 +15,7 @@ from mpicomp.compressors.quantised import Quantised, quantise
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.topk import TopK
 from mpicomp.compressors.warm_up import WarmUp
+from mpicomp.state import Check, expect_integer, expect_number
 
 __all__ = [
     "AdaComp",

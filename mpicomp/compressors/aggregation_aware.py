@@ -17,7 +17,6 @@ the addition of the residual, and a choice among these.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -25,13 +24,14 @@ from mpicomp.arrays import Array, kernels_for, magnitudes, to_device_of
 from mpicomp.compressors.base import Summands
 from mpicomp.compressors.topk import TopK
 from mpicomp.settings import to_choice, to_number
+from mpicomp.state import POSITIONS
 from mpicomp.vector import SparseVector, merge, places_of, without_zeros
 
 METRICS = ("support", "quota")
 
 
 def _check_history(compressor: "AggregationAware", array: Array | None) -> Array | None:
-    """Return a loaded history, None if there is none; see `mpicomp.compressors.base.Check`."""
+    """Return a loaded history, None if there is none; see `mpicomp.state.Check`."""
     if array is None:
         return None
     if array.ndim != 1 or array.dtype not in (np.float32, np.float64):
@@ -59,6 +59,7 @@ class AggregationAware(TopK):
     """
 
     state = {"_history": _check_history}
+    layout = POSITIONS
 
     def __init__(
         self,
@@ -74,50 +75,29 @@ class AggregationAware(TopK):
         self.weight = to_number("weight", weight, least=0)
         self.quota = to_number("quota", quota, least=0, most=1)
         # ones at the positions, of all segments, of the last aggregate
-        self._history: SparseVector | None = None
+        self._aggregate: SparseVector | None = None
 
-    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
-        """Return the history of each segment as a dense vector; None without one."""
-        if self._history is None:
-            return [None] * (len(bounds) - 1)
-        bonus = self._history.to_dense()
-        if len(bounds) == 2:
-            return [bonus]
-        return [bonus[first:end] for first, end in pairwise(bounds)]
+    @property
+    def _history(self) -> Array | None:
+        """1 at the positions of the last aggregate, else 0, as it is saved; None without one."""
+        return None if self._aggregate is None else self._aggregate.to_dense()
 
-    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
-        """Return the history of all segments from dense vectors; a segment without one has had no aggregate."""
-        histories = [value for value in values if value is not None]
-        if not histories:
-            return None
-        dtype = histories[0].dtype
-        sizes = np.diff(bounds)
-        parts = [
-            np.zeros(size, dtype) if value is None else value
-            for value, size in zip(values, sizes, strict=True)
-        ]
-        history = SparseVector.from_dense(np.concatenate(parts))
-        held = self._history
-        if held is not None and (held.length, held.dtype) != (history.length, dtype):
-            raise ValueError(
-                f"the state has {history.length} values of {dtype} as {name}: expected "
-                f"{held.length} values of {held.dtype} as in the last aggregate; reset() first "
-                "to change that"
-            )
-        return history
+    @_history.setter
+    def _history(self, history: Array | None) -> None:
+        self._aggregate = None if history is None else SparseVector.from_dense(history)
 
     def observe(self, aggregate: SparseVector) -> None:
         """Receive the sum over the ranks, as the collective returned it."""
         # a filled sum has zeros where no rank sent an entry
         seen = without_zeros(aggregate)
-        kind = np.promote_types(aggregate.dtype, np.float32)
-        self._history = SparseVector.trusted(
-            seen.indices.copy(), np.ones_like(seen.values, kind), aggregate.length
+        ones = np.ones_like(seen.values, np.float32)
+        self._aggregate = SparseVector.trusted(
+            seen.indices.copy(), ones, aggregate.length
         )
 
     def reset(self) -> None:
-        """Clear the stored aggregates."""
-        self._history = None
+        """Clear the stored aggregate."""
+        self._aggregate = None
 
     def select(
         self,
@@ -131,23 +111,33 @@ class AggregationAware(TopK):
         Exact top-k, and a choice among its entries and those of the history: no bonus
         lowers a score, so that no other entry is selected.
         """
-        self._check_fits(corrected.size, corrected.dtype)
+        aggregate = self._aggregate
+        if aggregate is not None and aggregate.length != corrected.size:
+            raise ValueError(
+                f"corrected has {corrected.size} values: expected {aggregate.length} as in the last aggregate"
+            )
         largest = super().select(corrected, bounds, summands)
-        if self._history is None or self.report is None:
+        if aggregate is None or self.report is None:
             return largest
-        chosen = self._chosen(largest, self._history, corrected, bounds)
+        chosen = self._chosen(largest, aggregate, corrected, bounds)
         return self.reported(chosen, target=self.report.target)
 
     def _chosen(
         self,
         largest: SparseVector,
-        history: SparseVector,
+        aggregate: SparseVector,
         corrected: Array,
         bounds: Sequence[int],
     ) -> SparseVector:
-        """Return the entries of the largest scores of each segment, among the largest and those of the history."""
-        nothing = np.zeros_like(largest.values, history.dtype)
-        bonus = merge(largest.with_values(nothing), _on_device_of(history, corrected))
+        """Return the entries of the largest scores of each segment, among the largest and those of the aggregate."""
+        kind = np.promote_types(corrected.dtype, np.float32)
+        nothing = largest.with_values(np.zeros_like(largest.values, kind))
+        ones = SparseVector.trusted(
+            to_device_of(aggregate.indices, corrected),
+            to_device_of(aggregate.values, corrected).astype(kind, copy=False),
+            aggregate.length,
+        )
+        bonus = merge(nothing, ones)
         values = kernels_for(corrected).gather(corrected, bonus.indices)
         places = []
         counts = self.counts(np.diff(bounds)).tolist()
@@ -159,20 +149,6 @@ class AggregationAware(TopK):
         return SparseVector.trusted(
             bonus.indices[chosen], values[chosen], corrected.size
         )
-
-    def _check_fits(self, size: int, dtype: np.dtype[Any]) -> None:
-        """Raise ValueError unless the history is of a vector of this size and dtype."""
-        held = self._history
-        if held is None:
-            return
-        if held.length != size:
-            raise ValueError(
-                f"corrected has {size} values: expected {held.length} as in the last aggregate"
-            )
-        if held.dtype != np.promote_types(dtype, np.float32):
-            raise ValueError(
-                f"corrected is {dtype}: the last aggregate was stored in {held.dtype}"
-            )
 
     def _best(self, values: Array, bonus: Array, k: int) -> Array:
         """Return the places of the k largest scores, in order."""
@@ -189,12 +165,3 @@ class AggregationAware(TopK):
             return np.sort(np.concatenate([inside, largest(scores, k - inside.size)]))
         kernels.multiply(scores, 1 + self.weight * bonus, scores)
         return largest(scores, k)
-
-
-def _on_device_of(vector: SparseVector, other: Array) -> SparseVector:
-    """Return a vector on the device of an array."""
-    return SparseVector.trusted(
-        to_device_of(vector.indices, other),
-        to_device_of(vector.values, other),
-        vector.length,
-    )

@@ -1,10 +1,9 @@
 """The contract of a compressor: the selection, its properties for an exchange, and its state between steps.
 
-docs/contributing/own_compressor.md says what one of your own implements, with an example.
+docs/own_compressor.md says what one of your own implements, with an example.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,21 +11,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, read_only, to_numpy, to_vector
-from mpicomp.settings import Configured
+from mpicomp.arrays import Array, kernels_for, read_only, to_vector
+from mpicomp.state import ROWS, SHARED, Configured
 from mpicomp.vector import SparseVector, concatenate
 
 Summands = tuple[Array, float, Sequence[Array]]
 """A residual, its factor, and the parts of a gradient, one for each segment."""
 
-Snapshot = tuple["Compressor", dict[str, Any]]
-"""A compressor and its attributes."""
-
-Check = Callable[[Any, Array | None], Any]
-"""Return the value of an attribute from a loaded array: check(compressor, array), where None means that it is missing.
-
-Raises ValueError with a text that says what was expected, such as "an integer of at least 0".
-"""
+Snapshot = tuple[Configured, dict[str, Any]]
+"""A compressor or a feedback, and its attributes."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +46,6 @@ class Compressor(Configured):
     them, and ranks compare settings by it. Assign new values to attributes, and change
     no list or array in place: `snapshot` stores references.
     """
-
-    state: ClassVar[Mapping[str, Check]] = {}
-    """Attributes to save, each with the check of a loaded value; an attribute that is None is not saved."""
 
     density: float | None = None
     """The fraction of the entries to select, for compressors that take one; `WarmUp` changes it."""
@@ -147,60 +137,8 @@ class Compressor(Configured):
     def reset(self) -> None:
         """Clear the stored information about single positions, in the whole chain. For a model that was replaced."""
 
-    def state_dict(self) -> dict[str, Array]:
-        """Return copies of the state of the chain, without settings: arrays in host memory by "depth.attribute"."""
-        (state,) = self.segment_states([0, 0])
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict` of a compressor with these settings.
-
-        Raises ValueError for keys that are unknown or missing, and for values of a
-        shape, kind or range that this compressor cannot have; nothing changes then.
-        """
-        self.load_segment_states([state], [0, 0])
-
-    def segment_states(self, bounds: Sequence[int]) -> list[dict[str, Array]]:
-        """Return the `state_dict` of each segment. bounds: as of `select`."""
-        states: list[dict[str, Array]] = [{} for _ in bounds[1:]]
-        for depth, part in enumerate(self.chain()):
-            for name in part.state:
-                for state, value in zip(states, part.saved(name, bounds), strict=True):
-                    if value is not None:
-                        state[f"{depth}.{name}"] = np.array(to_numpy(value))
-        return states
-
-    def load_segment_states(
-        self, states: Sequence[Mapping[str, Any]], bounds: Sequence[int]
-    ) -> None:
-        """Load the `state_dict` of each segment; see `load_state_dict`. bounds: as of `select`."""
-        chain = self.chain()
-        known = {
-            f"{depth}.{name}": (part, name)
-            for depth, part in enumerate(chain)
-            for name in part.state
-        }
-        for state in states:
-            if not state.keys() <= known.keys():
-                raise ValueError(
-                    f"the state has {sorted(state)}: expected {sorted(known)} at most, "
-                    f"of {self!r}"
-                )
-        loaded: list[tuple[Compressor, str, Any]] = []
-        for key, (part, name) in known.items():
-            values = [_checked(part, name, key, state) for state in states]
-            loaded.append((part, name, part.assembled(name, values, bounds)))
-        for part, name, value in loaded:
-            setattr(part, name, value)
-
-    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
-        """Return the value of an attribute of `state` for each segment; None is not saved."""
-        return [vars(self)[name]]
-
-    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
-        """Return an attribute of `state` from its checked value for each segment, or raise ValueError."""
-        (value,) = values
-        return value
+    def parts(self) -> dict[str, Configured]:
+        return {f"{depth}.": part for depth, part in enumerate(self.chain())}
 
 
 class SegmentedCompressor(Compressor):
@@ -212,6 +150,7 @@ class SegmentedCompressor(Compressor):
     one element, or row, for each segment.
     """
 
+    layout = ROWS
     varying: ClassVar[tuple[str, ...]] = ()
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
@@ -240,24 +179,19 @@ class SegmentedCompressor(Compressor):
             values = [vars(part)[name] for part in (self, *others)]
             if values[0] is not None and len(set(values)) > 1:
                 setattr(self, name, np.array(values))
-        for name in self.state:
-            rows = [part.saved(name, [0, 0])[0] for part in (self, *others)]
-            setattr(self, name, self.assembled(name, rows, [0] * (len(rows) + 1)))
-
-    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
-        """Return the row of each segment."""
-        return list(vars(self)[name])
-
-    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
-        """Return an array with the rows of all segments."""
-        return np.array(values)
+        if self.layout == ROWS:
+            for name in self.state:
+                rows = [vars(part)[name] for part in (self, *others)]
+                setattr(self, name, np.concatenate(rows))
 
 
 class Wrapper(Compressor):
     """Base of compressors that wrap another one.
 
-    compressor: the inner one, else TypeError.
+    compressor: the inner one, else TypeError. Attributes in `state` hold for all segments.
     """
+
+    layout = SHARED
 
     def __init__(self, compressor: Compressor) -> None:
         check_compressor(compressor)
@@ -271,20 +205,6 @@ class Wrapper(Compressor):
 
     def reset(self) -> None:
         self.compressor.reset()
-
-    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
-        """Return the value, which is that of all segments, for each of them."""
-        return [vars(self)[name]] * (len(bounds) - 1)
-
-    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
-        """Return the value of all segments; raises ValueError if they differ."""
-        value = values[0]
-        if any(other != value for other in values):
-            raise ValueError(
-                f"the state has different {name} for tensors that share {self!r}: "
-                "expected one step for all"
-            )
-        return value
 
 
 def join(compressors: Sequence[Compressor]) -> Compressor:
@@ -316,6 +236,8 @@ def _shared_settings(part: Compressor) -> list[Any] | None:
     if not isinstance(part, SegmentedCompressor):
         return None
     fixed: list[Any] = [type(part)]
+    if part.layout == SHARED:
+        fixed.append(part.held())
     for name, value in part._settings().items():
         if name in part.varying:
             fixed.append(value is None)
@@ -373,43 +295,3 @@ def check_selected(vector: Any, dense: Array, compressor: Compressor) -> None:
         raise ValueError(
             f"{compressor!r} returned {vector!r}: expected {dense.dtype} numbers of length {dense.size}"
         )
-
-
-def _checked(part: Compressor, name: str, key: str, state: Mapping[str, Any]) -> Any:
-    """Return the checked value of an attribute from a state; raises ValueError that names its key."""
-    array = np.asarray(to_numpy(state[key])) if key in state else None
-    try:
-        return part.state[name](part, array)
-    except ValueError as error:
-        if array is None:
-            got = "nothing"
-        elif array.size == 1:
-            got = repr(state[key])
-        else:
-            got = f"{array.dtype} of shape {array.shape}"
-        raise ValueError(f"the state has {got} as {key}: expected {error}") from None
-
-
-def expect_integer(least: int, most: int = 2**62) -> Check:
-    """Return the check of an integer from `least` to `most`, for `Compressor.state`."""
-    return _expect(int, "iu", "an integer", least, most)
-
-
-def expect_number(least: float, most: float) -> Check:
-    """Return the check of a finite number from `least` to `most`, for `Compressor.state`."""
-    return _expect(float, "iuf", "a finite number", least, most)
-
-
-def _expect(convert: type, kinds: str, text: str, least: float, most: float) -> Check:
-    def check(compressor: Any, array: Array | None) -> Any:
-        sound = (
-            array is not None
-            and not array.shape
-            and array.dtype.kind in kinds
-            and least <= array.item() <= most
-        )
-        if array is None or not sound or not math.isfinite(array.item()):
-            raise ValueError(f"{text} from {least} to {most}")
-        return convert(array)
-
-    return check

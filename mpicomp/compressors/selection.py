@@ -139,19 +139,6 @@ class Selection:
         for run in self.runs:
             run.compressor.reset()
 
-    def states(self) -> list[dict[str, Array]]:
-        """Return the state of the compressor of each segment; see `Compressor.state_dict`."""
-        states = []
-        for run in self.runs:
-            states += run.compressor.segment_states(self._bounds_of(run))
-        return states
-
-    def load_states(self, states: Sequence[dict[str, Array]]) -> None:
-        """Load the state of the compressor of each segment; see `Compressor.load_state_dict`."""
-        for run in self.runs:
-            bounds = self._bounds_of(run)
-            run.compressor.load_segment_states(states[run.first : run.end], bounds)
-
     def check_finite(self, vector: Array) -> None:
         """Raise ValueError that names the first value that is not finite, by segment and its index there."""
         try:

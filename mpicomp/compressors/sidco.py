@@ -38,12 +38,11 @@ from mpicomp.compressors.base import (
     Report,
     SegmentedCompressor,
     Summands,
-    expect_integer,
-    expect_number,
     write_sum,
 )
 from mpicomp.compressors.common import placed, to_density
 from mpicomp.settings import to_choice, to_integer
+from mpicomp.state import expect_integer, expect_number
 from mpicomp.vector import SparseVector
 
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
@@ -78,17 +77,14 @@ def _check_stages(compressor: "SIDCo", array: Array | None) -> int:
 
 
 def _check_ratios(compressor: "SIDCo", array: Array | None) -> Array:
-    """Return achieved over target since the last change of stages."""
+    """Return achieved over target in the calls since the last change of stages, then zeros."""
+    if array is None or array.shape != (_PERIOD,) or array.dtype != np.float64:
+        raise ValueError(f"{_PERIOD} numbers (float64)")
     most = _PERIOD - 1 if compressor.adaptation == "published" else 0
-    if (
-        array is None
-        or array.ndim != 1
-        or array.size > most
-        or array.dtype != np.float64
-    ):
-        raise ValueError(f"a list of at most {most} numbers (float64)")
-    if not (np.isfinite(array).all() and (array > 0).all()):
-        raise ValueError("finite numbers above 0")
+    count = np.count_nonzero(array)
+    is_sound = count <= most and (array[:count] > 0).all() and np.isfinite(array).all()
+    if not is_sound:
+        raise ValueError(f"at most {most} finite numbers above 0, then zeros")
     return array
 
 
@@ -139,8 +135,8 @@ class SIDCo(SegmentedCompressor):
         self.adaptation = to_choice("adaptation", adaptation, ADAPTATIONS)
         self.current_stages: Array = np.array([self.stages])
         self.correction: Array = np.ones(1)
-        # achieved over target in the calls since the last change of stages, then NaN
-        self._ratios: Array = np.full((1, _PERIOD), np.nan)
+        # achieved over target in the calls since the last change of stages, then zeros
+        self._ratios: Array = np.zeros((1, _PERIOD))
 
     def counts(self, lengths: Array) -> Array:
         """Return the target number of entries of vectors of these lengths."""
@@ -254,9 +250,9 @@ class SIDCo(SegmentedCompressor):
         """Take one stage less where too many entries were selected over a period, one more where too few."""
         ratios = self._ratios.copy()
         rows = np.flatnonzero(is_selected)
-        place = np.isfinite(ratios[rows]).sum(axis=1)
+        place = np.count_nonzero(ratios[rows], axis=1)
         ratios[rows, place] = ratio[rows]
-        is_over = np.isfinite(ratios).all(axis=1)
+        is_over = (ratios > 0).all(axis=1)
         means = ratios.mean(axis=1)
         is_below = means < 1 - _TOLERANCE
         is_above = means > 1 + _TOLERANCE
@@ -264,24 +260,8 @@ class SIDCo(SegmentedCompressor):
         stages = np.maximum(1, self.current_stages + is_below.astype(int) - is_above)
         stages = np.minimum(stages, most).astype(int)
         self.current_stages = np.where(is_over, stages, self.current_stages)
-        ratios[is_over] = np.nan
+        ratios[is_over] = 0
         self._ratios = ratios
-
-    def saved(self, name: str, bounds: Sequence[int]) -> Sequence[Any]:
-        """Return the row of each segment, of the ratios those that there are."""
-        rows = super().saved(name, bounds)
-        if name == "_ratios":
-            return [row[np.isfinite(row)] for row in rows]
-        return rows
-
-    def assembled(self, name: str, values: Sequence[Any], bounds: Sequence[int]) -> Any:
-        """Return an array with the rows of all segments, of ratios filled up with NaN."""
-        if name != "_ratios":
-            return super().assembled(name, values, bounds)
-        ratios = np.full((len(values), _PERIOD), np.nan)
-        for row, value in zip(ratios, values, strict=True):
-            row[: value.size] = value
-        return ratios
 
 
 def _samples(plans: Any, by_count: bool) -> Array:

@@ -12,10 +12,10 @@ from mpicomp.compressors.base import (
     SegmentedCompressor,
     Summands,
     Wrapper,
-    expect_integer,
 )
 from mpicomp.compressors.common import to_density
 from mpicomp.settings import to_integer
+from mpicomp.state import expect_integer
 from mpicomp.vector import SparseVector
 
 

@@ -23,10 +23,10 @@ from mpicomp.arrays import (
     on_device,
     read_only,
     to_device_of,
-    to_numpy,
 )
 from mpicomp.compressors.selection import Selection
-from mpicomp.settings import Configured, to_number
+from mpicomp.settings import to_number
+from mpicomp.state import POSITIONS, Check, Configured, kind_of_array
 from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector, from_all_values
 
@@ -54,9 +54,6 @@ class Feedback(Configured):
       place. It then sets `_prepared` to the names of the arrays that `commit` swaps with
       their spares.
     """
-
-    # the attributes that are saved beside the arrays, the same on all ranks
-    _numbers: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._arrays: dict[str, Array] = {}
@@ -210,7 +207,9 @@ class Feedback(Configured):
             raise OverflowError(
                 f"the residual times {factor} leaves the range of {scaled.dtype}"
             )
-        self._arrays["residual"], self._spares["residual"] = scaled, residual
+        # new dicts, as those before may be put back
+        self._arrays = {**self._arrays, "residual": scaled}
+        self._spares = {**self._spares, "residual": residual}
 
     def reset(self) -> None:
         """Clear the state; the mass of the residual is lost. For a model that was replaced."""
@@ -220,71 +219,41 @@ class Feedback(Configured):
         self._staged = False
         self._prepared = ()
 
-    def state_dict(self) -> dict[str, Array]:
-        """Return copies of the state by name, without settings: arrays in host memory, which np.savez can store.
+    def declared(self) -> dict[str, tuple[Check, str]]:
+        names = self.dtypes(VALUE_DTYPES[0])
+        return super().declared() | dict.fromkeys(names, (_check_values, POSITIONS))
 
-        Numbers are 0-d arrays. Before the first step there are only numbers.
-        """
-        arrays = self._arrays if self._begun else {}
-        return {name: np.asarray(getattr(self, name)) for name in self._numbers} | {
-            name: np.array(to_numpy(array)) for name, array in arrays.items()
+    def held(self) -> dict[str, Any]:
+        return super().held() | (self._arrays if self._begun else {})
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Take checked values, also before a first step; refuses arrays for other gradients than those before."""
+        numbers = {name: values[name] for name in self.state}
+        begun = {
+            name: array
+            for name, array in values.items()
+            if name not in numbers and array is not None
         }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load copies of a `state_dict`; the following steps have the same bits.
-
-        Raises ValueError for other names, dtypes or shapes, also than those of earlier
-        calls (call `reset` first), and for values that are not finite; nothing changes
-        then.
-        """
-        given = {name: np.asarray(state[name]) for name in state}
-        numbers = {name: given.pop(name) for name in self._numbers if name in given}
-        names = set(self.dtypes(VALUE_DTYPES[0]))
-        if len(numbers) < len(self._numbers) or set(given) not in (set(), names):
-            raise ValueError(
-                f"the state has {sorted(state)}: expected {sorted({*self._numbers, *names})} of {type(self).__name__} "
-                f"with these settings, or {sorted(self._numbers)} of one before its first step"
-            )
-        for name, number in numbers.items():
-            expected = np.asarray(getattr(self, name))
-            if number.shape != () or number.dtype != expected.dtype:
-                raise ValueError(
-                    f"{name} is {_kind(number)}: expected {_kind(expected)}"
-                )
-        got = ", ".join(f"{name} {_kind(array)}" for name, array in given.items())
-        if given and not self._dtypes_for(given):
-            fits = " or ".join(
-                str({name: str(kind) for name, kind in self.dtypes(d).items()})
-                for d in VALUE_DTYPES
-            )
-            raise ValueError(f"the state has {got}: expected {fits}")
-        if (
-            any(array.ndim != 1 for array in given.values())
-            or len({array.size for array in given.values()}) > 1
+        if begun and (
+            not self._dtypes_for(begun)
+            or len({array.size for array in begun.values()}) > 1
         ):
-            raise ValueError(f"the state has {got}: expected arrays of one shape (n,)")
-        held = self._arrays if self._begun and given else {}
-        if any(_kind(array) != _kind(given[name]) for name, array in held.items()):
-            kinds = ", ".join(f"{name} {_kind(array)}" for name, array in held.items())
-            raise ValueError(
-                f"the state has {got}: expected {kinds} as in the calls before; reset() first to change it"
+            fits = " or ".join(
+                str({name: str(kind) for name, kind in self.dtypes(dtype).items()})
+                for dtype in VALUE_DTYPES
             )
-        for name, array in [*numbers.items(), *given.items()]:
-            if not np.isfinite(array).all():
-                raise ValueError(
-                    f"{name} has a value that is not finite: expected what state_dict() returned"
-                )
-        for name, number in numbers.items():
-            setattr(self, name, number.item())
-        self._arrays = {
-            name: new_vector(np, each.size, each.dtype) for name, each in given.items()
-        }
-        self._spares = {}
-        for name, array in given.items():
-            self._arrays[name][:] = array
-        self._begun = bool(given)
-        self._staged = False
-        self._prepared = ()
+            raise ValueError(
+                f"the state has {_kinds(begun)}: expected {fits}, of one shape"
+            )
+        if self._begun and begun and _kinds(begun) != _kinds(self._arrays):
+            raise ValueError(
+                f"the state has {_kinds(begun)}: expected {_kinds(self._arrays)} as in the calls before; reset() "
+                "first to change it"
+            )
+        super().take(numbers)
+        self.reset()
+        self._arrays = begun
+        self._begun = bool(begun)
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         """Return the dtypes of the arrays to keep, all of shape (n,), by name, for gradients of `dtype`."""
@@ -424,5 +393,19 @@ def check_range(values: Array | SparseVector, what: str) -> None:
         ) from None
 
 
-def _kind(array: Array) -> str:
-    return f"{array.dtype} of shape {array.shape}"
+def _check_values(feedback: Any, array: Array | None) -> Array | None:
+    """Return a loaded vector of any length; None if there is none, as before the first step."""
+    if array is None:
+        return None
+    if (
+        array.ndim != 1
+        or array.dtype not in VALUE_DTYPES
+        or not np.isfinite(array).all()
+    ):
+        kinds = ", ".join(map(str, VALUE_DTYPES))
+        raise ValueError(f"a vector of finite values, of {kinds}")
+    return array
+
+
+def _kinds(arrays: Mapping[str, Array]) -> str:
+    return ", ".join(f"{name} {kind_of_array(arrays[name])}" for name in sorted(arrays))

@@ -15,7 +15,7 @@ from mpicomp import (
     TopK,
     WarmUp,
 )
-from mpicomp.settings import from_table, to_table
+from mpicomp.state import from_table, to_table
 
 pytestmark = pytest.mark.small_groups
 
@@ -115,7 +115,7 @@ def test_a_compressors_state_is_whole(comm):
     for more in ({}, {"gradient/compressor.0.step": np.ones(3, int)}):
         with pytest.raises(
             ValueError,
-            match=r"the state has .* as 0.step: expected an integer from 0 to",
+            match=r"the state of 'gradient' has .* as 0.step: expected an integer from 0 to",
         ):
             random.load_state_dict(plain.state_dict() | more, same_settings=False)
     assert random(gradient(comm.rank, 0)).shape == SHAPES["weight"]

@@ -156,7 +156,7 @@ def test_an_interrupt_within_a_step_is_delivered_after_it(comm, monkeypatch):
 
 
 INTERRUPTED = {
-    "load": (ErrorFeedback, "load_state_dict"),
+    "load": (ErrorFeedback, "take"),
     "reset": (ErrorFeedback, "reset"),
     "rescale": (ErrorFeedback, "rescale"),
     "round": (Replica, "end_round"),

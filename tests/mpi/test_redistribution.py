@@ -7,7 +7,12 @@ import pytest
 from cases import RandomK, compressed_sum
 from mpi4py import MPI
 
-from collectives import GradientExchange, OuterLoop, sparse_allreduce
+from collectives import (
+    GradientExchange,
+    OuterLoop,
+    redistribute_state,
+    sparse_allreduce,
+)
 from mpicomp import (
     AggregationAware,
     ChunkedTopK,
@@ -19,7 +24,7 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
-from mpicomp.settings import from_table, to_table
+from mpicomp.state import from_table, to_table
 
 SAVED = 4  # ranks
 SHAPES = {"weight": (20, 60), "bias": (7,)}  # the second one is sent dense
@@ -57,6 +62,13 @@ def to_file(state):
 
 def loader(files):
     return lambda rank: np.load(io.BytesIO(files[rank]))
+
+
+def resume(one, saved, load, **more):
+    """Load what ranks saved into an exchange or a loop of another number of ranks."""
+    comm = getattr(one, "exchange", one).comm
+    state = redistribute_state(load, saved, comm.rank, comm.size, **more)
+    one.load_state_dict(state)
 
 
 def cut(comm, size):
@@ -100,7 +112,7 @@ def test_all_that_4_ranks_kept_is_kept_on_2_3_and_6(comm, feedback):
         if group == MPI.COMM_NULL:
             continue
         exchange = exchange_of(group, FEEDBACKS[feedback]())
-        exchange.load_state_dicts(SAVED, loader(files), conserve=conserve)
+        resume(exchange, SAVED, loader(files), conserve=conserve)
         state = exchange.state_dict()
         after = sums(group.allgather(state))
         factor = size / SAVED if conserve == "mean" else 1
@@ -161,7 +173,7 @@ def test_a_run_on_another_number_of_ranks_returns_and_keeps_all_that_was_put_in(
     if group == MPI.COMM_NULL:
         return
     exchange, saved = made(group), loader(files)(0)
-    exchange.load_state_dicts(SAVED, loader(files))
+    resume(exchange, SAVED, loader(files))
     for key, array in exchange.state_dict().items():
         if "/compressor" in key:
             np.testing.assert_array_equal(array, saved[key])
@@ -187,7 +199,7 @@ def test_ranks_may_have_compressors_of_their_own(comm):
     exchange(gradients(comm.rank, 0)["weight"])
     states = comm.allgather(exchange.state_dict())
     alone = GradientExchange(MPI.COMM_SELF, RandomK(k=9, seed=0), ErrorFeedback())
-    alone.load_state_dicts(2, lambda rank: states[rank])
+    resume(alone, 2, lambda rank: states[rank])
     np.testing.assert_array_equal(
         alone.feedback.residual,
         sum(state["gradient/feedback.residual"] for state in states),
@@ -201,7 +213,7 @@ def test_as_many_ranks_continue_bit_for_bit(comm):
     files = comm.allgather(to_file(whole.state_dict()))
     for conserve in "sum", "mean":
         again = exchange_of(comm, MomentumCorrection(0.9))
-        again.load_state_dicts(2, loader(files), conserve=conserve)
+        resume(again, 2, loader(files), conserve=conserve)
         np.testing.assert_equal(again.state_dict(), whole.state_dict())
 
 
@@ -253,23 +265,21 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
             lambda rank: state(rank, **{"gradient/feedback.rate": np.array(rank)}),
             r"rate differs between .* 0 and 1",
         ),
-        (2, lambda rank: {}, "the state is of 0 tensors"),
-        (0, state, "ranks is 0"),
+        (2, lambda rank: {}, "returned no state of 2 ranks"),
+        (0, state, "saved is 0"),
     ]
     for ranks, load, said in wrong:
         with pytest.raises((ValueError, OverflowError), match=said):
-            exchange.load_state_dicts(ranks, load)
+            resume(exchange, ranks, load)
     with pytest.raises(ValueError, match=r"conserve is 'all': expected one of"):
-        exchange.load_state_dicts(2, state, conserve="all")
+        resume(exchange, 2, state, conserve="all")
     with pytest.raises(
         ValueError,
         match=r"saved with feedback ErrorFeedback.*: expected MomentumCorrection",
     ):
-        GradientExchange(comm, TopK(k=1), MomentumCorrection()).load_state_dicts(
-            2, state
-        )
+        resume(GradientExchange(comm, TopK(k=1), MomentumCorrection()), 2, state)
     np.testing.assert_equal(exchange.state_dict(), before)
-    exchange.load_state_dicts(2, state)
+    resume(exchange, 2, state)
     assert exchange.feedback.residual.tolist() == [2, 2, 2]
 
 
@@ -300,7 +310,7 @@ def test_local_steps_continue_on_another_number_of_ranks(comm, size, bits):
         return
     model["weight"][...] = 0
     outer = loop_of(group, model, bits=bits)
-    outer.load_state_dicts(SAVED, loader(files))
+    resume(outer, SAVED, loader(files))
     model["weight"][...] = outer.anchor["weight"]
     train(outer, group, range(4, 6))
     assert (outer.count, outer.rounds) == (6, 3)
@@ -328,17 +338,23 @@ def test_local_steps_within_a_round_or_in_flight_do_not_continue_on_another_numb
     outer = loop_of(comm, model, delay=delay)
     for _ in range(steps):
         outer.step()
-    state, fresh = outer.state_dict(), loop_of(comm, model, delay=delay)
+    states = comm.allgather(outer.state_dict())
+    fresh = loop_of(comm, model, delay=delay)
     before = fresh.state_dict()
+    befores = comm.allgather(before)
     with pytest.raises(
         ValueError,
         match=f"the state is of step {steps}, within a round of 2 steps or with an",
     ):
-        fresh.load_state_dicts(2, lambda rank: state)
+        resume(fresh, 3, lambda rank: states[rank])
     np.testing.assert_equal(fresh.state_dict(), before)
-    ranks = 0 if comm.rank == 1 else 3
+    # a function raises where all ranks learn of it
+    saved = 0 if comm.rank == 1 else 3
     with pytest.raises(
-        ValueError if comm.rank == 1 else CollectiveError, match="ranks is 0"
+        ValueError if comm.rank == 1 else CollectiveError,
+        match="saved is 0" if comm.rank == 1 else "rank",
     ):
-        fresh.load_state_dicts(ranks, lambda rank: state)
+        fresh.load_state_dict(
+            lambda: redistribute_state(befores.__getitem__, saved, comm.rank, 3)
+        )
     outer.step()  # ends what is in flight

@@ -1,0 +1,270 @@
+"""Settings and state of the parts of an exchange: declared names, one saver and one checker for all of them.
+
+A state is a dict of arrays by name. Segments of a vector, such as the tensors of a
+bucket, have a state each, whatever the bucket: how a part holds the values of its
+segments is its layout. Settings are saved beside it as text, in a table.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, ismethod, signature
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import Array, new_vector, to_numpy
+
+Check = Callable[[Any, Array | None], Any]
+"""Return the value of an attribute from a loaded array: check(part, array), where None means that it is missing.
+
+Raises ValueError with a text that says what was expected, such as "an integer of at least 0".
+"""
+
+# layouts: one value for all segments; a row, or a part of a vector, for each
+SHARED = "shared"
+ROWS = "rows"
+POSITIONS = "positions"
+ONE = [slice(None)]  # the span of the only segment, of any length
+
+
+class Configured:
+    """Base class of compressors, feedback and bases: settings that `repr` shows, and a state.
+
+    Store every constructor argument in an attribute of the same name.
+    """
+
+    state: ClassVar[Mapping[str, Check]] = {}
+    """Attributes to save, each with the check of a loaded value; an attribute that is None is not saved."""
+
+    layout: ClassVar[str] = SHARED
+    """How these attributes hold the values of segments."""
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the constructor's arguments by name, except those that change between steps."""
+        variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+        parameters = signature(type(self)).parameters.values()
+        settings = {}
+        for parameter in parameters:
+            if parameter.kind not in variadic:
+                value = getattr(self, parameter.name, "?")
+                # a method of that name is no setting
+                settings[parameter.name] = "?" if ismethod(value) else value
+        return settings
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{name}={value!r}"
+            for name, value in self._settings().items()
+            if value is not None
+        )
+        return f"{type(self).__name__}({shown})"
+
+    def parts(self) -> dict[str, "Configured"]:
+        """Return what has a state, by the prefix of its names: this object, and those it wraps."""
+        return {"": self}
+
+    def declared(self) -> dict[str, tuple[Check, str]]:
+        """Return the names to save, each with its check and its layout."""
+        return {name: (check, self.layout) for name, check in self.state.items()}
+
+    def held(self) -> dict[str, Any]:
+        """Return the declared values; None, or no value, is not saved."""
+        return {name: getattr(self, name) for name in self.state}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Take checked values; raises ValueError, and changes nothing, if they do not fit together."""
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return copies of the state, without settings: arrays in host memory by name, which np.savez can store."""
+        (state,) = save(self, ONE)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load copies of a `state_dict` of an object with these settings; the following steps have the same bits.
+
+        Raises ValueError for names that are unknown or missing, and for values of a
+        shape, kind or range that this object cannot have; nothing changes then.
+        """
+        load(self, {"the state": state}, ONE)
+
+
+def save(owner: Configured, spans: Sequence[slice]) -> list[dict[str, Array]]:
+    """Return copies of the state of each segment. spans: the positions of the segments."""
+    states: list[dict[str, Array]] = [{} for _ in spans]
+    for prefix, part in owner.parts().items():
+        declared = part.declared()
+        for name, value in part.held().items():
+            if value is None:
+                continue
+            values = _of_segments(value, declared[name][1], spans)
+            for state, own in zip(states, values, strict=True):
+                state[prefix + name] = np.array(to_numpy(own))
+    return states
+
+
+def load(
+    owner: Configured, states: Mapping[str, Mapping[str, Any]], spans: Sequence[slice]
+) -> None:
+    """Load copies of the state of each segment, by what it is called in errors; see `Configured.load_state_dict`."""
+    parts = owner.parts()
+    checks = {
+        prefix + name: (part, check)
+        for prefix, part in parts.items()
+        for name, (check, _) in part.declared().items()
+    }
+    rows = {called: checked(state, checks, called) for called, state in states.items()}
+    loaded = []
+    for prefix, part in parts.items():
+        values = {}
+        for name, (_, layout) in part.declared().items():
+            by_segment = {called: row[prefix + name] for called, row in rows.items()}
+            values[name] = _joined(name, by_segment, layout, spans)
+        loaded.append((part, values))
+    for part, values in loaded:
+        part.take(values)
+
+
+def checked(
+    state: Mapping[str, Any], checks: Mapping[str, tuple[Any, Check]], called: str
+) -> dict[str, Any]:
+    """Return the checked values of a state, which are copies. checks: for each name its part, and its check.
+
+    Raises ValueError for a name that is unknown, and for a bad value, or one that is
+    missing.
+    """
+    if not state.keys() <= checks.keys():
+        raise ValueError(
+            f"{called} has {sorted(state)}: expected {sorted(checks)} at most"
+        )
+    values = {}
+    for name, (part, check) in checks.items():
+        array = np.array(to_numpy(state[name])) if name in state else None
+        try:
+            values[name] = check(part, array)
+        except ValueError as error:
+            if array is None:
+                got = "nothing"
+            elif array.size == 1:
+                got = repr(array)
+            else:
+                got = kind_of_array(array)
+            raise ValueError(
+                f"{called} has {got} as {name}: expected {error}"
+            ) from None
+    return values
+
+
+def _of_segments(value: Any, layout: str, spans: Sequence[slice]) -> list[Any]:
+    """Return the value of each segment."""
+    if layout == POSITIONS:
+        return [value[span] for span in spans]
+    return list(value) if layout == ROWS else [value] * len(spans)
+
+
+def _joined(
+    name: str, values: Mapping[str, Any], layout: str, spans: Sequence[slice]
+) -> Any:
+    """Return the value of all segments from that of each; raises ValueError if they do not fit together."""
+    rows = [*values.values()]
+    if layout == ROWS:
+        return np.array(rows)
+    if layout == SHARED:
+        if any(row != rows[0] for row in rows[1:]):
+            raise ValueError(
+                f"the states of {[*values]} have different {name}: expected one step for all"
+            )
+        return rows[0]
+    arrays = [row for row in rows if row is not None]
+    if not arrays:
+        return None
+    if len({array.dtype for array in arrays}) > 1:
+        raise ValueError(
+            f"the states of {[*values]} have {name} of several dtypes: expected one"
+        )
+    size = arrays[0].size if spans is ONE else spans[-1].stop
+    whole = new_vector(np, size, arrays[0].dtype)
+    for (called, row), span in zip(values.items(), spans, strict=True):
+        # without an array before its first step: it may have been held
+        if row is None:
+            continue
+        if row.size != whole[span].size:
+            raise ValueError(
+                f"{called} has {row.size} values: expected {whole[span].size}, of {row.dtype}"
+            )
+        whole[span] = row
+    return whole
+
+
+def expect_integer(least: int, most: int = 2**62) -> Check:
+    """Return the check of an integer from `least` to `most`, for `Configured.state`."""
+    return _expect(int, "iu", "an integer", least, most)
+
+
+def expect_number(least: float, most: float) -> Check:
+    """Return the check of a finite number from `least` to `most`, for `Configured.state`."""
+    return _expect(float, "iuf", "a finite number", least, most)
+
+
+def expect_array(like: Array) -> Check:
+    """Return the check of an array of the dtype and shape of another one, for `Configured.state`."""
+
+    def check(part: Any, array: Array | None) -> Array:
+        if array is None or (array.dtype, array.shape) != (like.dtype, like.shape):
+            raise ValueError(kind_of_array(like))
+        return array
+
+    return check
+
+
+def _expect(convert: type, kinds: str, text: str, least: float, most: float) -> Check:
+    def check(part: Any, array: Array | None) -> Any:
+        sound = (
+            array is not None
+            and not array.shape
+            and array.dtype.kind in kinds
+            and least <= array.item() <= most
+        )
+        if array is None or not sound or not math.isfinite(array.item()):
+            raise ValueError(f"{text} from {least} to {most}")
+        return convert(array)
+
+    return check
+
+
+def kind_of_array(array: Array) -> str:
+    """Return dtype and shape of an array, as text."""
+    return f"{array.dtype} of shape {array.shape}"
+
+
+def to_table(settings: Mapping[str, Any]) -> NDArray[Any]:
+    """Return settings as an array of bytes, the JSON of an object of texts, which any store of arrays takes."""
+    texts = {name: str(value) for name, value in settings.items()}
+    return np.frombuffer(json.dumps(texts).encode(), np.uint8).copy()
+
+
+def from_table(table: Any) -> dict[str, str]:
+    """Return the names and values, as text, of an array that `to_table` returned; raises ValueError for another one."""
+    array = np.asarray(table)
+    if array.dtype != np.uint8:
+        raise ValueError(
+            f"the settings of the state are {array.dtype}: expected bytes (uint8); the state is damaged, "
+            "or was saved by another version"
+        )
+    texts: dict[str, str] = json.loads(array.tobytes())
+    return texts
+
+
+def check_table(
+    state: str, table: Any, settings: Mapping[str, Any], remedy: str
+) -> None:
+    """Raise ValueError that names both values if a table from `to_table`, of a state, differs from `settings`."""
+    saved = from_table(table)
+    for name, value in settings.items():
+        if saved.get(name) != str(value):
+            raise ValueError(
+                f"{state} was saved with {name} {saved.get(name)}: expected {value}; {remedy}"
+            )
