@@ -17,10 +17,9 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import quantised_allreduce
-from collectives.quantised import decoded
 from mpicomp.arrays import Array
 from mpicomp.codec import few_bits_message
-from mpicomp.few_bits import FewBits, block_bounds, quantise
+from mpicomp.few_bits import CodedSum, FewBits, Uncoded, shares
 from mpicomp_bench.bench.quantised import SUITE
 from mpicomp_bench.files import check_files, new_file
 from mpicomp_bench.measuring import Call, Row, compare, read_once
@@ -55,16 +54,18 @@ def parts(
     array: Array, comm: Any, bits: int, block: int, out: tuple[Array, Array]
 ) -> dict[str, Call]:
     """Return what a rank does in the direct algorithm, as calls on their own; the messages by MPI's collectives."""
-    bounds = block_bounds(array.size, block, comm.size)
+    uncoded = Uncoded([array], out[1])
+    segments = uncoded.segments(block)
+    ranges = shares(0, segments.first_blocks[-1], comm.size)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
 
     def coded(rank: int, terms: Sequence[FewBits] = ()) -> FewBits:
-        place = slice(*bounds[rank : rank + 2])
-        room = few_bits_message(bounds[rank + 1] - bounds[rank], bits, block, array)
-        return quantise(array[place], out[1][place], room, terms)
+        first, end = ranges[rank]
+        room = few_bits_message((end - first) * block, bits, block, array)
+        return uncoded.code(room, terms, blocks=(first, end))
 
-    shares = [coded(rank) for rank in range(comm.size)]
-    counts = [share.codes.nbytes + share.scales.nbytes for share in shares]
+    coded_shares = [coded(rank) for rank in range(comm.size)]
+    counts = [share.codes.nbytes + share.scales.nbytes for share in coded_shares]
     sent, received = (
         np.zeros(sum(counts), np.uint8),
         np.empty((comm.size, counts[comm.rank]), np.uint8),
@@ -79,9 +80,11 @@ def parts(
             coded(rank) for rank in others
         ],
         f"{bits} bits: add up, and quantise the sum": partial(
-            coded, comm.rank, [shares[comm.rank]] * len(others)
+            coded, comm.rank, [coded_shares[comm.rank]] * len(others)
         ),
-        f"{bits} bits: write the sum": partial(decoded, shares, out),
+        f"{bits} bits: write the sum": partial(
+            CodedSum(coded_shares, segments).write, out[0]
+        ),
         f"{bits} bits: as many bytes by MPI": messages,
     }
 

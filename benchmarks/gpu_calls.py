@@ -41,7 +41,7 @@ from mpicomp import (  # noqa: E402
     TopK,
 )
 from mpicomp.codec import CODECS, decode, encode, few_bits_message  # noqa: E402
-from mpicomp.few_bits import BITS, quantise  # noqa: E402
+from mpicomp.few_bits import BITS, Uncoded  # noqa: E402
 
 Call = Callable[[], Any]
 Rows = Iterator[tuple[str, float, Callable[[], Call]]]  # name, least bytes, set-up
@@ -240,7 +240,7 @@ def few_bits(cupy: Any, values: Any) -> Rows:
     nbytes, errors = values.nbytes, cupy.empty_like(values)
     for bits in BITS:
         into = few_bits_message(values.size, bits, BLOCK, values)
-        coding = partial(quantise, values, errors, into)
+        coding = partial(Uncoded([values], errors).code, into)
         yield f"quantise {bits}", nbytes * (2 + bits / 32), lambda call=coding: call  # type: ignore[misc]
         decoding = partial(into.write, errors)
         yield f"dequantise {bits}", nbytes * (1 + bits / 32), lambda call=decoding: call  # type: ignore[misc]

@@ -22,7 +22,7 @@ from mpicomp.codec import Coding, decode, encode, few_bits_message, plain, quick
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
 from mpicomp.codec.values import Offsets
 from mpicomp.compressors import TopK
-from mpicomp.few_bits import BITS, quantise
+from mpicomp.few_bits import BITS, Uncoded
 from mpicomp.kernels import host
 from mpicomp.vector import SparseVector
 from mpicomp_bench.bench.data import FAMILIES
@@ -350,7 +350,8 @@ def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
         return errors
 
     for bits in BITS:
-        coded = quantise(values, out, few_bits_message(values.size, bits, 256, values))
+        room = few_bits_message(values.size, bits, 256, values)
+        coded = Uncoded([values], out).code(room)
         arrays, others = (
             (coded.codes, coded.scales),
             (coded.codes.copy(), coded.scales.copy()),

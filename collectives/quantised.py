@@ -14,14 +14,13 @@ values as they are, and rounds only the sum; scales have 8 significant bits, so 
 errors need no rounding; shares are whole blocks.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from collectives.planning.choice import algorithm_for
-from collectives.runtime.collective import Call, collective, with_rejected
+from collectives.runtime.collective import Call, Sum, collective, with_rejected
 from collectives.runtime.group import Group
 from collectives.runtime.messages import LINE, Steps
 from collectives.runtime.patterns import compare_by_doubling
@@ -41,25 +40,32 @@ from mpicomp.errors import DamagedMessageError
 from mpicomp.few_bits import (
     BITS,
     BLOCKS,
+    CodedSum,
     FewBits,
+    Uncoded,
     as_they_are,
-    block_bounds,
     join,
-    quantise,
+    shares,
 )
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
 
-Result = tuple[Array, Array]
+Result = tuple[CodedSum, Array]  # and this rank's errors
 
 BLOCK = 256  # values with one scale, by default
+
+
+def decoded_sum(result: tuple[CodedSum, Array]) -> Sum:
+    """Return the result of an algorithm as the `Sum` that the debug mode checks."""
+    total, errors = result
+    return Sum(total.to_array(), errors)
 
 
 @collective(
     with_rejected,
     takes_arrays=True,
-    takes_out=True,
-    block=BLOCK,
+    takes_uncoded=True,
+    promise=decoded_sum,
     compare=compare_by_doubling,
     checks={
         "bits": lambda bits, size: to_choice("bits", bits, BITS),
@@ -113,41 +119,54 @@ quantised_iallreduce = quantised_allreduce.nonblocking
 
 
 def prepared(call: Call[Any], size: int) -> SparseVector:
-    """Return an empty vector of length and dtype of the array, for the call signature; store the array in the call.
+    """Return an empty vector of length and dtype of the array, for the call signature; store the values in the call.
 
     Raises TypeError or ValueError for bad arguments; values that are not finite are
     found by the algorithms.
     """
     given = call.contribution
-    out = call.own["out"]
+    if isinstance(given, Uncoded):
+        return _stored(call, given, lambda total: (total, given.errors))
     values = contiguous(to_values(given))
     flat = values.reshape(-1)
-    dtype = values.dtype
-    outputs = None if out is None else _outputs(out, flat)
-    wide = flat.astype(np.promote_types(dtype, np.float32), copy=False)
-    buffers = (
-        outputs
-        if outputs and wide.dtype == dtype
-        else (np.empty_like(wide), np.empty_like(wide))
-    )
-    call.own = {"array": wide, "out": buffers}
+    out = call.own["out"]
+    if out is None:
+        room, rejected = np.empty_like(flat), np.empty_like(flat)
+    else:
+        room, rejected = _outputs(out, flat)
 
-    def finish(result: Result) -> tuple[Any, Any]:
-        if outputs is None:
-            total, rejected = (
-                rounded(each, dtype).reshape(values.shape) for each in result
-            )
-            return like(total, original=given), like(rejected, original=given)
-        if buffers is not outputs:  # float16
-            outputs[0][...] = rounded(result[0], dtype)
-            outputs[1][...] = rounded(result[1], dtype)
-        return out  # type: ignore[no-any-return]
+    def decoded(total: CodedSum) -> tuple[Any, Any]:
+        total.write(room)
+        if out is not None:
+            return out  # type: ignore[no-any-return]
+        shape = values.shape
+        return (
+            like(room.reshape(shape), original=given),
+            like(rejected.reshape(shape), original=given),
+        )
 
+    return _stored(call, Uncoded([flat], rejected), decoded)
+
+
+def _stored(
+    call: Call[Any], uncoded: Uncoded, convert: Callable[[CodedSum], Any]
+) -> SparseVector:
+    """Store values in a call, and how its result is made of their sum; return the vector for its signature."""
+    wide = uncoded.widened()
+
+    def finish(result: Result) -> Any:
+        total, errors = result
+        if wide is not uncoded:
+            uncoded.errors[...] = rounded(errors, uncoded.dtype)
+        return convert(total)
+
+    call.own = {"uncoded": wide}
     call.finish = finish
-    return SparseVector.empty(flat.size, dtype, like=flat)
+    size = uncoded.errors.size
+    return SparseVector.empty(size, uncoded.dtype, like=uncoded.errors)
 
 
-def _outputs(out: Any, values: Array) -> Result:
+def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
     """Return the arrays of `out` as vectors; TypeError or ValueError unless the result for these values fits."""
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(
@@ -169,44 +188,37 @@ def _outputs(out: Any, values: Array) -> Result:
     return total, rejected
 
 
-def decoded(parts: Sequence[FewBits], out: Result) -> Result:
-    """Write the parts of the sum to the first array of `out`, and return both."""
-    start = 0
-    for part in parts:
-        part.write(out[0][start : start + part.size])
-        start += part.size
-    return out
-
-
 @quantised_allreduce.auto
 def auto(
-    vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result
+    vector: SparseVector, group: Group, bits: int, block: int, uncoded: Uncoded
 ) -> Steps[Result]:
     """Run the algorithm that `collectives.planning.choice` takes for length and bits."""
     name = algorithm_for("quantised_allreduce", vector, group, vector.length, bits=bits)
     run = quantised_allreduce.algorithms[name]
-    return run(vector, group, bits=bits, block=block, array=array, out=out)
+    return run(vector, group, bits=bits, block=block, uncoded=uncoded)
 
 
 @quantised_allreduce.algorithm(compares_calls=True)
 def direct(
-    vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result
+    vector: SparseVector, group: Group, bits: int, block: int, uncoded: Uncoded
 ) -> Steps[Result]:
     """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
-    short = vector.dtype == np.float16
-    return decoded(
-        (
-            yield from shares_of_sum(
-                array, out[1], bits, block, group, short=short, checked=True
-            )
-        ),
-        out,
+    segments = uncoded.segments(block)
+    parts = yield from shares_of_sum(
+        uncoded,
+        (0, segments.first_blocks[-1]),
+        bits,
+        block,
+        group,
+        short=vector.dtype == np.float16,
+        checked=True,
     )
+    return CodedSum(parts, segments), uncoded.errors
 
 
 def shares_of_sum(
-    values: Array,
-    rejected: Array,
+    uncoded: Uncoded,
+    blocks: tuple[int, int],
     bits: int,
     block: int,
     group: Group,
@@ -214,84 +226,88 @@ def shares_of_sum(
     short: bool,
     checked: bool = False,
 ) -> Steps[list[FewBits]]:
-    """Return the shares of the sum over a group, one of each rank, and write this rank's errors to `rejected`.
+    """Return the shares of the sum over a group, one of each rank, and write this rank's errors.
 
-    short: decoded values are exact in float16. checked: refuse values that are not
-    finite, as the scales tell: their errors are the values, which `rejected` may
-    replace.
+    blocks: the first, and the one after the last, of those to sum. short: decoded
+    values are exact in float16. checked: refuse values that are not finite, as the
+    scales tell: their errors are the values, which may be replaced.
     """
 
-    def code(start: int, end: int, others: Sequence[FewBits] = ()) -> FewBits:
-        room = few_bits_message(end - start, bits, block, values, line=LINE)
-        return quantise(
-            values[start:end], rejected[start:end], room, others, short=short
-        )
+    def code(share: tuple[int, int], others: Sequence[FewBits] = ()) -> FewBits:
+        size = (share[1] - share[0]) * block
+        room = few_bits_message(size, bits, block, uncoded.errors, line=LINE)
+        return uncoded.code(room, others, blocks=share, short=short)
 
-    bounds = block_bounds(values.size, block, group.size)
-    parts = [
-        code(*pair) for rank, pair in enumerate(pairwise(bounds)) if rank != group.rank
-    ]
+    ranges = shares(*blocks, group.size)
+    parts = [code(share) for rank, share in enumerate(ranges) if rank != group.rank]
     if checked and not all([part.is_finite() for part in parts]):
-        refuse_not_finite(values, group)
-    parts.insert(group.rank, as_they_are(values[:0], block))
+        refuse_not_finite(uncoded, group)
+    parts.insert(group.rank, as_they_are(uncoded.errors[:0], block))
     received = yield from group.all_to_all(parts)
     others = [theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank]
-    start, end = bounds[group.rank : group.rank + 2]
+    first, end = ranges[group.rank]
+    size = (end - first) * block
     if any(
-        (each.size, each.bits, each.block) != (end - start, bits, block)
-        for each in others
+        (each.size, each.bits, each.block) != (size, bits, block) for each in others
     ):
         raise DamagedMessageError(
-            f"received a damaged message: not {end - start} values in {bits} bits"
+            f"received a damaged message: not {size} values in {bits} bits"
         )
-    share = code(start, end, others)
+    share = code((first, end), others)
     # if this rank's values are finite, the sum is out of range on all ranks
     if checked and not share.is_finite():
-        refuse_not_finite(values, group)
+        refuse_not_finite(uncoded, group)
     del parts, received, others
     return [theirs for theirs, _ in (yield from group.all_to_all([share] * group.size))]
 
 
-def refuse_not_finite(values: Array, group: Group) -> None:
+def refuse_not_finite(uncoded: Uncoded, group: Group) -> None:
     """Raise ValueError on this rank, and CollectiveError on the others, if a value is not finite."""
     with group.raise_on_all():
-        kernels_for(values).raise_not_finite(values)
+        uncoded.check(uncoded.values())
 
 
 @quantised_allreduce.algorithm()
 def node_lanes(
-    vector: SparseVector, group: Group, bits: int, block: int, array: Array, out: Result
+    vector: SparseVector, group: Group, bits: int, block: int, uncoded: Uncoded
 ) -> Steps[Result]:
     """Reduce-scatter values inside each node, sum every share over the nodes in few bits, gather it inside each node.
 
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes
     own no share.
     """
-    refuse_not_finite(array, group)
+    values = uncoded.values()
+    with group.raise_on_all():
+        uncoded.check(values)
     nodes = group.nodes()
-    short = vector.dtype == np.float16
     node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
-    bounds = block_bounds(array.size, block, min(len(ranks) for ranks in nodes))
-    parts = [as_they_are(array[start:end], block) for start, end in pairwise(bounds)]
-    lanes = len(parts)
-    nothing = as_they_are(array[:0], block)
-    received = yield from node.all_to_all(parts + [nothing] * (node.size - lanes))
-    own = (
-        slice(*bounds[node.rank : node.rank + 2]) if node.rank < lanes else slice(0, 0)
-    )
-    values = np.zeros_like(array[own])
+    segments = uncoded.segments(block)
+    lanes = shares(0, segments.first_blocks[-1], min(len(ranks) for ranks in nodes))
+    spans = [slice(*map(segments.position, lane)) for lane in lanes]
+    parts = [as_they_are(values[span], block) for span in spans]
+    nothing = as_they_are(values[:0], block)
+    absent = [nothing] * (node.size - len(lanes))
+    received = yield from node.all_to_all(parts + absent)
+    uncoded.errors[...] = 0
     share = nothing
-    for part, _ in received:
-        kernels_for(values).add(values, part.codes.view(values.dtype), values)
-    out[1][...] = 0
-    if node.rank < lanes:
-        lane = group.subgroup([ranks[node.rank] for ranks in nodes])
+    if node.rank < len(lanes):
+        total = np.empty_like(values)
+        own = total[spans[node.rank]]
+        own[...] = 0
+        for part, _ in received:
+            kernels_for(own).add(own, part.codes.view(own.dtype), own)
         share = join(
             (
                 yield from shares_of_sum(
-                    values, out[1][own], bits, block, lane, short=short
+                    Uncoded(segments.split(total), uncoded.errors),
+                    lanes[node.rank],
+                    bits,
+                    block,
+                    group.subgroup([ranks[node.rank] for ranks in nodes]),
+                    short=vector.dtype == np.float16,
                 )
             )
         )
     everywhere = yield from node.all_to_all([share] * node.size)
-    return decoded([theirs for theirs, _ in everywhere[:lanes]], out)
+    coded = [theirs for theirs, _ in everywhere[: len(lanes)]]
+    return CodedSum(coded, segments), uncoded.errors

@@ -4,40 +4,43 @@ A named tensor is a segment of its own: its entries compete with each other only
 list, or one array, is one segment.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, address, adjacent, kernels_for, like, to_values
+from mpicomp.arrays import Array, adjacent, kernels_for, like, to_values
 from mpicomp.bases import Basis, runs
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
-from mpicomp.tensors import ALONE, Tensor, spans_of, spread
+from mpicomp.few_bits import CodedSum, Uncoded
+from mpicomp.tensors import ALONE, Tensor
 from mpicomp.vector import SparseVector, split
 
-Mean = SparseVector | Array
+Mean = SparseVector | Array | CodedSum
+Write = Callable[[], None]  # allocates nothing, and cannot fail
 
 
 class Compressed(NamedTuple):
     """What a step sends of a bucket.
 
-    corrected: the gradient with the residual added. sent: the selected entries; None if
-    all values are sent. own: entries of them that this rank sums itself. is_gradient:
-    `corrected` is the caller's own array.
+    corrected: the gradient with the residual added; the buffer for it, of what is still
+    to be coded. sent: the selected entries; or all values, as an array or to be coded.
+    own: entries of them that this rank sums itself.
     """
 
     corrected: Array
-    sent: SparseVector | None
-    own: int
-    is_gradient: bool
+    sent: SparseVector | Array | Uncoded
+    own: int = 0
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Number and bytes of the entries to send."""
-        if self.sent is None:
+        if not isinstance(self.sent, SparseVector):
             return self.corrected.size, self.corrected.nbytes
         entries = self.sent.nnz - self.own
         return entries, self.sent.nbytes * entries // max(self.sent.nnz, 1)
@@ -48,8 +51,7 @@ class Bucket:
 
     names: of the segments: [ALONE] for one, else those of the tensors. compressors: one
     for each segment. dense: the vector is sent as an array. basis: in which each
-    segment is compressed, and its residual kept; None for none. alignment: tensors
-    begin at multiples of it, with zeros between them, as at a block with one scale.
+    segment is compressed, and its residual kept; None for none.
     """
 
     def __init__(
@@ -61,20 +63,14 @@ class Bucket:
         *,
         dense: bool = False,
         basis: Basis | None = None,
-        alignment: int = 1,
     ) -> None:
         self.names = names
         self.tensors = tensors
         self.feedback = feedback
         self.dense = dense
         self.basis = basis
-        self.spans = spans_of(tensors, alignment)
-        self.length = self.spans[-1].stop if tensors else 0  # in values
-        self.bounds = [*(span.start for span in self.spans), self.length]
-        # between the tensors; made where there are some
-        self._zeros: Array | None = None
-        if self.length > sum(tensor.size for tensor in tensors):
-            self._zeros = tensors[0].xp.zeros(alignment, tensors[0].dtype)
+        self.bounds = [0, *accumulate(tensor.size for tensor in tensors)]
+        self.length = self.bounds[-1]  # in values
         is_alone = list(names) == [ALONE]
         self.edges = [0, self.length] if is_alone else self.bounds
         shown = [None] if is_alone else names
@@ -84,37 +80,52 @@ class Bucket:
         self._buffer: Array | None = None
 
     def gradient(self, arrays: Mapping[str, Any]) -> list[Array]:
-        """Return the gradients, by tensor name, as one vector for each segment, in the basis if there is one.
+        """Return the gradients, by tensor name, as vectors; in the basis if there is one, by segment.
 
         A tensor without an array counts as zero. Raises TypeError or ValueError for a
         bad gradient.
         """
         vectors = self.feedback.vectors(self.tensors, arrays)
-        if self._zeros is not None:
-            vectors = spread(vectors, self.spans, self._zeros)
-        if len(self.names) == 1:
-            whole = adjacent(vectors)
-            if whole is None:
-                whole = np.concatenate(vectors, out=self._buffer_for_values())
-            vectors = [whole]
         return vectors if self.basis is None else self._forward(vectors, self.basis)
 
     def compress(self, gradient: Sequence[Array], own: tuple[int, int]) -> Compressed:
         """Return the entries to send of a gradient and the residual. own: a range of which all values are sent."""
+        parts = self._by_segment(gradient)
         if own[0] == own[1]:
-            corrected, sent = self.feedback.compress(self.selection, *gradient)
-        else:
-            corrected = self.feedback.correct(*gradient)
-            sent = self.selection.select_outside(corrected, *own, gradient)
-        is_gradient = address(corrected) == address(gradient[0])
-        return Compressed(corrected, sent, own[1] - own[0], is_gradient)
+            return Compressed(*self.feedback.compress(self.selection, *parts))
+        corrected = self.feedback.correct(*parts)
+        sent = self.selection.select_outside(corrected, *own, parts)
+        return Compressed(corrected, sent, own[1] - own[0])
 
     def correct(self, gradient: Sequence[Array]) -> Compressed:
         """Return all values of a gradient and the residual; raises ValueError if one is not finite."""
-        corrected = self.feedback.correct(*gradient)
+        corrected = self.feedback.correct(*self._by_segment(gradient))
         self.selection.check_finite(corrected)
-        is_gradient = address(corrected) == address(gradient[0])
-        return Compressed(corrected, None, 0, is_gradient)
+        return Compressed(corrected, corrected)
+
+    def code(self, gradient: Sequence[Array], arrays: Mapping[str, Any]) -> Compressed:
+        """Return all values of a gradient and the residual, to be coded; each tensor in blocks of its own.
+
+        arrays: the gradients by tensor name, of which an error names one.
+        """
+        corrected, uncoded = self.feedback.uncoded(*gradient)
+        check = partial(self._check_values, arrays)
+        return Compressed(corrected, replace(uncoded, check=check))
+
+    def _check_values(self, arrays: Mapping[str, Any], values: Array) -> None:
+        """Raise ValueError that names a value that is not finite, of a gradient rather than a coefficient."""
+        if self.basis is not None:
+            self.check_finite(arrays, ValueError)
+        self.selection.check_finite(values)
+
+    def _by_segment(self, vectors: Sequence[Array]) -> Sequence[Array]:
+        """Return vectors of the tensors as one for each segment."""
+        if len(self.names) > 1:
+            return vectors
+        joined = adjacent(vectors)
+        if joined is None:
+            joined = np.concatenate(vectors, out=self._buffer_for_values())
+        return [joined]
 
     def _forward(self, gradient: Sequence[Array], basis: Basis) -> list[Array]:
         """Return the coefficients of a gradient in a basis, by segment, in a buffer of the bucket."""
@@ -135,7 +146,12 @@ class Bucket:
     def values(self, mean: Mean) -> Array:
         """Return the values of a mean of coefficients, as a new array."""
         assert self.basis is not None, "without a basis a mean has values"
-        values = mean.to_dense() if isinstance(mean, SparseVector) else mean.copy()
+        if isinstance(mean, CodedSum):
+            values = mean.to_array()
+        elif isinstance(mean, SparseVector):
+            values = mean.to_dense()
+        else:
+            values = mean.copy()
         for run in runs(self.edges, self.basis.chunk):
             self.basis.inverse(values[run], values[run])
         return values
@@ -153,8 +169,10 @@ class Bucket:
 
     def dense_results(
         self, mean: Mean, given: Mapping[str, Array]
-    ) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
-        """Return new arrays by tensor name, and what is to be written to the buffers that are given."""
+    ) -> tuple[dict[str, Any], list[Write]]:
+        """Return new arrays by tensor name, and functions that write to them and to the buffers that are given."""
+        if isinstance(mean, CodedSum):
+            return self._to_decode(mean, given)
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
         if not given:
@@ -162,19 +180,15 @@ class Bucket:
             if isinstance(mean, SparseVector):
                 whole = self.tensors[0].xp.zeros(self.length, mean.dtype)
                 kernels_for(whole).scatter(whole, mean.indices, mean.values)
-            pairs = zip(self.tensors, self.spans, strict=True)
-            return {
-                tensor.name: tensor.wrap(whole[span].reshape(tensor.shape))
-                for tensor, span in pairs
-            }, []
+            return self._wrapped(self._split(whole)), []
         buffers = [given.get(tensor.name) for tensor in self.tensors]
         joined = None
-        if len(given) == len(buffers) and self._zeros is None:
+        if len(given) == len(buffers):
             joined = adjacent([*given.values()])
         if joined is not None:
-            return {}, [(joined, mean)]
+            return {}, [partial(write_mean, joined, mean)]
         results = {}
-        writes = list[tuple[Array, Mean]]()
+        writes = list[Write]()
         for tensor, buffer, part in zip(
             self.tensors, buffers, self.parts(mean), strict=True
         ):
@@ -183,14 +197,36 @@ class Bucket:
                     part.to_dense() if isinstance(part, SparseVector) else part
                 )
             else:
-                writes.append((buffer, part))
+                writes.append(partial(write_mean, buffer, part))
         return results, writes
 
-    def parts(self, mean: Mean) -> Sequence[Mean]:
+    def _to_decode(
+        self, mean: CodedSum, given: Mapping[str, Array]
+    ) -> tuple[dict[str, Any], list[Write]]:
+        """Return new arrays without values, by tensor name, and a function that decodes to them and to the buffers."""
+        new = {}
+        if len(given) < len(self.tensors):
+            whole = self.tensors[0].xp.empty(self.length, mean.dtype)
+            new = dict(zip(self.names_of_tensors, self._split(whole), strict=True))
+        vectors = {**new, **given}
+        write = mean.writer([vectors[name] for name in self.names_of_tensors])
+        results = self._wrapped([*new.values()]) if new else {}
+        return {name: results[name] for name in results.keys() - given.keys()}, [write]
+
+    def _split(self, whole: Array) -> list[Array]:
+        """Return the parts of a vector that belong to each tensor, as views."""
+        return [whole[first:end] for first, end in pairwise(self.bounds)]
+
+    def _wrapped(self, parts: Sequence[Array]) -> dict[str, Any]:
+        """Return vectors of all tensors as the caller's arrays, by name."""
+        pairs = zip(self.tensors, parts, strict=True)
+        return {tensor.name: tensor.wrapped(part) for tensor, part in pairs}
+
+    def parts(self, mean: SparseVector | Array) -> Sequence[SparseVector | Array]:
         """Return the part of a mean that belongs to each tensor."""
         if isinstance(mean, SparseVector):
             return split(mean, self.bounds)
-        return [mean[span] for span in self.spans]
+        return self._split(mean)
 
     def check_finite(self, arrays: Mapping[str, Any], kind: type[ValueError]) -> None:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""
@@ -224,7 +260,7 @@ class Bucket:
         self.feedback.reset()
 
 
-def write_mean(buffer: Array, mean: Mean) -> None:
+def write_mean(buffer: Array, mean: SparseVector | Array) -> None:
     """Write a mean to an output buffer."""
     if isinstance(mean, SparseVector):
         kernels = kernels_for(buffer)

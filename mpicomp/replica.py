@@ -7,7 +7,7 @@ size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,10 @@ from mpicomp.arrays import (
     on_device,
     writable_memory,
 )
+from mpicomp.bucket import Mean
 from mpicomp.feedback.base import accumulation_dtype
-from mpicomp.tensors import DICT, Tensor, describe, spread
+from mpicomp.few_bits import CodedSum
+from mpicomp.tensors import DICT, Tensor, describe
 from mpicomp.vector import SparseVector
 
 # values: the arithmetic after the exchange allocates no more than this at once
@@ -32,24 +34,21 @@ _PIECE = 2**18
 class Replica:
     """Parameters of this rank that are one vector: anchor, pseudo-gradient and momentum, one tensor after the other.
 
-    tensors: of one dtype, on one device. spans: where they are in the vector, with
-    zeros between them. given: the caller's arrays by name, which are written to.
-    Parameters in bfloat16 are vectors in float32.
+    tensors: of one dtype, on one device. given: the caller's arrays by name, which are
+    written to. Parameters in bfloat16 are vectors in float32.
     """
 
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        spans: Sequence[slice],
         given: Mapping[str, Any],
         momentum: float,
     ) -> None:
         self.tensors = tensors
         self.momentum = momentum
-        self._spans = spans
-        gaps = [after.start - before.stop for before, after in pairwise(spans)]
-        self._zeros = tensors[0].xp.zeros(max(gaps, default=0), tensors[0].dtype)
-        length = spans[-1].stop
+        edges = [0, *accumulate(tensor.size for tensor in tensors)]
+        self._spans = [slice(first, end) for first, end in pairwise(edges)]
+        length = edges[-1]
         dtype = tensors[0].dtype
         xp = tensors[0].xp
         self.delta: Array = xp.zeros(length, dtype)
@@ -99,11 +98,10 @@ class Replica:
             start = start.copy()
             for memory, span in zip(self._memory, self._spans, strict=True):
                 start[span] = _rounded(start[span], memory)
-        thetas = spread(self._thetas, self._spans, self._zeros)
-        kernels_for(self.delta).add_parts(start, 1, thetas, self.delta, sign=-1)
+        kernels_for(self.delta).add_parts(start, 1, self._thetas, self.delta, sign=-1)
 
     def end_round(
-        self, mean: SparseVector | Array, rate: float, *, nesterov: bool, delayed: bool
+        self, mean: Mean, rate: float, *, nesterov: bool, delayed: bool
     ) -> None:
         """Take the outer step, and continue from the new anchor; if delayed, with the progress since the start."""
         parts = [*zip(self._memory, self._spans, self._thetas, strict=True)]
@@ -132,16 +130,45 @@ class Replica:
             theta[...] = self.anchor[span]
             _write(theta, memory)
 
-    def _move(self, mean: SparseVector | Array, rate: float, *, nesterov: bool) -> None:
-        if self.velocity is None:
-            _add(mean, -rate, self.anchor)
+    def _move(self, mean: Mean, rate: float, *, nesterov: bool) -> None:
+        """Take the outer step; of a mean with all values in pieces, which stay in the cache."""
+        if isinstance(mean, SparseVector):
+            self._move_part(mean, self.anchor, self.velocity, rate, nesterov=nesterov)
             return
-        kernels_for(self.velocity).multiply(self.velocity, self.momentum, self.velocity)
-        _add(mean, 1.0, self.velocity)
+        for place, values in self._pieces_of(mean):
+            velocity = None if self.velocity is None else self.velocity[place]
+            self._move_part(
+                values, self.anchor[place], velocity, rate, nesterov=nesterov
+            )
+
+    def _pieces_of(self, mean: Array | CodedSum) -> Iterator[tuple[slice, Array]]:
+        """Return the values of a mean in pieces, each with its place."""
+        if not isinstance(mean, CodedSum):
+            for piece in _pieces(mean.size):
+                yield piece, mean[piece]
+            return
+        for row, first, values in mean.pieces(_PIECE):
+            start = self._spans[row].start + first
+            yield slice(start, start + values.size), values
+
+    def _move_part(
+        self,
+        mean: SparseVector | Array,
+        anchor: Array,
+        velocity: Array | None,
+        rate: float,
+        *,
+        nesterov: bool,
+    ) -> None:
+        if velocity is None:
+            _add(mean, -rate, anchor)
+            return
+        kernels_for(velocity).multiply(velocity, self.momentum, velocity)
+        _add(mean, 1.0, velocity)
         if nesterov:
-            _add(mean, -rate, self.anchor)
+            _add(mean, -rate, anchor)
         factor = rate * self.momentum if nesterov else rate
-        _add(self.velocity, -factor, self.anchor)
+        _add(velocity, -factor, anchor)
 
     def arrays(self, *, in_flight: bool) -> dict[str, Array]:
         """Return the arrays to save as "part/tensor", not copied."""

@@ -5,7 +5,7 @@ are compared with it.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -177,30 +177,6 @@ def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
             f"got {' and '.join(kinds)} in one list: expected one dtype, in one memory"
         )
     return tensors
-
-
-def spans_of(tensors: Sequence[Tensor], alignment: int = 1) -> list[slice]:
-    """Return where each tensor is in a vector of all: each begins at a multiple of `alignment`."""
-    spans = []
-    first = 0
-    for tensor in tensors:
-        spans.append(slice(first, first + tensor.size))
-        first = -(-spans[-1].stop // alignment) * alignment
-    return spans
-
-
-def spread(
-    vectors: Sequence[Array], spans: Sequence[slice], zeros: Array
-) -> list[Array]:
-    """Return vectors with zeros between them, so that, one after the other, they are at these spans."""
-    parts: list[Array] = []
-    end = 0
-    for vector, span in zip(vectors, spans, strict=True):
-        if span.start > end:
-            parts.append(zeros[: span.start - end])
-        parts.append(vector)
-        end = span.stop
-    return parts
 
 
 def signatures(tensors: list[Tensor], form: str) -> dict[str, str]:

@@ -28,7 +28,7 @@ from mpicomp.codec import (
 )
 from mpicomp.codec.indices import INDEX_FORMATS
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
-from mpicomp.few_bits import BITS, as_they_are, quantise
+from mpicomp.few_bits import BITS, Uncoded, as_they_are
 
 FIELDS = (
     (0, 1),
@@ -93,7 +93,9 @@ def sound_few_bits(rng):
     bits, block = int(rng.choice([0, *BITS])), 1 << int(rng.integers(5, 8))
     room = few_bits_message(values.size, bits or 8, block, values)
     return encode_few_bits(
-        quantise(values, values.copy(), room) if bits else as_they_are(values, block)
+        Uncoded([values], values.copy()).code(room)
+        if bits
+        else as_they_are(values, block)
     )
 
 

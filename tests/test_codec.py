@@ -26,7 +26,7 @@ from mpicomp.codec import few_bits_message as in_a_message
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, INDEX_FORMATS, INT32, RANGE
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
 from mpicomp.compressors.selection import Selection
-from mpicomp.few_bits import BITS, as_they_are, quantise
+from mpicomp.few_bits import BITS, Uncoded, as_they_are
 
 HEADER = "<2sBBIqqq32x"  # the fields that a decoder reads, and zeros
 
@@ -559,7 +559,7 @@ def test_mutated_messages_decode_or_raise_codec_error():
 def few_bits_message(values, bits=4, block=32):
     room = in_a_message(values.size, bits or 8, block, values, line=64)
     coded = (
-        quantise(values, np.empty_like(values), room)
+        Uncoded([values], np.empty_like(values)).code(room)
         if bits
         else as_they_are(values, block)
     )

@@ -30,7 +30,7 @@ from mpicomp.codec import (
 from mpicomp.codec.indices import RANGE
 from mpicomp.codec.values import as_they_are
 from mpicomp.compressors import quantised
-from mpicomp.few_bits import quantise
+from mpicomp.few_bits import Uncoded
 from mpicomp.vector import add_up, join, merge, top_k, without_zeros
 from mpicomp_bench.network import Network
 
@@ -156,7 +156,9 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
         cupy.zeros(64, np.float32),
         np.zeros(64, np.float32),
     )
-    coded = quantise(values, np.empty_like(values), few_bits_message(64, 8, 32, values))
+    coded = Uncoded([values], np.empty_like(values)).code(
+        few_bits_message(64, 8, 32, values)
+    )
     coded.write(expected)
 
     def receive(rank, group):

@@ -22,7 +22,7 @@ from strategies import DTYPES, finite_values
 from mpicomp import SparseVector, codec
 from mpicomp.codec.indices import BITMAP
 from mpicomp.codec.values import Offsets
-from mpicomp.few_bits import BITS, quantise
+from mpicomp.few_bits import BITS, Uncoded
 from mpicomp.kernels import host
 from mpicomp.kernels.host import (
     bits,
@@ -854,11 +854,13 @@ def coded(values, bits, block, others=(), *, short=False, rejected=None):
         np.empty_like(values) if rejected is None else rejected,
     )
     terms = [
-        quantise(other, np.empty_like(other), codec.few_bits_message(*room))
+        Uncoded([other], np.empty_like(other)).code(codec.few_bits_message(*room))
         for other in others
     ]
     found, again = (
-        quantise(values, rejected, codec.few_bits_message(*room), terms, short=short),
+        Uncoded([values], rejected).code(
+            codec.few_bits_message(*room), terms, short=short
+        ),
         np.empty_like(values),
     )
     decoded = [np.full_like(values, 7) for _ in (found, *terms)]

@@ -7,13 +7,13 @@ import pytest
 
 from mpicomp import SparseVector, replica
 from mpicomp.replica import Replica, untied
-from mpicomp.tensors import DICT, describe, spans_of
+from mpicomp.tensors import DICT, describe
 
 
 def one(array, momentum=0.0):
     given = {"w": array}
     tensors = describe(given, DICT)
-    return Replica(tensors, spans_of(tensors), given, momentum)
+    return Replica(tensors, given, momentum)
 
 
 def end_round(found, mean, rate=1.0, nesterov=False, delayed=False):
@@ -36,7 +36,7 @@ def test_several_tensors_are_one_vector_in_their_order():
         "d": np.arange(2.0),
     }
     tensors = describe(given, DICT)
-    found = Replica(tensors, spans_of(tensors), given, 0.0)
+    found = Replica(tensors, given, 0.0)
     for array in given.values():
         array += 1
     found.subtract(given)

@@ -7,7 +7,6 @@ alone, so that one vector will do.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpicomp import Compressor, ErrorFeedback, SparseVector
 from mpicomp.codec import encoded_nbytes, few_bits_message, smallest
-from mpicomp.few_bits import block_bounds, quantise
+from mpicomp.few_bits import Segments, Uncoded, shares
 
 Floats = NDArray[np.float32]
 Shapes = Sequence[tuple[int, ...]]
@@ -55,24 +54,24 @@ class FewBits:
             vector + residual
             for vector, residual in zip(vectors, self.residuals, strict=True)
         ]
-        for owner, (start, end) in enumerate(
-            pairwise(block_bounds(total.size, BLOCK, ranks))
-        ):
-            shares = [values[start:end] for values in corrected]
+        segments = Segments((total.size,), BLOCK)
+        ranges = shares(0, segments.first_blocks[-1], ranks)
+        for owner, blocks in enumerate(ranges):
+            start, end = map(segments.position, blocks)
+            parts = [values[start:end] for values in corrected]
             errors = [residual[start:end] for residual in self.residuals]
             pairs = [
                 pair
-                for rank, pair in enumerate(zip(shares, errors, strict=True))
+                for rank, pair in enumerate(zip(parts, errors, strict=True))
                 if rank != owner
             ]
             size = end - start, self.bits, BLOCK, total
             others = [
-                quantise(share, error, few_bits_message(*size))
-                for share, error in pairs
+                Uncoded([part], error).code(few_bits_message(*size))
+                for part, error in pairs
             ]
-            share = quantise(
-                shares[owner], errors[owner], few_bits_message(*size), others
-            )
+            own = Uncoded([parts[owner]], errors[owner])
+            share = own.code(few_bits_message(*size), others)
             share.write(total[start:end])
             sent += share.codes.nbytes + share.scales.nbytes
         return total / np.float32(ranks), 8 * sent / total.size

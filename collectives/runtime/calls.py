@@ -63,7 +63,7 @@ def start(
         if error is None:
             steps = run(vector, group, **call.arguments, **call.own)
         if link.checked:
-            contributed = call.own.get("array", vector)
+            contributed = _contributed(call, vector)
             promise = collective.declaration.promised
             steps = debug.checked(group, steps, contributed, promise)
         else:
@@ -72,6 +72,12 @@ def start(
             if convert is not None:
                 steps = _converted(steps, convert)
         return engine.of_process().start(steps, group)
+
+
+def _contributed(call: Call[Any], vector: SparseVector) -> Any:
+    """Return what a call adds to the sum: a vector, or an array."""
+    uncoded = call.own.get("uncoded")
+    return call.own.get("array", vector) if uncoded is None else uncoded.values()
 
 
 def _call_of(

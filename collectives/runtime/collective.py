@@ -146,9 +146,8 @@ class Declaration:
     to_sum: for a collective that gives every rank the sum: returns its result as a
     `Sum`. to_counted: as `to_sum`, with votes; None: it cannot count them. counting: the
     arguments of a call whose result `to_counted` takes. takes_arrays: sums dense arrays,
-    not vectors. takes_out: writes the sum and what was rejected to two arrays given as
-    `out`. block: values that share a scale in messages, unless the call has another
-    `block`. own_share(length, rank, size): returns the first index and the end of the
+    not vectors. takes_uncoded: takes `mpicomp.few_bits.Uncoded` as well, and then
+    returns the sum in few bits. own_share(length, rank, size): returns the first index and the end of the
     range that a rank sums itself, and so does not send.
 
     promise: returns an algorithm's result as a `Sum` that the debug mode checks: the
@@ -164,8 +163,7 @@ class Declaration:
     to_counted: ToSum | None = None
     counting: dict[str, Any] = field(default_factory=dict)
     takes_arrays: bool = False
-    takes_out: bool = False
-    block: int = 1
+    takes_uncoded: bool = False
     own_share: Callable[[int, int, int], tuple[int, int]] = no_share
     promise: ToSum | None = None
     compare: Callable[[Group], Steps[None]] = Group.compare_calls

@@ -7,6 +7,7 @@ the settings, and `PLACE`, so that states of several ranks or steps are not mixe
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from collectives.training.names import canonical, canonical_names
@@ -209,11 +210,8 @@ def _spans(bucket: Bucket, segments: slice) -> list[slice]:
     """Return where segments are, counted from the first of them: the tensors, or all of a list of them."""
     if not bucket.tensors:
         return ONE
-    if len(bucket.names) == 1:
-        return [slice(0, bucket.length)]
-    spans = bucket.spans[segments]
-    start = spans[0].start
-    return [slice(span.start - start, span.stop - start) for span in spans]
+    edges = bucket.edges[segments.start : segments.stop + 1]
+    return [slice(first - edges[0], end - edges[0]) for first, end in pairwise(edges)]
 
 
 def _settings_of_parts(bucket: Bucket) -> list[dict[str, str]]:

@@ -16,9 +16,10 @@ from collectives.runtime.collective import Sum
 from collectives.training.reduction import Reduction
 from collectives.training.step import OPERATION, Started, Step
 from mpicomp.arrays import Array, to_numpy
-from mpicomp.bucket import Bucket, Compressed
+from mpicomp.bucket import Bucket, Compressed, Mean
 from mpicomp.checking import is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.errors import CheckError
+from mpicomp.few_bits import CodedSum
 from mpicomp.vector import SparseVector, from_all_values, split
 
 
@@ -55,6 +56,8 @@ class CheckedStep(Step):
     def _received(self, started: Started, outcome: Any) -> Sum:
         received = super()._received(started, outcome)
         sent = started.compressed.sent
+        if not isinstance(sent, SparseVector):
+            sent = None
         audit = self._audits[started.bucket]
         audit.receive(sent, received.value, received.rejected)
         return received
@@ -119,13 +122,13 @@ class Audit:
             back = scaled_mass(mass(part), -1.0)
             self._left[segment] = total_mass([self._left[segment], back])
 
-    def accounts(self, mean: SparseVector | Array) -> list[dict[str, Any]]:
+    def accounts(self, mean: Mean) -> list[dict[str, Any]]:
         """Return the account of each segment, of a step that was committed; see `_balance`."""
         bucket = self._bucket
         residual = bucket.feedback.residual
         if self._written:
             residual = np.concatenate(self._written)
-        values = mean.values if isinstance(mean, SparseVector) else mean
+        values = _sparse(mean).values
         fault = None
         for what, array in (("the result", values), ("the residual", residual)):
             if fault is None and array is not None and not np.isfinite(array).all():
@@ -151,7 +154,9 @@ class Audit:
         return accounts
 
 
-def _sparse(vector: SparseVector | Array) -> SparseVector:
+def _sparse(vector: Mean) -> SparseVector:
+    if isinstance(vector, CodedSum):
+        vector = vector.to_array()
     return vector if isinstance(vector, SparseVector) else from_all_values(vector)
 
 

@@ -145,7 +145,6 @@ class GradientExchange:
             nonfinite=nonfinite,
             basis=basis,
             takes_arrays=takes_arrays,
-            block=self._reduction.block,
         )
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()

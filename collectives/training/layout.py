@@ -52,7 +52,6 @@ class Layout:
     nonfinite: str
     basis: Basis | None
     takes_arrays: bool  # the collective sums dense arrays
-    block: int  # of values with one scale in its messages; 1 without scales
 
     def __post_init__(self) -> None:
         # what it chooses is checked then
@@ -142,20 +141,7 @@ class Layout:
         """Return the bucket of tensors that form one segment, with the caller's own parts."""
         # no tensor yet: none was chosen
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor
-        return Bucket(
-            [ALONE],
-            tensors,
-            [compressor],
-            self.feedback,
-            basis=self.basis,
-            alignment=self._alignment,
-        )
-
-    @property
-    def _alignment(self) -> int:
-        """Where tensors begin: no block of values with one scale has values of two of them."""
-        has_own_array = self.feedback.has_gradient_units
-        return self.block if has_own_array and self.basis is None else 1
+        return Bucket([ALONE], tensors, [compressor], self.feedback, basis=self.basis)
 
     def _compressor(self, tensor: Tensor) -> Compressor:
         """Return a compressor for one named tensor."""
@@ -241,7 +227,6 @@ class Layout:
             deepcopy(self.feedback),
             dense=dense,
             basis=basis,
-            alignment=1 if dense else self._alignment,
         )
 
 

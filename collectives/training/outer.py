@@ -158,7 +158,7 @@ class OuterLoop:
                 name for name in {*self._first.values()} if _is_trained(given[name])
             }
             self._replicas = [
-                Replica(bucket.tensors, bucket.spans, given, self.momentum)
+                Replica(bucket.tensors, given, self.momentum)
                 for bucket in exchange.buckets
             ]
             return self._digest()
@@ -437,7 +437,7 @@ class OuterLoop:
         try:
             self._gather(
                 lambda: replicas.extend(
-                    Replica(each.tensors, each.spans, given, self.momentum)
+                    Replica(each.tensors, given, self.momentum)
                     for each in self.exchange.buckets
                 )
             )

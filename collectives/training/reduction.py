@@ -1,7 +1,7 @@
 """The sum of an exchange over the ranks, and the mean that is made of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,10 @@ from collectives.allreduce import sparse_allreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.collective import Collective, Declaration, Sum
-from mpicomp.arrays import converted, kernels_for, on_device
-from mpicomp.bucket import Compressed, Mean
-from mpicomp.feedback.base import check_range
-from mpicomp.few_bits import BITS
+from mpicomp.arrays import Array, converted, kernels_for, on_device, rounded
+from mpicomp.bucket import Mean
+from mpicomp.feedback.base import check_range, out_of_range
+from mpicomp.few_bits import BITS, CodedSum
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector, from_all_values, widened
 
@@ -29,24 +29,12 @@ class Reduction:
     """The sum of an exchange.
 
     call: starts it, and returns a Request of a `Sum`; or a function of the user's own.
-    average: of `GradientExchange`. declared: what the collective takes. block: values
-    with one scale in its messages.
+    average: of `GradientExchange`. declared: what the collective takes.
     """
 
     call: Callable[..., Any]
     average: bool | str
     declared: Declaration
-    block: int = 1
-
-    def arguments(self, compressed: Compressed) -> tuple[Any, dict[str, Any]]:
-        """Return the collective's input and options for what this rank sends."""
-        if compressed.sent is not None:
-            return compressed.sent, {}
-        corrected = compressed.corrected
-        if not self.declared.takes_out:
-            return corrected, {}
-        rejected = np.empty_like(corrected) if compressed.is_gradient else corrected
-        return corrected, {"out": (np.empty_like(corrected), rejected)}
 
     def received(self, outcome: Any, length: int) -> Sum:
         """Return what the collective returned, for vectors of a length, as a `Sum` whose value is a vector.
@@ -89,6 +77,8 @@ class Reduction:
         """
         total: Mean = received.value
         divides = ranks > 1 and self.average in (True, CONTRIBUTORS)
+        if isinstance(total, CodedSum):
+            return _coded_mean(replace(total, divisor=ranks if divides else 1), dtype)
         if not isinstance(total, SparseVector):
             if divides:
                 kernels_for(total).quotient(total, ranks, total)
@@ -108,6 +98,17 @@ class Reduction:
             check_range(vector, "sum over the ranks")
             raise
         return vector
+
+
+def _coded_mean(mean: CodedSum, dtype: Any) -> CodedSum | Array:
+    """Return a mean that is still to be decoded; in float16 it is decoded now, as values may be out of range."""
+    if not mean.is_finite():
+        raise out_of_range("sum over the ranks", mean.dtype)
+    if mean.dtype == dtype:
+        return mean
+    values = rounded(mean.to_array(), dtype)
+    check_range(values, "mean over the ranks")
+    return values
 
 
 def entries(part: Mean | None) -> int:
@@ -152,8 +153,7 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
             "gtopk_allreduce, sparse_allgather, or with Dense() quantised_allreduce or dense_allreduce"
         )
     call = partial(known.form(to_sum), *bound.args, **options)
-    block = options.get("block", declared.block)
-    return Reduction(call, average, declared, block)
+    return Reduction(call, average, declared)
 
 
 def dense_reduction(average: bool | str) -> Reduction:

@@ -26,10 +26,11 @@ from collectives.training.reduction import (
 )
 from collectives.training.statistics import Statistics
 from mpicomp.arrays import Array, check_apart, kernels_for
-from mpicomp.bucket import Bucket, Compressed, Mean, write_mean
+from mpicomp.bucket import Bucket, Compressed, Mean, Write
 from mpicomp.compressors.base import Snapshot, restore
 from mpicomp.errors import StepSkippedError
 from mpicomp.feedback.base import check_range
+from mpicomp.few_bits import CodedSum
 from mpicomp.vector import SparseVector, from_all_values
 
 OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
@@ -58,8 +59,8 @@ class Started(NamedTuple):
 class Finished(NamedTuple):
     """A bucket that only has to be committed.
 
-    entries, rejected: their numbers. results: new ones, by tensor name. writes: the
-    caller's buffers, and what to write to them.
+    entries, rejected: their numbers. results: new ones, by tensor name. writes: write
+    the mean to arrays.
     """
 
     started: Started
@@ -67,7 +68,7 @@ class Finished(NamedTuple):
     entries: int
     rejected: int
     results: dict[str, Any]
-    writes: list[tuple[Array, Mean]]
+    writes: list[Write]
 
 
 class Step:
@@ -176,13 +177,13 @@ class Step:
         reduction = self._of_arrays if bucket.dense else self._reduction
         compressed = None
         buffers: dict[str, Array] = {}
-        options: dict[str, Any] = {}
         prepared: Any = error or outcome_of(self._prepare, bucket, reduction)
         contribution = prepared
         if not isinstance(prepared, Exception):
-            compressed, buffers, (contribution, options) = prepared
+            compressed, buffers = prepared
+            contribution = compressed.sent
         ready = perf_counter()
-        call = partial(reduction.call, contribution, self._comm, **options)
+        call = partial(reduction.call, contribution, self._comm)
         outcome = outcome_of(call)
         self._compressing += ready - began
         self._communicating += perf_counter() - ready
@@ -190,8 +191,8 @@ class Step:
 
     def _prepare(
         self, bucket: Bucket, reduction: Reduction
-    ) -> tuple[Compressed, dict[str, Array], tuple[Any, dict[str, Any]]]:
-        """Return what is sent, the output buffers, and the arguments of the sum: all that can fail before the sum."""
+    ) -> tuple[Compressed, dict[str, Array]]:
+        """Return what is sent, and the output buffers: all that can fail before the sum."""
         self.snapshots += bucket.selection.snapshot()
         buffers = bucket.outputs(self._outs)
         gradient = bucket.gradient(self.arrays)
@@ -204,13 +205,15 @@ class Step:
             if bucket.basis is not None:
                 bucket.check_finite(self.arrays, ValueError)
             raise
-        return compressed, buffers, reduction.arguments(compressed)
+        return compressed, buffers
 
     def _compressed(
         self, bucket: Bucket, reduction: Reduction, gradient: Sequence[Array]
     ) -> Compressed:
         """Return what is sent of a gradient and the residual."""
         declared = reduction.declared
+        if declared.takes_uncoded:
+            return bucket.code(gradient, self.arrays)
         if declared.takes_arrays:
             return bucket.correct(gradient)
         own = declared.own_share(bucket.length, self._comm.rank, self._comm.size)
@@ -248,12 +251,12 @@ class Step:
         if isinstance(mean, SparseVector):
             bucket.selection.observe(mean)
         feedback = bucket.feedback
-        if compressed.sent is None:
-            feedback.prepare_rejected(compressed.corrected, received.rejected)
-        else:
+        if isinstance(compressed.sent, SparseVector):
             feedback.prepare_residual(
                 compressed.corrected, compressed.sent, received.rejected
             )
+        else:
+            feedback.prepare_rejected(compressed.corrected, received.rejected)
         results, writes = _results_of(started, mean, form)
         self._restoring += perf_counter() - began
         return Finished(
@@ -303,8 +306,8 @@ class Step:
         began = perf_counter()
         for each in finished:
             each.started.bucket.feedback.commit()
-            for buffer, part in each.writes:
-                write_mean(buffer, part)
+            for write in each.writes:
+                write()
         for vector in zeroed:
             vector.fill(0)
         staging.complete(bucket.tensors[0].xp for bucket in buckets)
@@ -345,17 +348,19 @@ class Step:
 
 def _results_of(
     started: Started, mean: Mean, form: str
-) -> tuple[dict[str, Any], list[tuple[Array, Mean]]]:
-    """Return new results by tensor name, and what to write to the caller's buffers."""
+) -> tuple[dict[str, Any], list[Write]]:
+    """Return new results by tensor name, and functions that write to them and to the caller's buffers."""
     bucket = started.bucket
     is_sign = started.reduction.average == SIGN
     if form == "dense":
         if bucket.basis is not None:
             mean = bucket.values(mean)
             check_range(mean, "mean out of the basis")
-        return bucket.dense_results(signs(mean) if is_sign else mean, started.buffers)
+        if is_sign:
+            mean = signs(mean)
+        return bucket.dense_results(mean, started.buffers)
     if form == "sparse" and (
-        bucket.basis is not None or started.reduction.declared.takes_out
+        bucket.basis is not None or started.reduction.declared.takes_uncoded
     ):
         what = (
             f"in the basis {bucket.basis!r} a mean"
@@ -371,13 +376,16 @@ def _results_of(
         )
     if form == "vectors":
         return {}, []
+    assert not isinstance(mean, CodedSum), "refused above"
     vector = mean if isinstance(mean, SparseVector) else from_all_values(mean)
     parts = bucket.parts(signs(vector) if is_sign else vector)
     return dict(zip(bucket.names_of_tensors, parts, strict=True)), []
 
 
-def signs(mean: Mean) -> Mean:
+def signs(mean: Mean) -> Any:
     """Return the signs of a mean, 1, -1 or 0; of an array in its place."""
+    if isinstance(mean, CodedSum):
+        mean = mean.to_array()
     if isinstance(mean, SparseVector):
         mean = mean.with_values(mean.values.copy())
         signs(mean.values)

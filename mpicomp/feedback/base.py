@@ -8,7 +8,7 @@ which write to spare buffers only, so a second `correct` returns the same result
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from mpicomp.arrays import (
     to_device_of,
 )
 from mpicomp.compressors.selection import Selection
+from mpicomp.few_bits import Uncoded
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Check, Configured, kind_of_array
 from mpicomp.tensors import Tensor
@@ -92,6 +93,18 @@ class Feedback(Configured):
         corrected = self.correct(*gradient)
         return corrected, selection.select(read_only(corrected))
 
+    def uncoded(self, *gradient: Array) -> tuple[Array, Uncoded]:
+        """Return `correct(*gradient)`, and the same values to be coded, whose errors may replace it.
+
+        The parts of a gradient are coded apart.
+        """
+        corrected = self.correct(*gradient)
+        errors = corrected
+        if not self._is_spare(corrected):
+            errors = np.empty_like(corrected)
+        parts = [corrected[low:high] for low, high in pairwise(self._bounds)]
+        return corrected, Uncoded(parts, errors)
+
     def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
@@ -109,8 +122,7 @@ class Feedback(Configured):
 
     def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
         """Prepare to keep `rejected`, zeros for None, as all values of `corrected` were sent; it may be `corrected`."""
-        # it may be the caller's gradient
-        if not any(corrected is spare for spare in self._spares.values()):
+        if not self._is_spare(corrected):
             self.prepare_residual(
                 corrected,
                 from_all_values(corrected),
@@ -307,6 +319,10 @@ class Feedback(Configured):
         buffer = self._buffer("gradient", first, self._bounds[-1], first.dtype)
         return np.concatenate(gradient, out=buffer)
 
+    def _is_spare(self, vector: Array) -> bool:
+        """Return whether a vector is a buffer of this object, and not the caller's gradient."""
+        return any([vector is spare for spare in self._spares.values()])
+
     def _spare(self, name: str) -> Array:
         """Return the buffer for the next `name`."""
         array = self._arrays[name]
@@ -387,10 +403,14 @@ def check_range(values: Array | SparseVector, what: str) -> None:
         else:
             kernels_for(values).raise_not_finite(values)
     except ValueError:
-        remedy = "scale the gradients down, or use float32"
-        raise OverflowError(
-            f"the {what} leaves the range of {values.dtype}: {remedy}"
-        ) from None
+        raise out_of_range(what, values.dtype) from None
+
+
+def out_of_range(what: str, dtype: np.dtype[Any]) -> OverflowError:
+    """Return the error for values that are not finite. what: they are."""
+    return OverflowError(
+        f"the {what} leaves the range of {dtype}: scale the gradients down, or use float32"
+    )
 
 
 def _check_values(feedback: Any, array: Array | None) -> Array | None:

@@ -16,9 +16,10 @@ from mpicomp.arrays import Array, kernels_for, negated
 from mpicomp.compressors.base import write_sum
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback.base import Dtypes, Feedback, check_range
+from mpicomp.few_bits import Uncoded
 from mpicomp.settings import to_bool, to_number
 from mpicomp.tensors import Tensor
-from mpicomp.vector import SparseVector, from_all_values, split
+from mpicomp.vector import SparseVector, split
 
 
 class ErrorFeedback(Feedback):
@@ -79,6 +80,18 @@ class ErrorFeedback(Feedback):
         summands = self._arrays["residual"], self.decay, gradient
         return corrected, selection.select(corrected, summands)
 
+    def uncoded(self, *gradient: Array) -> tuple[Array, Uncoded]:
+        """Return the buffer of the next residual, and what is coded: its errors are that residual.
+
+        The sum with the residual is made while it is coded.
+        """
+        if gradient[0].dtype == np.float16:
+            return super().uncoded(*gradient)
+        self._stage(gradient)
+        residual = self._arrays["residual"]
+        errors = self._spare("residual")
+        return errors, Uncoded(gradient, errors, residual, self.decay)
+
     def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
@@ -100,6 +113,7 @@ class InPlaceErrorFeedback(ErrorFeedback):
         self._gradients: list[Array] = []  # the caller's arrays, as vectors
         # what `commit` adds, and the vectors that it is added to
         self._changes: list[tuple[Array, SparseVector]] = []
+        self._kept: Array | None = None  # what `commit` writes to all gradients
 
     @property
     def has_gradient_units(self) -> bool:
@@ -133,6 +147,10 @@ class InPlaceErrorFeedback(ErrorFeedback):
         """Return the gradient as one vector, and the entries that are selected of it."""
         return Feedback.compress(self, selection, *gradient)
 
+    def uncoded(self, *gradient: Array) -> tuple[Array, Uncoded]:
+        """Return the gradient as one vector, and what is coded; see `Feedback.uncoded`."""
+        return Feedback.uncoded(self, *gradient)
+
     def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
@@ -146,13 +164,17 @@ class InPlaceErrorFeedback(ErrorFeedback):
 
     def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
         """Prepare to keep what was rejected; see `Feedback.prepare_rejected`."""
-        before = np.concatenate(self._gradients)
-        back = None if rejected is None else from_all_values(rejected)
-        self.prepare_residual(before, from_all_values(before), back)
+        self._check_staged(corrected.size)
+        self._kept = np.zeros_like(corrected) if rejected is None else rejected
 
     def commit(self) -> None:
         """Add the changes to the gradients."""
         super().commit()
+        if self._kept is not None:
+            start = 0
+            for vector in self._gradients:
+                vector[...] = self._kept[start : start + vector.size]
+                start += vector.size
         for vector, change in self._changes:
             kernels_for(vector).scatter_add(vector, change.indices, change.values)
         self._release()
@@ -174,6 +196,7 @@ class InPlaceErrorFeedback(ErrorFeedback):
     def _release(self) -> None:
         self._gradients = []
         self._changes = []
+        self._kept = None
 
     def _checked_changes(
         self, gradient: Array, sent: SparseVector, rejected: SparseVector | None

@@ -30,11 +30,7 @@ def flat(arrays):
 
 
 def residual(exchange):
-    parts = [
-        bucket.feedback.residual[span]
-        for bucket in exchange.buckets
-        for span in bucket.spans
-    ]
+    parts = [bucket.feedback.residual for bucket in exchange.buckets]
     return np.concatenate(parts).astype(np.float64)
 
 

@@ -30,7 +30,6 @@ a segment is padded with zeros. A scale is the upper half of the bits of a float
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -258,7 +257,10 @@ def decoder(
         some = first + start // block, first + end // block
         _dequantise(layout, *some, *coded, workspaces.pop(), *how)
 
-    return partial(in_pieces, piece, size, threads, step=block)
+    def decode() -> None:
+        in_pieces(piece, size, threads, step=block)
+
+    return decode
 
 
 def first_blocks(sizes: Sequence[int], block: int) -> Array:
