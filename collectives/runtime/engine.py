@@ -463,7 +463,10 @@ class Engine:
 
     def _answer(self, here: Faults, waits: Callable[[], Waits]) -> None:
         """Answer the ranks that gave up on other communicators than that of `here`, on which this rank waits."""
-        for faults, comm in list(self._known.items()):
+        for faults in [*self._known]:
+            comm = self._known.get(faults)
+            if comm is None:
+                continue  # freed meanwhile, by what ended on another one
             if faults.finished:
                 del self._known[faults]
             elif faults is not here and deadline.has_notice(comm):

@@ -160,7 +160,8 @@ def test_an_allocation_that_fails_after_the_sums_arrived(comm, form, monkeypatch
 
 def test_an_allocation_that_fails_before_a_sum_in_few_bits(comm, monkeypatch):
     """The sum has not been started on this rank: it contributes the error."""
-    exchange, allocate = GradientExchange(comm, bits=4), np.empty_like
+    exchange = GradientExchange(comm, bits=4, feedback=NoFeedback())
+    allocate = np.empty_like
     exchange(gradient(comm.rank, 0))
 
     def without_memory(array, *more, **settings):
@@ -211,11 +212,14 @@ class Exhausted:
 @pytest.mark.parametrize(
     "feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True), NoFeedback]
 )
+@pytest.mark.parametrize(
+    "sent", [{"compressor": TopK(k=9), "small": 10}, {"bits": 4}], ids=["topk", "bits"]
+)
 def test_memory_that_ends_anywhere_leaves_all_of_a_step_or_none(
-    comm, form, feedback, monkeypatch
+    comm, form, feedback, sent, monkeypatch
 ):
     """The n-th array of a step cannot be allocated on one rank: for each n until there are fewer."""
-    exchange = GradientExchange(comm, TopK(k=9), feedback(), small=10)
+    exchange = GradientExchange(comm, feedback=feedback(), **sent)
 
     def gradients(step):
         arrays = named(comm.rank, step)
