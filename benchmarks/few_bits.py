@@ -19,7 +19,8 @@ from mpi4py import MPI
 from collectives import quantised_allreduce
 from mpicomp.arrays import Array
 from mpicomp.codec import few_bits_message
-from mpicomp.few_bits import CodedSum, FewBits, Uncoded, shares
+from mpicomp.coded import CodedSum, Uncoded, shares
+from mpicomp.few_bits import FewBits
 from mpicomp_bench.bench.quantised import SUITE
 from mpicomp_bench.files import check_files, new_file
 from mpicomp_bench.measuring import Call, Row, compare, read_once

@@ -41,7 +41,8 @@ from mpicomp import (  # noqa: E402
     TopK,
 )
 from mpicomp.codec import CODECS, decode, encode, few_bits_message  # noqa: E402
-from mpicomp.few_bits import BITS, Uncoded  # noqa: E402
+from mpicomp.coded import Uncoded  # noqa: E402
+from mpicomp.few_bits import BITS  # noqa: E402
 
 Call = Callable[[], Any]
 Rows = Iterator[tuple[str, float, Callable[[], Call]]]  # name, least bytes, set-up

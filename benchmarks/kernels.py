@@ -21,8 +21,9 @@ from mpicomp.arrays import Array
 from mpicomp.codec import Coding, decode, encode, few_bits_message, plain, quick
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
 from mpicomp.codec.values import Offsets
+from mpicomp.coded import Uncoded
 from mpicomp.compressors import TopK
-from mpicomp.few_bits import BITS, Uncoded
+from mpicomp.few_bits import BITS
 from mpicomp.kernels import host
 from mpicomp.vector import SparseVector
 from mpicomp_bench.bench.data import FAMILIES

@@ -36,17 +36,9 @@ from mpicomp.arrays import (
     writable_vector,
 )
 from mpicomp.codec import few_bits_message
+from mpicomp.coded import CodedSum, Uncoded, shares
 from mpicomp.errors import DamagedMessageError
-from mpicomp.few_bits import (
-    BITS,
-    BLOCKS,
-    CodedSum,
-    FewBits,
-    Uncoded,
-    as_they_are,
-    join,
-    shares,
-)
+from mpicomp.few_bits import BITS, BLOCKS, FewBits, as_they_are, join
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from mpicomp.arrays import Array, adjacent, kernels_for, like, to_values
 from mpicomp.bases import Basis, runs
+from mpicomp.coded import CodedSum, Uncoded
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
-from mpicomp.few_bits import CodedSum, Uncoded
 from mpicomp.tensors import ALONE, Tensor
 from mpicomp.vector import SparseVector, split
 

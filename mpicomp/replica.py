@@ -22,8 +22,8 @@ from mpicomp.arrays import (
     writable_memory,
 )
 from mpicomp.bucket import Mean
+from mpicomp.coded import CodedSum
 from mpicomp.feedback.base import accumulation_dtype
-from mpicomp.few_bits import CodedSum
 from mpicomp.tensors import DICT, Tensor, describe
 from mpicomp.vector import SparseVector
 

@@ -28,7 +28,8 @@ from mpicomp.codec import (
 )
 from mpicomp.codec.indices import INDEX_FORMATS
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
-from mpicomp.few_bits import BITS, Uncoded, as_they_are
+from mpicomp.coded import Uncoded
+from mpicomp.few_bits import BITS, as_they_are
 
 FIELDS = (
     (0, 1),

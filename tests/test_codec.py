@@ -25,8 +25,9 @@ from mpicomp.codec import (
 from mpicomp.codec import few_bits_message as in_a_message
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, INDEX_FORMATS, INT32, RANGE
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
+from mpicomp.coded import Uncoded
 from mpicomp.compressors.selection import Selection
-from mpicomp.few_bits import BITS, Uncoded, as_they_are
+from mpicomp.few_bits import BITS, as_they_are
 
 HEADER = "<2sBBIqqq32x"  # the fields that a decoder reads, and zeros
 

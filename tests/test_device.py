@@ -29,8 +29,8 @@ from mpicomp.codec import (
 )
 from mpicomp.codec.indices import RANGE
 from mpicomp.codec.values import as_they_are
+from mpicomp.coded import Uncoded
 from mpicomp.compressors import quantised
-from mpicomp.few_bits import Uncoded
 from mpicomp.vector import add_up, join, merge, top_k, without_zeros
 from mpicomp_bench.network import Network
 

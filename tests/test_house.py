@@ -162,7 +162,7 @@ BUDGET = {
     "tool tokens": 21110,
     "classes": 97,
     "functions": 1480,
-    "private nouns": 37,
+    "private nouns": 40,
     "closure modules": 21,
     "closure tokens": 27550,
 }

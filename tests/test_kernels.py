@@ -22,7 +22,8 @@ from strategies import DTYPES, finite_values
 from mpicomp import SparseVector, codec
 from mpicomp.codec.indices import BITMAP
 from mpicomp.codec.values import Offsets
-from mpicomp.few_bits import BITS, Uncoded
+from mpicomp.coded import Uncoded
+from mpicomp.few_bits import BITS
 from mpicomp.kernels import host
 from mpicomp.kernels.host import (
     bits,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpicomp import Compressor, ErrorFeedback, SparseVector
 from mpicomp.codec import encoded_nbytes, few_bits_message, smallest
-from mpicomp.few_bits import Segments, Uncoded, shares
+from mpicomp.coded import Segments, Uncoded, shares
 
 Floats = NDArray[np.float32]
 Shapes = Sequence[tuple[int, ...]]

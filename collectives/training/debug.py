@@ -18,8 +18,8 @@ from collectives.training.step import OPERATION, Started, Step
 from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import Bucket, Compressed, Mean
 from mpicomp.checking import is_same_mass, mass, scaled_mass, tolerance, total_mass
+from mpicomp.coded import CodedSum
 from mpicomp.errors import CheckError
-from mpicomp.few_bits import CodedSum
 from mpicomp.vector import SparseVector, from_all_values, split
 
 

@@ -14,8 +14,9 @@ from collectives.quantised import quantised_allreduce
 from collectives.runtime.collective import Collective, Declaration, Sum
 from mpicomp.arrays import Array, converted, kernels_for, on_device, rounded
 from mpicomp.bucket import Mean
+from mpicomp.coded import CodedSum
 from mpicomp.feedback.base import check_range, out_of_range
-from mpicomp.few_bits import BITS, CodedSum
+from mpicomp.few_bits import BITS
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector, from_all_values, widened
 

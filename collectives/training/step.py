@@ -27,10 +27,10 @@ from collectives.training.reduction import (
 from collectives.training.statistics import Statistics
 from mpicomp.arrays import Array, check_apart, kernels_for
 from mpicomp.bucket import Bucket, Compressed, Mean, Write
+from mpicomp.coded import CodedSum
 from mpicomp.compressors.base import Snapshot, restore
 from mpicomp.errors import StepSkippedError
 from mpicomp.feedback.base import check_range
-from mpicomp.few_bits import CodedSum
 from mpicomp.vector import SparseVector, from_all_values
 
 OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors

@@ -24,8 +24,9 @@ from mpicomp.arrays import (
     read_only,
     to_device_of,
 )
+from mpicomp.coded import Uncoded
 from mpicomp.compressors.selection import Selection
-from mpicomp.few_bits import Uncoded
+from mpicomp.coded import Uncoded
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Check, Configured, kind_of_array
 from mpicomp.tensors import Tensor

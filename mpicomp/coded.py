@@ -1,0 +1,233 @@
+"""Dense vectors to be coded in few bits, and sums of them: what one rank does in `quantised_allreduce`.
+
+All values are passed over twice. `Uncoded.code` adds them to the residual, codes them,
+and writes the errors; `CodedSum.writer` decodes the sum, divides it, and writes it to
+where it is wanted. What is kept between the two are codes.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from mpicomp.arrays import Array, kernels_for, namespace, rounded
+from mpicomp.few_bits import FewBits
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Vectors that follow each other, and are coded in blocks: a block begins anew at each.
+
+    sizes: of the vectors. block: values of a block.
+    """
+
+    sizes: tuple[int, ...]
+    block: int
+
+    @cached_property
+    def edges(self) -> list[int]:
+        """The position of the first value of each vector, and the number of values."""
+        return [0, *accumulate(self.sizes)]
+
+    @cached_property
+    def first_blocks(self) -> list[int]:
+        """The number of the first block of each vector, and the number of blocks."""
+        return [0, *accumulate(-(-size // self.block) for size in self.sizes)]
+
+    def position(self, number: int) -> int:
+        """Return the position of the first value of a block; the number of values for the block after the last."""
+        row = bisect_right(self.first_blocks, number) - 1
+        if row == len(self.sizes):
+            return self.edges[-1]
+        return self.edges[row] + (number - self.first_blocks[row]) * self.block
+
+    def split(self, vector: Array) -> list[Array]:
+        """Return the vectors that one array has, as views."""
+        return [vector[first:end] for first, end in pairwise(self.edges)]
+
+
+def shares(first: int, end: int, count: int) -> list[tuple[int, int]]:
+    """Divide the blocks from `first` to before `end` into consecutive ranges, each given by its first and its end."""
+    bounds = [first + (end - first) * share // count for share in range(count + 1)]
+    return [*pairwise(bounds)]
+
+
+def check_finite(values: Array) -> None:
+    """Raise ValueError that names the first value that is not finite."""
+    kernels_for(values).raise_not_finite(values)
+
+
+@dataclass(frozen=True)
+class Uncoded:
+    """Values to be coded, ``decay * residual + parts``, and where their errors are written.
+
+    parts: 1-d contiguous, one for each vector in which a block begins anew. errors:
+    1-d, as long as the parts together, of their dtype. residual: likewise, or None; it
+    may be `errors`, and so may the parts' own memory without a residual. check: raises
+    ValueError for values that are not finite.
+    """
+
+    parts: Sequence[Array]
+    errors: Array
+    residual: Array | None = None
+    decay: float = 1.0
+    check: Callable[[Array], None] = check_finite
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.errors.dtype
+
+    def widened(self) -> "Uncoded":
+        """Return itself; for values in float16, copies in float32, as kernels take them."""
+        if self.dtype != np.float16:
+            return self
+        values = rounded(self.values(), np.float32)
+        parts = self.segments(1).split(values)
+        return Uncoded(parts, np.empty_like(values), check=self.check)
+
+    def segments(self, block: int) -> Segments:
+        """Return the parts as segments."""
+        return Segments(tuple([part.size for part in self.parts]), block)
+
+    def values(self) -> Array:
+        """Return the values as a new vector."""
+        values: Array = np.concatenate(self.parts)
+        if self.residual is not None:
+            kernels_for(values).add_parts(
+                self.residual, self.decay, [values.copy()], values
+            )
+        return values
+
+    def code(
+        self,
+        into: FewBits,
+        others: Sequence[FewBits] = (),
+        *,
+        blocks: tuple[int, int] | None = None,
+        short: bool = False,
+    ) -> FewBits:
+        """Write the sum of the values and the others, in order, to `into`, and its errors; return `into`.
+
+        into: as `few_bits_message` of `mpicomp.codec` makes it. others: as many values
+        each, in as many bits and blocks. blocks: the first, and the one after the last,
+        of `segments`; None for all. short: the decoded values are float16 numbers. The
+        error of a value in a block that is not finite is the value.
+        """
+        kernels_for(self.errors).quantise_parts(
+            self.parts,
+            self.residual,
+            [(each.codes, each.scales) for each in others],
+            into.bits,
+            into.block,
+            into.codes,
+            into.scales,
+            self.errors,
+            decay=self.decay,
+            blocks=blocks,
+            short=short,
+        )
+        return into
+
+
+@dataclass(frozen=True)
+class CodedSum:
+    """A sum of `Uncoded` values over ranks, in few bits, over a divisor.
+
+    shares: consecutive blocks each, which may be padded values at the end of a segment.
+    """
+
+    shares: Sequence[FewBits]
+    segments: Segments
+    divisor: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """The number of values."""
+        return self.segments.edges[-1]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the decoded values."""
+        return self.shares[0].dtype
+
+    def is_finite(self) -> bool:
+        """Return whether all values are finite: that tell the scales."""
+        return all([share.is_finite() for share in self.shares])
+
+    def writer(self, parts: Sequence[Array]) -> Callable[[], None]:
+        """Return a function that writes the values to vectors, once: it cannot fail, and allocates nothing.
+
+        parts: 1-d contiguous, of the segments' sizes and the values' dtype.
+        """
+        decoders = []
+        first = 0
+        for share in self.shares:
+            end = first + share.blocks
+            if first == end:
+                continue
+            decoder = kernels_for(parts[0]).decoder(
+                share.codes,
+                share.scales,
+                share.bits,
+                share.block,
+                parts,
+                divisor=self.divisor,
+                blocks=(first, end),
+            )
+            decoders.append(decoder)
+            first = end
+
+        def write() -> None:
+            for decode in decoders:
+                decode()
+
+        return write
+
+    def write(self, out: Array) -> None:
+        """Write the values to a vector, rounded to its dtype."""
+        if out.dtype == self.dtype:
+            self.writer(self.segments.split(out))()
+        else:
+            out[...] = rounded(self.to_array(), out.dtype)
+
+    def to_array(self) -> Array:
+        """Return the values as a new vector."""
+        xp = namespace(self.shares[0].codes)
+        values: Array = xp.empty(self.size, self.dtype)
+        self.write(values)
+        return values
+
+    def pieces(self, most: int) -> Iterator[tuple[int, int, Array]]:
+        """Return the values in pieces of at most about `most`: the segment, the first position in it, and the values.
+
+        They are in a buffer, until the next piece.
+        """
+        step = max(1, most // self.segments.block)
+        room = np.empty_like(
+            self.shares[0].codes, self.dtype, shape=step * self.segments.block
+        )
+        first = 0
+        for share in self.shares:
+            end = first + share.blocks
+            for row, number, size in self._runs(first, end, step):
+                values = room[:size]
+                share.part(number - first, size).write(values, self.divisor)
+                start = (number - self.segments.first_blocks[row]) * self.segments.block
+                yield row, start, values
+            first = end
+
+    def _runs(self, first: int, end: int, step: int) -> Iterator[tuple[int, int, int]]:
+        """Return runs of at most `step` blocks of one segment: the segment, the first block, the number of values."""
+        block = self.segments.block
+        rows = zip(
+            self.segments.sizes, pairwise(self.segments.first_blocks), strict=True
+        )
+        for row, (size, (low, high)) in enumerate(rows):
+            for number in range(max(first, low), min(end, high), step):
+                count = min(step, end - number)
+                yield row, number, min(count * block, size - (number - low) * block)
