@@ -26,7 +26,6 @@ from mpicomp.arrays import (
 )
 from mpicomp.coded import Uncoded
 from mpicomp.compressors.selection import Selection
-from mpicomp.coded import Uncoded
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Check, Configured, kind_of_array
 from mpicomp.tensors import Tensor
