@@ -2,7 +2,7 @@
 
 Source: J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms
 for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11),
-1997: the dissemination allgather, for any number of ranks. Costs: docs/collectives.md.
+1997: the dissemination allgather, for any number of ranks. Costs: docs/contributing/costs.md.
 Invariant: see `schedule.dissemination`.
 
 Differences from the paper: parts may differ in size and be empty; headers contain the

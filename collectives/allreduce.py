@@ -1,4 +1,4 @@
-"""Sparse allreduce: the exact sum of all ranks' vectors on every rank. Rounds and bytes: docs/collectives.md.
+"""Sparse allreduce: the exact sum of all ranks' vectors on every rank. Rounds and bytes: docs/contributing/costs.md.
 
 Source: SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021) for recursive doubling
 and split + allgather.
@@ -170,7 +170,7 @@ def run_counting(
 def choose_freely(
     vector: SparseVector, group: Group, *, whole: bool = True
 ) -> Steps[Choice]:
-    """Choose an algorithm by the contributions of the ranks, with metadata as docs/collectives.md says.
+    """Choose an algorithm by the contributions of the ranks, with metadata as docs/contributing/costs.md says.
 
     Two ranks need none to choose: no algorithm sends less than the vectors. whole: the
     group contains all ranks of the communicator, so it can call MPI's own allreduce.

@@ -3,7 +3,7 @@
 Sources: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic
 gradient descent with double-pass error-compensated compression", ICML 2019 (arXiv
 1905.05957), with a server; H. Tang et al., "1-bit Adam", ICML 2021 (arXiv 2102.02888),
-with shares in place of the server. Costs: docs/collectives.md.
+with shares in place of the server. Costs: docs/contributing/costs.md.
 
 Invariant: result and rejected entries of all ranks are the sum of the vectors: an owner
 adds the parts of its share in rank order, and keeps as `rejected` what it does not send

@@ -1,4 +1,4 @@
-"""Dense allreduce by MPI, the baseline, with the interface of the sparse collectives. Costs: docs/collectives.md.
+"""Dense allreduce by MPI, the baseline, with the interface of the others. Costs: docs/contributing/costs.md.
 
 The call signatures are compared first: MPI does not detect a mismatch, but corrupts
 memory or hangs.

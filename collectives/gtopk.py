@@ -1,4 +1,4 @@
-"""gTop-k: the k largest entries of a sum, without computing the whole sum. Costs: docs/collectives.md.
+"""gTop-k: the k largest entries of a sum, without computing the whole sum. Costs: docs/contributing/costs.md.
 
 Source: S. Shi et al., "A distributed synchronous SGD algorithm with global Top-k
 sparsification for low bandwidth networks", ICDCS 2019 (arXiv 1901.04359). `tree` is the

@@ -1,6 +1,6 @@
 """Shared supports: agree on the indices once, then sum values at these indices many times.
 
-Costs: docs/collectives.md. Invariant: the plans of the ranks are compared before each
+Costs: docs/contributing/costs.md. Invariant: the plans of the ranks are compared before each
 sum.
 """
 

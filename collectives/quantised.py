@@ -3,7 +3,7 @@
 Sources: H. Tang et al., "1-bit Adam", ICML 2021 (arXiv 2102.02888), for the compressed
 allreduce with an error on both sides; H. Tang et al., "DoubleSqueeze", ICML 2019 (arXiv
 1905.05957); G. Wang et al., "ZeRO++" (arXiv 2306.10209), for blocks of 4 bits and sums
-inside nodes. Costs and errors: docs/collectives.md.
+inside nodes. Costs: docs/contributing/costs.md.
 
 Invariant: each rank rounds each index once, when it sends its values or as the owner of
 the sum, and `rejected` has the error. So result and rejected entries of all ranks are

@@ -1,7 +1,7 @@
 """Sparse reduce-scatter: every rank gets the sum on its share of the index space.
 
 Source: the split phase of SparCML (C. Renggli et al., SC 2019, arXiv 1802.08021).
-Costs: docs/collectives.md.
+Costs: docs/contributing/costs.md.
 
 Invariant: an owner adds the parts of its share in rank order, so every run has the same
 bits.

@@ -1,7 +1,7 @@
 """Sparse reduce and broadcast: the two halves of the server pattern.
 
 Source: binomial trees as in R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005.
-Costs: docs/collectives.md; most ranks communicate with few others in the tree, so call
+Costs: docs/contributing/costs.md; most ranks communicate with few others in the tree, so call
 signatures are compared first.
 
 Differences from the paper: any root and any number of ranks; vectors of unequal size; a

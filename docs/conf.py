@@ -32,7 +32,6 @@ contents = {  # the pages in their order; those that are not here come last
     "Use": [
         "exchange",
         "compressors",
-        "own_compressor",
         "feedback",
         "collectives",
         "reliability",
@@ -46,7 +45,9 @@ contents = {  # the pages in their order; those that are not here come last
     ],
     "For contributors": [
         "contributing/architecture",
+        "contributing/own_compressor",
         "contributing/wire_format",
+        "contributing/costs",
         "contributing/measurements",
         "contributing/faults",
         "contributing/gpu",

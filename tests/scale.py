@@ -4,7 +4,7 @@
 
 Prints for each algorithm the time of a call, the peak of the memory that NumPy and
 Python allocate in it on the rank that needs most, and that over the formula of
-docs/collectives.md. `make test-scale` runs it; tests/test_simulated.py has 1,024 ranks
+docs/contributing/costs.md. `make test-scale` runs it; tests/test_simulated.py has 1,024 ranks
 in a simulated network. Exit status 1 if a sum is wrong, or memory is over twice that of
 the formula.
 """
@@ -41,7 +41,7 @@ def algorithms(names):
 
 
 def formulas(size, n, k, union):
-    """Return the bytes of docs/collectives.md, by collective and algorithm."""
+    """Return the bytes of docs/contributing/costs.md, by collective and algorithm."""
     rounds = math.ceil(math.log2(size))
     return {
         ("sparse_allgather", "dissemination"): 2 * size * k * S,

@@ -1,7 +1,7 @@
 """The metadata exchange before an exact sum: the number of entries of each rank, and samples of their indices.
 
 One allgather of small messages, which also compares the call signatures. A rank may
-send its whole vector instead (docs/collectives.md, below "Costs"). If all ranks do, the
+send its whole vector instead (docs/contributing/costs.md). If all ranks do, the
 exchange is the allgather; if only some do, the chosen algorithm follows as usual.
 """
 

@@ -1,4 +1,4 @@
-"""The choice of the algorithm of a collective called with "auto" (docs/collectives.md, "Predicted costs").
+"""The choice of the algorithm of a collective called with "auto" (docs/collectives.md, "Costs").
 
 Pure functions of values known to all ranks, so all ranks make the same choice: formulas
 give the cost of each algorithm, the constants of links, memory and cores turn it into

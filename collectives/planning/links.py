@@ -1,6 +1,6 @@
 """The links between nodes, as the choice takes them: latency and rate, named, given or measured.
 
-docs/collectives.md, "Predicted costs", says when they are measured, and why they are
+docs/collectives.md, "Costs", says when they are measured, and why they are
 rounded.
 """
 

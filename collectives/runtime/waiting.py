@@ -1,4 +1,4 @@
-"""Waiting inside MPI, or by polling with backoff (docs/collectives.md, "Waiting"); and the timeout."""
+"""Waiting inside MPI, or by polling with backoff (docs/contributing/costs.md); and the timeout."""
 
 import os
 from collections.abc import Sequence

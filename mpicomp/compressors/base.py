@@ -1,6 +1,6 @@
 """The contract of a compressor: the selection, its properties for an exchange, and its state between steps.
 
-docs/own_compressor.md says what one of your own implements, with an example.
+docs/contributing/own_compressor.md says what one of your own implements, with an example.
 """
 
 from collections.abc import Iterator, Sequence
