@@ -804,6 +804,7 @@ def few_bits_in_parts(device, cupy):
             ]
             ours = misaligned(cupy, parts)
             given, sent = there(cupy, [[*room, residual], some])
+            given[0] = cupy.asarray(np.append(np.uint8(0), room[0]))[1:]
             device.quantise_parts(ours, given[2], sent, bits, block, *given, **factors)
             with np.errstate(all="ignore"):
                 host_few_bits.quantise_parts(

@@ -110,48 +110,48 @@ __device__ inline Block<T> find_block(const Segments<T>& all, i64 number, i64 la
     return {values + start, place + start, (i32)(left < block ? left < 0 ? 0 : left : block)};
 }
 
-// Read four values, zeros behind the `size` first.
+// The values of a lane: four from `from` on, and from each quarter of a block on; zeros behind the `size` first.
 template <typename T>
-__device__ inline void read_four(const T* from, i32 size, T* to) {
+__device__ inline void read_lane(const T* from, i32 size, i32 quarter, bool is_whole, T (&to)[LANE_VALUES]) {
     typedef typename Few<T>::Key Key;
-    if (size >= 4 && (u64)from % 16 == 0) {
-        Key keys[4];
+    if (is_whole) {
 #pragma unroll
-        for (int l = 0; l < (int)sizeof(T) / 4; ++l) unpack(__ldcs((const uint4*)from + l), keys + l * 16 / sizeof(T));
+        for (int group = 0; group < 4; ++group) {
+            Key keys[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = number_of(keys[i]);
+            for (int l = 0; l < (int)sizeof(T) / 4; ++l)
+                unpack(__ldcs((const uint4*)(from + group * quarter) + l), keys + l * 16 / sizeof(T));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[4 * group + i] = number_of(keys[i]);
+        }
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = i < size ? from[i] : T(0.0f);
+        for (int k = 0; k < LANE_VALUES; ++k) {
+            const i32 at = k / 4 * quarter + k % 4;
+            to[k] = at < size ? from[at] : T(0.0f);
+        }
     }
 }
 
 template <typename T>
-__device__ inline void write_four(T* to, i32 size, const T* from) {
+__device__ inline void write_lane(T* to, i32 size, i32 quarter, bool is_whole, const T (&from)[LANE_VALUES]) {
     typedef typename Few<T>::Key Key;
-    if (size >= 4 && (u64)to % 16 == 0) {
-        Key keys[4];
+    if (is_whole) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) keys[i] = bits_of(from[i]);
+        for (int group = 0; group < 4; ++group) {
+            Key keys[4];
 #pragma unroll
-        for (int l = 0; l < (int)sizeof(T) / 4; ++l) *((uint4*)to + l) = pack(keys + l * 16 / sizeof(T));
+            for (int i = 0; i < 4; ++i) keys[i] = bits_of(from[4 * group + i]);
+#pragma unroll
+            for (int l = 0; l < (int)sizeof(T) / 4; ++l)
+                *((uint4*)(to + group * quarter) + l) = pack(keys + l * 16 / sizeof(T));
+        }
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (i < size) to[i] = from[i];
-    }
-}
-
-__device__ inline u32 read_word(const u8* from) {
-    if ((u64)from % 4 == 0) return *(const u32*)from;
-    return from[0] | (u32)from[1] << 8 | (u32)from[2] << 16 | (u32)from[3] << 24;
-}
-
-__device__ inline void write_word(u8* to, u32 word) {
-    if ((u64)to % 4 == 0) {
-        *(u32*)to = word;
-    } else {
-        for (int i = 0; i < 4; ++i) to[i] = (u8)(word >> 8 * i);
+        for (int k = 0; k < LANE_VALUES; ++k) {
+            const i32 at = k / 4 * quarter + k % 4;
+            if (at < size) to[at] = from[k];
+        }
     }
 }
 
@@ -169,18 +169,10 @@ struct Sum {
 };
 
 template <typename T>
-__device__ inline void read_own(const Sum<T>& sum, const Block<T>& c, i32 at, T* to) {
-    T before[4];
-    read_four(c.values + at, c.size - at, to);
-    if (sum.residual) read_four(sum.residual + c.place + at, c.size - at, before);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = sum.own(before[i], to[i]);
-}
-
-template <typename T>
 __device__ inline T signed_magnitude(u32 field, T low, T high) {
+    typedef typename Few<T>::Key Key;
     const T magnitude = field & 2 ? high : low;
-    return number_of((typename Few<T>::Key)(bits_of(magnitude) ^ (field & 1 ? Rounding<T>::SIGN : 0)));
+    return number_of((Key)(bits_of(magnitude) ^ (Key)field << (8 * sizeof(Key) - 1)));
 }
 
 // The scales of a block as numbers; but for 2 bits both are the same.
@@ -196,6 +188,17 @@ struct Scales {
     }
 };
 
+// A number whose bits are those of another, and in the lowest byte, which is zero there, byte i of a word.
+__device__ inline Single with_low_byte(u32 number, u32 word, int i) {
+    return number_of(__byte_perm(word, number, 0x7540 + i));
+}
+__device__ inline double with_low_byte(u64 number, u32 word, int i) {
+    return number_of(number | __byte_perm(word, 0, 0x4440 + i));
+}
+
+__device__ inline u32 top_word(Single value) { return bits_of(value); }
+__device__ inline u32 top_word(double value) { return (u32)(bits_of(value) >> 32); }
+
 // The codes of the values of a lane, in words: fields of a whole byte each, or bits 2 group and 2 group + 1 of a byte.
 template <int BITS>
 struct Codes {
@@ -205,8 +208,9 @@ struct Codes {
     // quarter: of a block; q: the lane's number in the team.
     __device__ void read(const u8* codes, i32 quarter, i32 q) {
         const i32 half = quarter / 8;  // of a team
+        const u32* words = (const u32*)(codes + 4 * (BITS == 1 ? q & (half - 1) : q));
 #pragma unroll
-        for (int k = 0; k < STORED; ++k) word[k] = read_word(codes + k * quarter + 4 * (BITS == 1 ? q % half : q));
+        for (int k = 0; k < STORED; ++k) word[k] = words[k * quarter / 4];
         if (BITS == 1) word[0] >>= q >= half;
         if (BITS == 4)
 #pragma unroll
@@ -221,23 +225,23 @@ struct Codes {
         const i32 half = quarter / 8;
         if (BITS == 1) {
             const u32 own = word[0] << (q >= half), both = own | __shfl_xor_sync(ALL, own, half);
-            if (is_block && q < half) write_word(codes + 4 * q, both);
-            return;
-        }
-        if (is_block)
+            if (is_block && q < half) *(u32*)(codes + 4 * q) = both;
+        } else if (is_block) {
+            u32* words = (u32*)(codes + 4 * q);
 #pragma unroll
-            for (int k = 0; k < STORED; ++k)
-                write_word(codes + k * quarter + 4 * q, BITS == 4 ? word[k] | word[k + 2] << 4 : word[k]);
+            for (int k = 0; k < STORED; ++k) words[k * quarter / 4] = BITS == 4 ? word[k] | word[k + 2] << 4 : word[k];
+        }
     }
 
-    // The integer of a value times 1, for 8 and 4 bits.
+    // The integer of a value, for 8 and 4 bits.
     template <typename T>
     __device__ T level(int group, int i) const {
-        typedef typename Few<T>::Key Key;
-        const Key ulp = bits_of(power_of_two<T>(Few<T>::DIGITS));  // of a number whose neighbours differ by 1
-        const T middle = number_of((Key)(ulp | (Key)1 << (BITS - 1)));
-        return number_of((Key)(ulp | (word[BITS > 2 ? group : 0] >> 8 * i & 0xffu))) - middle;
+        const typename Few<T>::Key ulp = bits_of(power_of_two<T>(Few<T>::DIGITS));  // neighbours differ by 1
+        return with_low_byte(ulp, word[BITS > 2 ? group : 0], i) - with_low_byte(ulp, 1u << (BITS - 1), 0);
     }
+
+    // Put the highest bit of a word behind the bits of the only one.
+    __device__ void push(u32 bit) { word[0] = __funnelshift_l(bit, word[0], 1); }
 
     __device__ u32 field(int group, int i) const { return word[0] >> (8 * i + 2 * group) & (BITS == 2 ? 3u : 1u); }
 
@@ -255,23 +259,33 @@ __device__ inline T exchanged(T value, int by) { return __shfl_xor_sync(ALL, val
 template <typename Key>
 __device__ inline Key largest_of_team(Key value, i32 lanes) {
 #pragma unroll
-    for (int by = 8; by; by /= 2)
-        if (by < lanes) value = greater(value, exchanged(value, by));
+    for (int by = 8; by; by /= 2) value = greater(value, exchanged(value, by & (lanes - 1)));
     return value;
 }
 
 // Sums over a block, and how many are above a threshold. A sum has lanes j, j + block / 2, which are folded by halves.
-template <typename T>
-__device__ inline T sum_of_team(const T (&values)[LANE_VALUES], i32 lanes) {
+// Two lanes of a team share the four sums of both at first, and exchange what they have at last. term(k): of value k.
+template <typename T, typename Term>
+__device__ inline T sum_of_team(const Term& term, i32 lanes, i32 q) {
     T sums[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = (values[i] + values[8 + i]) + (values[4 + i] + values[12 + i]);
+    for (int i = 0; i < 4; ++i) {
+        const T first = term(i) + term(8 + i);
+        sums[i] = first + (term(4 + i) + term(12 + i));
+    }
+    const int half = lanes / 2;
+    const bool is_second = q & half;
+    T a = is_second ? sums[2] : sums[0], b = is_second ? sums[3] : sums[1];
+    a = a + exchanged(is_second ? sums[0] : sums[2], half);
+    b = b + exchanged(is_second ? sums[1] : sums[3], half);
 #pragma unroll
-    for (int by = 8; by; by /= 2)
-        if (by < lanes)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[i] = sums[i] + exchanged(sums[i], by);
-    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    for (int by = 4; by; by /= 2)
+        if (by < half) {
+            a = a + exchanged(a, by);
+            b = b + exchanged(b, by);
+        }
+    a = a + exchanged(a, half);
+    return a + (b + exchanged(b, half));
 }
 
 __device__ inline u32 count_of_team(u32 value, i32 lanes) {
@@ -287,33 +301,30 @@ __device__ inline T smaller(T a, T b) { return bits_of(a) < bits_of(b) ? a : b; 
 
 // One round of Lloyd's algorithm, with the shares of the values up to a threshold, and how many are above it.
 template <typename T>
-__device__ inline void improve(T threshold, T below, T total, i64 above, i64 size, T share, T& low, T& high) {
+__device__ inline void improve(T threshold, T below, T total, i32 above, i32 size, T share, T& low, T& high) {
+    const T within = below / (T((float)(size - above)) * share), beyond = (total - below) / (T((float)above) * share);
+    const bool is_small = (bits_of(beyond) & Rounding<T>::SIGN) || bits_of(beyond) < bits_of(threshold);
     if (above == 0 || above == size) return;
-    low = smaller(below / (T((float)(size - above)) * share), threshold);
-    const T beyond = (total - below) / (T((float)above) * share);
-    high = (bits_of(beyond) & Rounding<T>::SIGN) || bits_of(beyond) < bits_of(threshold) ? threshold : beyond;
+    low = smaller(within, threshold);
+    high = is_small ? threshold : beyond;
 }
 
 template <typename T, int BITS>
-__device__ inline void magnitudes_of_team(const T (&values)[LANE_VALUES], i32 size, i32 lanes, T share, T& low, T& high) {
+__device__ inline void magnitudes_of_team(
+    const T (&values)[LANE_VALUES], i32 size, i32 lanes, i32 q, T share, T& low, T& high) {
     const T half = T(0.5f);
-    T shares[LANE_VALUES];
-#pragma unroll
-    for (int k = 0; k < LANE_VALUES; ++k) shares[k] = number_of(magnitude(values[k])) * share;
-    const T total = sum_of_team(shares, lanes);
+    const T total = sum_of_team<T>([&](int k) { return number_of(magnitude(values[k])) * share; }, lanes, q);
     low = high = total / (T((float)size) * share);
 #pragma unroll
     for (int round = 0; round < 2 * (BITS - 1); ++round) {
         const T threshold = half * low + half * high;
-        T some[LANE_VALUES];
         u32 above = 0;
-#pragma unroll
-        for (int k = 0; k < LANE_VALUES; ++k) {
-            const bool is_above = magnitude(values[k]) > bits_of(threshold);
-            some[k] = is_above ? T(0.0f) : shares[k];
+        const T below = sum_of_team<T>([&](int k) {
+            const auto own = magnitude(values[k]);
+            const bool is_above = own > bits_of(threshold);
             above += is_above;
-        }
-        const T below = sum_of_team(some, lanes);
+            return is_above ? T(0.0f) : number_of(own) * share;
+        }, lanes, q);
         improve(threshold, below, total, count_of_team(above, lanes), size, share, low, high);
     }
 }
@@ -332,7 +343,7 @@ __device__ inline void write_scales(
     const Target<T>& to, i64 number, i32 q, const typename Few<T>::Key (&cells)[2]) {
     const int each = BITS == 2 ? 2 : 1;
     if (q < each)
-        to.scales[(number - to.first) * each + q] = (typename Few<T>::Scale)(cells[q] >> Few<T>::STORED);
+        to.scales[(number - to.first) * each + q] = (typename Few<T>::Scale)((q ? cells[1] : cells[0]) >> Few<T>::STORED);
 }
 
 // Add the coded terms to the values of a lane; zeros behind the `size` first.
@@ -351,25 +362,38 @@ __device__ inline void add_terms(const Sum<T>& sum, i64 coded, i32 size, i32 qua
         if (k / 4 * quarter + 4 * q + k % 4 >= size) values[k] = T(0.0f);
 }
 
-template <typename T, int BITS>
+// BLOCK: the block if it is known to the compiler, else 0.
+template <typename T, int BITS, int BLOCK>
 __device__ inline void quantise_in_registers(
-    const Segments<T>& all, i32 block, const Sum<T>& sum, const Rounding<T>& rounding, T offset, const Target<T>& to) {
+    const Segments<T>& all, i32 any_block, const Sum<T>& sum, const Rounding<T>& rounding, T offset, const Target<T>& to) {
     typedef typename Few<T>::Key Key;
+    const i32 block = BLOCK ? BLOCK : any_block;
     const int log_block = __ffs(block) - 1;
     const i32 lanes = block / LANE_VALUES, quarter = block / 4, q = threadIdx.x & (lanes - 1);
     const i64 number = to.first + (i64)blockIdx.x * (THREADS >> (log_block - 4)) + (threadIdx.x >> (log_block - 4));
     const Block<T> c = find_block(all, number, to.last, log_block);
     const i64 coded = number - to.first;
+    const T *from = c.values + 4 * q, *before = sum.residual ? sum.residual + c.place + 4 * q : 0;
+    T* const rejected = to.rejected + c.place + 4 * q;
+    const i32 size = c.size - 4 * q;
+    const bool is_whole = c.size == block && ((u64)from | (u64)before | (u64)rejected) % 16 == 0;
     T values[LANE_VALUES];
+    read_lane(from, size, quarter, is_whole, values);
 #pragma unroll
-    for (int group = 0; group < 4; ++group) read_own(sum, c, group * quarter + 4 * q, values + 4 * group);
+    for (int k = 0; k < LANE_VALUES; ++k) values[k] = sum.scale * values[k];
+    if (before) {
+        T residual[LANE_VALUES];
+        read_lane(before, size, quarter, is_whole, residual);
+#pragma unroll
+        for (int k = 0; k < LANE_VALUES; ++k) values[k] = sum.decay * residual[k] + values[k];
+    }
     if (sum.count && c.size) add_terms<T, BITS>(sum, coded, c.size, quarter, q, values);
     Key largest = 0, cells[2];
 #pragma unroll
     for (int k = 0; k < LANE_VALUES; ++k) largest = greater(largest, magnitude(values[k]));
     largest = largest_of_team(largest, lanes);
     const bool is_finite = largest < rounding.infinity();
-    if (!is_finite)
+    if (BITS <= 2 && !is_finite)
 #pragma unroll
         for (int k = 0; k < LANE_VALUES; ++k)  // a field is that of a number
             if (magnitude(values[k]) > rounding.infinity()) values[k] = T(0.0f);
@@ -378,7 +402,8 @@ __device__ inline void quantise_in_registers(
     if (BITS > 2) {
         const T top = T((float)((1 << (BITS - 1)) - 1));
         cells[0] = cells[1] = rounding.scale_of(largest, top);
-        const T scale = number_of(cells[0]), inverse = cells[0] && is_finite ? T(1.0f) / scale : T(0.0f);
+        const T scale = number_of(cells[0]), reciprocal = T(1.0f) / scale;
+        const T inverse = cells[0] && is_finite ? reciprocal : T(0.0f);
         T levels[LANE_VALUES];
 #pragma unroll
         for (int k = 0; k < LANE_VALUES; ++k) levels[k] = values[k] * inverse + offset;
@@ -403,7 +428,7 @@ __device__ inline void quantise_in_registers(
     } else {
         T low = number_of(largest), high = low;
         const T share = power_of_two<T>(-log_block);
-        magnitudes_of_team<T, BITS>(values, c.size, lanes, share, low, high);
+        magnitudes_of_team<T, BITS>(values, c.size, lanes, q, share, low, high);
         cells[0] = rounding.magnitude_of(lesser(bits_of(low), largest));
         cells[1] = rounding.magnitude_of(lesser(bits_of(high), largest));
         if (!is_finite) cells[0] = cells[1] = rounding.infinity();
@@ -411,23 +436,29 @@ __device__ inline void quantise_in_registers(
         const Key threshold = BITS == 2 ? bits_of(T(0.5f) * low + T(0.5f) * high) : (Key)-1;
         found.word[0] = 0;
 #pragma unroll
-        for (int k = 0; k < LANE_VALUES; ++k) {
-            const bool is_negative = bits_of(values[k]) > Rounding<T>::SIGN;
-            const bool is_large = BITS == 2 && magnitude(values[k]) > threshold;
-            const u32 field = (u32)is_negative | (u32)is_large << 1;
-            found.word[0] |= field << (k % 4 * 8 + k / 4 * 2);
-            errors[k] = values[k] - signed_magnitude(field, low, high);
-        }
+        for (int i = 3; i >= 0; --i)
+#pragma unroll
+            for (int group = 3; group >= 0; --group) {  // fields from the highest bit on
+                const T value = values[4 * group + i], number = value + T(0.0f);  // -0.0 is positive
+                const bool is_large = BITS == 2 && magnitude(value) > threshold;
+                found.push(is_large ? 1u << 31 : 0);
+                found.push(top_word(number));
+                const Key size = bits_of(is_large ? high : low);
+                errors[4 * group + i] = value - number_of((Key)(size | (bits_of(number) & Rounding<T>::SIGN)));
+            }
     }
     const bool is_block = number < to.last;
     found.write(to.codes + coded * (block * BITS / 8), quarter, q, is_block);
     if (!is_block) return;
     write_scales<T, BITS>(to, number, q, cells);
-#pragma unroll
-    for (int group = 0; group < 4; ++group) {
-        const i32 at = group * quarter + 4 * q;
-        if (!is_finite) read_own(sum, c, at, errors + 4 * group);
-        write_four(to.rejected + c.place + at, c.size - at, errors + 4 * group);
+    if (is_finite) {
+        write_lane(rejected, size, quarter, is_whole, errors);
+    } else {
+#pragma unroll 1
+        for (int k = 0; k < LANE_VALUES; ++k) {
+            const i32 at = k / 4 * quarter + k % 4;
+            if (at < size) rejected[at] = sum.own(before ? before[at] : T(0.0f), from[at]);
+        }
     }
 }
 
@@ -460,18 +491,23 @@ struct LongBlock {
 
 // The sum of shares of the magnitudes up to a threshold, and how many are above it.
 template <typename T>
-__device__ inline T sum_up_to(const LongBlock<T>& c, typename Few<T>::Key threshold, T share, i64& above) {
-    T lanes[4] = {T(0.0f), T(0.0f), T(0.0f), T(0.0f)};
-    u32 found = 0;  // with 64 bits registers spill on sm_90
-    for (i32 start = 0; start < 1 << c.log_block; start += 128)
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const auto size = magnitude(c[start + 32 * k + lane()]);
-            if (size <= threshold) lanes[k] = lanes[k] + number_of(size) * share;
+__device__ inline T sum_up_to(const LongBlock<T>& c, typename Few<T>::Key threshold, T share, i32& above) {
+    T sums[2];
+    u32 found = 0;
+#pragma unroll 1
+    for (int k = 0; k < 4; ++k) {  // lanes of 0, 64, 32, 96 on: one after the other takes few registers
+        T sum = T(0.0f);
+#pragma unroll 1
+        for (i32 i = k % 2 * 64 + k / 2 * 32 + lane(); i < 1 << c.log_block; i += 128) {
+            const auto size = magnitude(c[i]);
+            if (size <= threshold) sum = sum + number_of(size) * share;
             found += size > threshold;
         }
+        if (k < 2) sums[0] = k ? sums[0] + sum : sum;
+        else sums[1] = k > 2 ? sums[1] + sum : sum;
+    }
     above = warp_sum(found);
-    T sum = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+    T sum = sums[0] + sums[1];
     for (int by = 16; by; by /= 2) sum = sum + exchanged(sum, by);
     return sum;
 }
@@ -499,7 +535,7 @@ __device__ inline void quantise_long(
         if (cells[0] && is_finite) inverse = T(1.0f) / number_of(cells[0]);
     } else {
         const T share = power_of_two<T>(-log_block);
-        i64 above;
+        i32 above;
         if (is_finite) {
             const T total = sum_up_to(c, (Key)-1, share, above);
             low = high = total / (T((float)c.c.size) * share);
@@ -547,35 +583,40 @@ __device__ inline void quantise_long(
 // is x / d but for 2^-46 of it. Between x / d and the next number halfway between two of the format there is at least
 // 2^-45 of it, so both round to the same number. (x / d itself is halfway for no d: it has no more than 16 bits if it
 // has finitely many.) Nothing underflows if the scale is at least 2^-60. For double the distances are larger by far.
-template <typename T, int BITS>
+template <typename T, int BITS, int BLOCK>
 __device__ inline void dequantise(
-    const Segments<T>& all, i64 first, i64 last, i32 block, T divisor, T inverse, const u8* codes,
+    const Segments<T>& all, i64 first, i64 last, i32 any_block, T divisor, T inverse, const u8* codes,
     const typename Few<T>::Scale* scales) {
-    const int log_block = __ffs(block) - 1, log_lanes = log_block - 4;
-    const i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x, number = first + (thread >> log_lanes);
-    const i32 quarter = block / 4, q = (i32)thread & (block / LANE_VALUES - 1);
+    const i32 block = BLOCK ? BLOCK : any_block;
+    const int log_block = __ffs(block) - 1, log_threads = log_block - 5;  // a thread is two lanes
+    const i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x, number = first + (thread >> log_threads);
+    const i32 quarter = block / 4, threads = 1 << log_threads, at = (i32)thread & (threads - 1);
     const Block<T> c = find_block(all, number, last, log_block);
     if (!c.size) return;
-    const Scales<T, BITS> stored(scales, number - first);
-    Codes<BITS> found;
-    found.read(codes + (number - first) * (quarter * BITS / 2), quarter, q);
+    Scales<T, BITS> stored(scales, number - first);
     const T small = power_of_two<T>(-60), infinity = power_of_two<T>(Few<T>::BIAS + 1);
     const bool is_usual = bits_of(inverse) && bits_of(stored.low) - bits_of(small) < bits_of(infinity) - bits_of(small);
-    const T high = stored.low * inverse, low = fused(number_of(bits_of(high) ^ Rounding<T>::SIGN), divisor, stored.low) * inverse;
-    Scales<T, BITS> over = stored;
-    if (BITS <= 2) over.low = stored.low / divisor, over.high = stored.high / divisor;
+    const T high = stored.low * inverse;
+    const T low = fused(number_of(bits_of(high) ^ Rounding<T>::SIGN), divisor, stored.low) * inverse;
+    if (BITS <= 2) stored.low = stored.low / divisor, stored.high = stored.high / divisor;
 #pragma unroll
-    for (int group = 0; group < 4; ++group) {
-        T values[4];
+    for (int lane = 0; lane < 2; ++lane) {
+        const i32 q = at + lane * threads;
+        Codes<BITS> found;
+        found.read(codes + (number - first) * (quarter * BITS / 2), quarter, q);
+        T values[LANE_VALUES];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (BITS <= 2) values[i] = found.template decoded<T>(group, i, over);
-            else if (is_usual) {
-                const T level = found.template level<T>(group, i);
-                values[i] = fused(level, high, level * low);
-            } else values[i] = found.template decoded<T>(group, i, stored) / divisor;
+        for (int k = 0; k < LANE_VALUES; ++k) {
+            const T level = found.template level<T>(k / 4, k % 4);
+            values[k] = BITS > 2 ? fused(level, high, level * low) : found.template decoded<T>(k / 4, k % 4, stored);
         }
-        write_four(c.values + group * quarter + 4 * q, c.size - (group * quarter + 4 * q), values);
+        T* const to = c.values + 4 * q;
+        if (BITS > 2 && !is_usual) {
+#pragma unroll
+            for (int k = 0; k < LANE_VALUES; ++k)
+                values[k] = found.template decoded<T>(k / 4, k % 4, stored) / divisor;
+        }
+        write_lane(to, c.size - 4 * q, quarter, c.size == block && (u64)to % 16 == 0, values);
     }
 }
 
@@ -605,14 +646,16 @@ __device__ inline void dequantise(
         const T* residual, u64 decay, u64 scale, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,    \
         u8* codes, Scale* scales, T* rejected) {                                                                    \
         SUMMED(T, Key)                                                                                              \
-        quantise_in_registers<T, BITS>(segments, (i32)block, sum, rounding, number_of((Key)offset), target);        \
+        if (block == 256) quantise_in_registers<T, BITS, 256>(segments, 0, sum, rounding, number_of((Key)offset), target); \
+        else quantise_in_registers<T, BITS, 0>(segments, (i32)block, sum, rounding, number_of((Key)offset), target); \
     }                                                                                                               \
     KERNEL dequantise_##BITS##_##dtype(                                                                             \
         const i64* table, i64 rows, T* values, i64 size, i64 first, i64 last, i64 block, u64 divisor, u64 inverse,  \
         const u8* codes, const Scale* scales) {                                                                     \
         const Segments<T> segments = {table, rows, values, size};                                                   \
-        dequantise<T, BITS>(                                                                                        \
-            segments, first, last, (i32)block, number_of((Key)divisor), number_of((Key)inverse), codes, scales);    \
+        const T number = number_of((Key)divisor), reciprocal = number_of((Key)inverse);                             \
+        if (block == 256) dequantise<T, BITS, 256>(segments, first, last, 0, number, reciprocal, codes, scales);    \
+        else dequantise<T, BITS, 0>(segments, first, last, (i32)block, number, reciprocal, codes, scales);          \
     }
 
 FEW_BITS(f4, Single, u32, u16)

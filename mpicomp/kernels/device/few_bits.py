@@ -61,21 +61,26 @@ def quantise_parts(
     """
     dtype = rejected.dtype
     form = rounding(dtype, bits, short=short)
-    segments, last = _segments(parts, others, block)
+    terms = [(_in_words(term), steps) for term, steps in others]
+    room = _in_words(codes)
+    segments, last = _segments(parts, terms, block)
     first, last = blocks or (0, last)
     numbers = [decay, scale, *form[1:], offset_of(dtype, bits)]
     decay_bits, scale_bits, *limits = _bits_of(numbers, dtype)
     table, rows, *only = segments
-    args = [table, rows, len(others), *only, first, last, block]
+    args = [table, rows, len(terms), *only, first, last, block]
     args += [residual, decay_bits, scale_bits, form.cut, *limits]
-    args += [codes, scales, rejected]
+    args += [room, scales, rejected]
     if first == last:
         return
     if block > _LONG:
         warps = in_tiles(last - first, THREADS // 32)
         launch("quantise_long", [dtype], warps, *args, bits)
     else:
-        launch(f"quantise_{bits}", [dtype], _tiles(first, last, block), *args)
+        tiles = in_tiles((last - first) * block, THREADS * _HELD)
+        launch(f"quantise_{bits}", [dtype], tiles, *args)
+    if room is not codes:
+        codes[...] = room
 
 
 def dequantise(
@@ -113,8 +118,8 @@ def decoder(
         return _nothing
     is_short = float(divisor).is_integer() and 1 <= divisor < _MOST_DIVISOR
     numbers = _bits_of([divisor, 1 / divisor if is_short else 0], dtype)
-    tiles = _tiles(first, last, block)
-    args = *segments, first, last, block, *numbers, codes, scales
+    tiles = in_tiles((last - first) * block, THREADS * 2 * _HELD)
+    args = *segments, first, last, block, *numbers, _in_words(codes), scales
     return partial(launch, f"dequantise_{bits}", [dtype], tiles, *args)
 
 
@@ -139,8 +144,9 @@ def _segments(
     return (table, len(parts), None, 0), firsts[-1]
 
 
-def _tiles(first: int, last: int, block: int) -> int:
-    return in_tiles((last - first) * block, THREADS * _HELD)
+def _in_words(codes: Array) -> Array:
+    """Return codes at an address that is a multiple of 4, as kernels take them; those of a message are."""
+    return codes.copy() if codes.data.ptr % 4 else codes
 
 
 def _bits_of(numbers: Sequence[float], dtype: np.dtype[Any]) -> list[int]:
