@@ -66,6 +66,11 @@ def test_torch_with_local_steps(tmp_path):
     assert "local steps of Muon: step 200 of 200" in printed
 
 
+def test_torch_with_ddp_or_fsdp_inside_a_node(tmp_path):
+    pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
+    checked("torch_nodes.py", size=4, cwd=tmp_path, checks=4)
+
+
 def test_torch_without_ddp(tmp_path):
     """With unused parameters, uneven batches, and both."""
     pytest.importorskip("torch", reason="needs PyTorch: make test-torch")

@@ -1,7 +1,7 @@
-"""Draw the figures of docs/choosing.md, and write its tables.
+"""Draw the figures of docs/choosing.md, and write its table of predictions and that of docs/performance.md.
 
     python docs/figures/choosing.py          # needs matplotlib; writes choosing.svg and loss_steps.svg beside this file
-    python docs/figures/choosing.py --check  # writes nothing; exit status 1 where the page has other tables
+    python docs/figures/choosing.py --check  # writes nothing; exit status 1 where a page has other tables
 
 The chart and the table of what to take are those of `mpicomp explain --train`; the
 tables of one exchange are those of `mpicomp explain`; the losses are those of
@@ -32,6 +32,7 @@ from collectives.planning.links import NETWORKS, Links, links_of
 from mpicomp_bench import advice, answer, explain
 
 PAGE = ROOT / "docs" / "choosing.md"
+OF_EXCHANGES = PAGE.with_name("performance.md")
 GPU = 1e12  # bytes a second that it reads and writes
 LINKS = [
     ("20mbit", "20 Mbit/s"),
@@ -229,24 +230,27 @@ def rounded(number: float, digits: int = 3) -> str:
     return f"{float(f'{number:.{digits}g}'):g}"
 
 
-def page() -> tuple[str, str]:
-    """Return the page as it is, and as it has to be."""
-    text = new = PAGE.read_text()
-    for name, lines in (
-        ("predicted", table()),
-        ("exchanges", exchanges()),
+def pages() -> dict[Path, tuple[str, str]]:
+    """Return each page as it is, and as it has to be."""
+    texts = {}
+    for page, name, lines in (
+        (PAGE, "predicted", table()),
+        (OF_EXCHANGES, "exchanges", exchanges()),
     ):
         between = re.compile(
             rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", re.DOTALL
         )
         whole = "\n" + "\n".join(lines) + "\n\n"
-        new = between.sub(lambda found, whole=whole: whole, new)
-    return text, new
+        text = page.read_text()
+        texts[page] = text, between.sub(lambda _, whole=whole: whole, text)
+    return texts
 
 
 if __name__ == "__main__":
+    found = pages()
     if sys.argv[1:] == ["--check"]:
-        sys.exit(page()[0] != page()[1])
+        sys.exit(any(text != new for text, new in found.values()))
     draw_chart()
     draw_losses()
-    PAGE.write_text(page()[1])
+    for page, (_, new) in found.items():
+        page.write_text(new)
