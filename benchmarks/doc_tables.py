@@ -444,11 +444,8 @@ def gpu_calls() -> list[str]:
 
 
 TABLES = {
-    "docs/devices.md": {
-        "gpu-selection": gpu_selection,
-        "gpu-step": gpu_step,
-    },
-    "docs/contributing/gpu.md": {"gpu-calls": gpu_calls},
+    "docs/devices.md": {"gpu-selection": gpu_selection},
+    "docs/contributing/gpu.md": {"gpu-calls": gpu_calls, "gpu-step": gpu_step},
     "docs/performance.md": {"large": large},
     "docs/contributing/measurements.md": {
         "steps": lambda: times(STEPS),
@@ -467,11 +464,11 @@ TABLES = {
         "race-linear": partial(race, "linear"),
         "race": partial(race, "constant"),
     },
-    "docs/choosing.md": {"every_step": partial(every_step, "summary")},
     "docs/contributing/accuracy.md": {
         "accuracy": accuracy,
         "E9": partial(paper, "E9"),
         "E10": partial(paper, "E10"),
+        "every_step": partial(every_step, "summary"),
     },
     "benchmarks/every_step/README.md": {
         "methods": methods,

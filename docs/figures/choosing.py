@@ -40,7 +40,6 @@ LINKS = [
     ("1gbit", "1 Gbit/s"),
     ("10gbit", "10 Gbit/s"),
 ]
-LINKS += [("100gbit", "100 Gbit/s")]
 RATES = np.geomspace(1e7, 1e10, 40)  # bits a second
 EXCHANGES = [("100mbit", "100 Mbit/s"), ("1gbit", "1 Gbit/s"), ("10gbit", "10 Gbit/s")]
 RANKS = 8, 64

@@ -57,16 +57,44 @@ def test_a_script_runs_with_another_launch_line_only(tmp_path, launch):
     assert losses(run(launch, tmp_path)) < first  # from its checkpoint
 
 
+WRAPPED = """
+import torch
+from accelerate import Accelerator
+from mpi4py import MPI
+
+from collectives import GradientExchange
+from collectives.torch import attach
+from mpicomp import TopK
+
+network = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(network.parameters(), 0.1)
+exchange = GradientExchange(MPI.COMM_WORLD, TopK(0.5), small=0)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model, optimizer = accelerator.prepare(network, optimizer)
+{line}
+model(torch.ones(3, 4)).sum().backward()
+print(f"steps: {{exchange.steps}}")
+"""
+
+
+def test_the_model_that_accelerate_wraps_is_exchanged(tmp_path):
+    pytest.importorskip("accelerate")
+    line = "attach(model, exchange, scaler=accelerator.scaler)"
+    assert f"`{line}`" in PAGE
+    (tmp_path / "train.py").write_text(WRAPPED.format(line=line))
+    done = run(LAUNCHED, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("steps: 1") == 2
+
+
 def test_the_blocks_of_pytorch_run_as_they_are_copied(tmp_path):
     """One after the other, in one process of each of four ranks."""
-    pytest.importorskip("accelerate")
-    pytest.importorskip("pytorch_lightning")
     found = [block for block in blocks(PAGE) if "jax" not in block]
-    assert len(found) == 6
-    (tmp_path / "train.py").write_text("\n".join([*found, "print(trainer)"]))
+    assert len(found) == 5
+    (tmp_path / "train.py").write_text("\n".join([*found, "print('steps:', step)"]))
     done = run([*LAUNCHED[:2], "4", *LAUNCHED[3:]], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("Trainer object") == 4, done.stdout
+    assert done.stdout.count("steps: 1") == 4, done.stdout
 
 
 def run_as_copied(folder, name, ranks="4"):
@@ -169,6 +197,7 @@ from collectives.torch import attach
 from mpicomp import TopK
 
 comm = MPI.COMM_WORLD
+exchange = GradientExchange(comm, TopK(0.5), small=0)
 
 
 class Module(pl.LightningModule):
@@ -183,21 +212,25 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 0.1)
 
 
-{block}
+class Compressed(pl.Callback):
+    def on_train_start(self, trainer, module):
+        {line}
+
+
+trainer = pl.Trainer(devices=comm.size, strategy="ddp", callbacks=[Compressed()])
 module = Module()
 trainer.fit_loop.max_epochs = 1
 trainer.fit(module, torch.utils.data.DataLoader(torch.randn(32, 4), 4))
 bits = module.layer.weight.detach().numpy().tobytes()
-print(f"steps: {{trainer.global_step}}, same bits: {{len(set(comm.allgather(bits))) == 1}}", flush=True)
+print(f"steps: {{exchange.steps}}, same bits: {{len(set(comm.allgather(bits))) == 1}}", flush=True)
 """
 
 
 def test_lightning_trains_with_the_callback_of_the_page(tmp_path):
     pytest.importorskip("pytorch_lightning")
-    (block,) = (found for found in blocks(PAGE) if "Accelerator(" in found)
-    (tmp_path / "train.py").write_text(
-        FIT.format(block=block[block.index("class Compressed") :])
-    )
+    line = "attach(trainer.strategy.model, exchange)"
+    assert f"`{line}`" in PAGE
+    (tmp_path / "train.py").write_text(FIT.format(line=line))
     done = run(LAUNCHED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("steps: 4, same bits: True") == 2, done.stdout
