@@ -332,6 +332,11 @@ def converted(values: Array, dtype: Any) -> Array:
     return result
 
 
+def widened_values(values: Array) -> Array:
+    """Return float16 values in float32, in which sums of them are in range; others as they are."""
+    return converted(values, np.promote_types(values.dtype, np.float32))
+
+
 def negated(values: Array) -> Array:
     """Return the values with the other sign; on a device by a kernel, as CuPy flushes subnormals to zero."""
     if not on_device(values):

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, adjacent, kernels_for, like, to_values
+from mpicomp.arrays import (
+    Array,
+    adjacent,
+    converted,
+    kernels_for,
+    like,
+    to_values,
+    widened_values,
+)
 from mpicomp.bases import Basis, runs
 from mpicomp.coded import CodedSum, Uncoded
 from mpicomp.compressors import Compressor
@@ -133,6 +141,7 @@ class Bucket:
         values = adjacent(gradient)
         if values is None:
             values = np.concatenate(gradient, out=out)
+        values = widened_values(values)
         for run in runs(self.edges, basis.chunk):
             basis.forward(values[run], out[run])
         return [out[first:end] for first, end in pairwise(self.edges)]
@@ -140,11 +149,16 @@ class Bucket:
     def _buffer_for_values(self) -> Array:
         if self._buffer is None:
             first = self.tensors[0]
-            self._buffer = first.xp.empty(self.length, first.dtype)
+            dtype = first.dtype
+            if (
+                self.basis is not None
+            ):  # coefficients of float16 may be out of its range
+                dtype = np.promote_types(dtype, np.float32)
+            self._buffer = first.xp.empty(self.length, dtype)
         return self._buffer
 
     def values(self, mean: Mean) -> Array:
-        """Return the values of a mean of coefficients, as a new array."""
+        """Return the values of a mean of coefficients, as a new array of the gradients' dtype."""
         assert self.basis is not None, "without a basis a mean has values"
         if isinstance(mean, CodedSum):
             values = mean.to_array()
@@ -154,7 +168,7 @@ class Bucket:
             values = mean.copy()
         for run in runs(self.edges, self.basis.chunk):
             self.basis.inverse(values[run], values[run])
-        return values
+        return converted(values, self.tensors[0].dtype)
 
     def outputs(self, outs: Mapping[str, Any]) -> dict[str, Array]:
         """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others."""

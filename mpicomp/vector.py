@@ -30,6 +30,7 @@ from mpicomp.arrays import (
     to_numpy,
     to_values,
     to_vector,
+    widened_values,
     writable_vector,
 )
 from mpicomp.settings import to_integer, to_number
@@ -512,12 +513,8 @@ def from_all_values(array: Array) -> SparseVector:
 
 def widened(vector: SparseVector) -> SparseVector:
     """Return the vector with values of at least float32."""
-    wide = np.promote_types(vector.dtype, np.float32)
-    return (
-        vector
-        if vector.dtype == wide
-        else vector.with_values(vector.values.astype(wide))
-    )
+    values = widened_values(vector.values)
+    return vector if values is vector.values else vector.with_values(values)
 
 
 def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:

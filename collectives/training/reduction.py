@@ -12,7 +12,7 @@ from collectives.allreduce import sparse_allreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.collective import Collective, Declaration, Sum
-from mpicomp.arrays import Array, converted, kernels_for, on_device, rounded
+from mpicomp.arrays import Array, converted, kernels_for, on_device, widened_values
 from mpicomp.bucket import Mean
 from mpicomp.coded import CodedSum
 from mpicomp.feedback.base import check_range, out_of_range
@@ -37,12 +37,20 @@ class Reduction:
     average: bool | str
     declared: Declaration
 
-    def received(self, outcome: Any, length: int) -> Sum:
+    def start(self, sent: Any, comm: Any) -> Any:
+        """Start the sum of what this rank sends; float16 in float32, so that the mean alone has to be in range."""
+        if isinstance(sent, SparseVector):
+            sent = widened(sent)
+        elif isinstance(sent, np.ndarray) or on_device(sent):
+            sent = widened_values(sent)
+        return self.call(sent, comm)
+
+    def received(self, outcome: Any, length: int, dtype: Any) -> Sum:
         """Return what the collective returned, for vectors of a length, as a `Sum` whose value is a vector.
 
         outcome: a `Sum`, or its value alone; a dense array becomes a vector with all
-        entries, unless the collective takes arrays. float16 is converted to float32, so
-        that the mean is rounded once. Raises TypeError for anything else, ValueError for
+        entries, unless the collective takes arrays. What was rejected is converted to a
+        dtype, that of the residual. Raises TypeError for anything else, ValueError for
         another length.
         """
         total = outcome if isinstance(outcome, Sum) else Sum(outcome)
@@ -62,7 +70,10 @@ class Reduction:
                 raise ValueError(
                     f"the collective returned {part}: expected a sum of length {length}"
                 )
-        return Sum(widened(value), total.rejected, total.votes)
+        rejected = total.rejected
+        if rejected is not None:
+            rejected = rejected.with_values(converted(rejected.values, dtype))
+        return Sum(widened(value), rejected, total.votes)
 
     def mean(
         self,
@@ -71,7 +82,7 @@ class Reduction:
         ranks: int,
         dense: Sequence[tuple[int, int]],
     ) -> Mean:
-        """Return the mean in a dtype; of an array in its place.
+        """Return the mean in a dtype, of an array in its place unless that is float16.
 
         dense: ranges of which every rank sends all values. Raises OverflowError if a
         value is not finite.
@@ -79,10 +90,18 @@ class Reduction:
         total: Mean = received.value
         divides = ranks > 1 and self.average in (True, CONTRIBUTORS)
         if isinstance(total, CodedSum):
-            return _coded_mean(replace(total, divisor=ranks if divides else 1), dtype)
+            mean = replace(total, divisor=ranks if divides else 1)
+            if not mean.is_finite():
+                raise out_of_range("sum over the ranks", mean.dtype)
+            if mean.dtype == dtype:
+                return mean
+            # in float16 it is decoded now, as values may be out of range
+            total = mean.to_array()
+            divides = False
         if not isinstance(total, SparseVector):
             if divides:
                 kernels_for(total).quotient(total, ranks, total)
+            total = self._in(dtype, total)
             check_range(total, "sum over the ranks")
             return total
         values = total.values
@@ -92,7 +111,7 @@ class Reduction:
                 divisors = contributors(total, received.votes, ranks, dense)
             values = np.empty_like(values)
             kernels_for(values).quotient(total.values, divisors, values)
-        vector = total.with_values(converted(values, dtype))
+        vector = total.with_values(self._in(dtype, values))
         try:
             vector.validate()
         except ValueError:
@@ -100,16 +119,12 @@ class Reduction:
             raise
         return vector
 
-
-def _coded_mean(mean: CodedSum, dtype: Any) -> CodedSum | Array:
-    """Return a mean that is still to be decoded; in float16 it is decoded now, as values may be out of range."""
-    if not mean.is_finite():
-        raise out_of_range("sum over the ranks", mean.dtype)
-    if mean.dtype == dtype:
-        return mean
-    values = rounded(mean.to_array(), dtype)
-    check_range(values, "mean over the ranks")
-    return values
+    def _in(self, dtype: Any, values: Array) -> Array:
+        """Return values in a dtype; of sums beyond its range whose signs are taken, its largest numbers."""
+        if self.average == SIGN and values.dtype != dtype:
+            limit = np.finfo(dtype).max
+            values = np.clip(values, -limit, limit)
+        return converted(values, dtype)
 
 
 def entries(part: Mean | None) -> int:

@@ -8,7 +8,6 @@ are off, as ranks may have different settings; overflow is checked instead.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from mpicomp.arrays import Array, check_apart, kernels_for
 from mpicomp.bucket import Bucket, Compressed, Mean, Write
 from mpicomp.coded import CodedSum
 from mpicomp.compressors.base import Snapshot, restore
-from mpicomp.errors import StepSkippedError
+from mpicomp.errors import NotFiniteError, StepSkippedError
 from mpicomp.feedback.base import check_range
 from mpicomp.vector import SparseVector, from_all_values
 
@@ -139,6 +138,10 @@ class Step:
                 results = self._results(buckets, finished, form)
                 zeroed = [] if finished else self._zeroed(buckets)
             self.finished = finished
+        except StepSkippedError:  # the mean is out of range, on all ranks
+            finished = []
+            results = self._results(buckets, finished, form)
+            zeroed = self._zeroed(buckets)
         finally:
             if not self.finished:
                 self.undo()
@@ -183,8 +186,7 @@ class Step:
             compressed, buffers = prepared
             contribution = compressed.sent
         ready = perf_counter()
-        call = partial(reduction.call, contribution, self._comm)
-        outcome = outcome_of(call)
+        outcome = outcome_of(reduction.start, contribution, self._comm)
         self._compressing += ready - began
         self._communicating += perf_counter() - ready
         return Started(bucket, reduction, compressed, buffers, outcome)
@@ -237,7 +239,19 @@ class Step:
 
     def _received(self, started: Started, outcome: Any) -> Sum:
         """Return the sum of a bucket, and what was rejected."""
-        return started.reduction.received(outcome, started.bucket.length)
+        dtype = started.compressed.corrected.dtype
+        return started.reduction.received(outcome, started.bucket.length, dtype)
+
+    def _mean(self, started: Started, received: Sum) -> Mean:
+        """Return the mean of a bucket; if steps are skipped, one out of range is as a gradient that is not finite."""
+        dtype = started.compressed.corrected.dtype
+        whole = started.bucket.selection.whole
+        try:
+            return started.reduction.mean(received, dtype, self._comm.size, whole)
+        except OverflowError as error:
+            if self._nonfinite_error is not NotFiniteError:
+                raise
+            raise NotFiniteError(str(error)) from None
 
     def _finish(self, started: Started, outcome: Any, form: str) -> Finished:
         """Prepare the mean, the next residual, and the results."""
@@ -245,9 +259,7 @@ class Step:
         bucket = started.bucket
         compressed = started.compressed
         received = self._received(started, outcome)
-        dtype = compressed.corrected.dtype
-        ranks = self._comm.size
-        mean = started.reduction.mean(received, dtype, ranks, bucket.selection.whole)
+        mean = self._mean(started, received)
         if isinstance(mean, SparseVector):
             bucket.selection.observe(mean)
         feedback = bucket.feedback

@@ -408,9 +408,10 @@ def check_range(values: Array | SparseVector, what: str) -> None:
 
 def out_of_range(what: str, dtype: np.dtype[Any]) -> OverflowError:
     """Return the error for values that are not finite. what: they are."""
-    return OverflowError(
-        f"the {what} leaves the range of {dtype}: scale the gradients down, or use float32"
-    )
+    remedy = "scale the gradients down"
+    if dtype.itemsize < 8:
+        remedy += f", or use float{16 * dtype.itemsize}"
+    return OverflowError(f"the {what} leaves the range of {dtype}: {remedy}")
 
 
 def _check_values(feedback: Any, array: Array | None) -> Array | None:
