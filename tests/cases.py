@@ -14,8 +14,17 @@ from mpicomp.compressors import expect_integer
 from mpicomp.compressors.common import Density, at_positions, finite_vector
 from mpicomp.compressors.selection import Selection
 from mpicomp.vector import add_up, intersection, top_k
+from mpicomp_bench.bench.compressors import COMPRESSORS
 
 LENGTH = 240
+# like others for a test: each is one of them, quantised in another way
+DOUBLES = "Quantised-float16", "Quantised-sign", "ChunkedTopK-two_bit", "SIDCo-gamma"
+
+
+def compressors(chunk):
+    """Return all compressors of `mpicomp bench compressors` but for doubles: by name, functions of a density."""
+    makers = {name: make for name, make in COMPRESSORS.items() if name not in DOUBLES}
+    return {**makers, "ChunkedTopK": partial(COMPRESSORS["ChunkedTopK"], chunk=chunk)}
 
 
 def _random(rng, rank, size):

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import RandomK, compressed_sum, through_a_file
+from cases import RandomK, compressed_sum, compressors, through_a_file
 from mpi4py import MPI
 
 from collectives import (
@@ -21,14 +21,10 @@ from collectives import (
 from collectives.training.reduction import reduction
 from mpicomp import (
     AdaComp,
-    AggregationAware,
-    ChunkedTopK,
     CollectiveError,
-    Dense,
     ErrorFeedback,
     MomentumCorrection,
     Quantised,
-    SIDCo,
     StepAhead,
     TopK,
     WarmUp,
@@ -43,16 +39,12 @@ COLLECTIVES = {
     "gtopk tree": partial(gtopk_allreduce, algorithm="tree"),
     "gtopk exact": partial(gtopk_allreduce, algorithm="exact", k=9),
 }
+# functions of the density
 COMPRESSORS = {
-    "top-k": lambda comm: TopK(k=9),
-    "SIDCo": lambda comm: SIDCo(0.1),
-    "AdaComp": lambda comm: AdaComp(16),
-    "quantised": lambda comm: Quantised(TopK(k=9), "bfloat16"),
-    "chunks": lambda comm: ChunkedTopK(2, 20),
-    "random-k": lambda comm: RandomK(k=9),
-    "dense": lambda comm: Dense(),
-    "warm-up": lambda comm: WarmUp(TopK(0.1), [1.0, 0.1]),
-    "support": lambda comm: AggregationAware(0.1, metric="support"),
+    **compressors(chunk=20),
+    "AdaComp": lambda density: AdaComp(16),
+    "random-k": RandomK,
+    "WarmUp": lambda density: WarmUp(TopK(density), [1.0, density]),
 }
 FEEDBACKS = {
     "error feedback": ErrorFeedback,
@@ -111,7 +103,7 @@ class Case:
     def made(self):
         exchange = GradientExchange(
             self.comm,
-            self.compressor(self.comm),
+            self.compressor(0.1),
             self.feedback(),
             self.collective,
             average=self.average,
