@@ -29,6 +29,7 @@ bit 0 is set for negative values, bit 1 for the larger magnitude. The last block
 a segment is padded with zeros. A scale is the upper half of the bits of a float32, or of a float64.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -151,6 +152,7 @@ def quantise_parts(
     blocks: tuple[int, int] | None = None,
     short: bool = False,
     threads: int | None = None,
+    long: int = LONG,
 ) -> None:
     """Quantise ``decay * residual + scale * parts`` and the others, in one pass, as `quantise` does for each part.
 
@@ -159,7 +161,8 @@ def quantise_parts(
     without a residual `rejected` may be the memory of the parts. decay, scale: rounded
     to the dtype; the products are rounded before they are added. blocks: the first
     block, and the one after the last, of those to quantise, in the numbering of
-    `first_blocks`; None for all. codes, scales, others: of these blocks.
+    `first_blocks`; None for all. codes, scales, others: of these blocks. long: the
+    least bytes of `rejected` for stores that bypass the cache.
     """
     dtype, form = rejected.dtype, rounding(rejected.dtype, bits, short=short)
     layout = _layout(parts, block)
@@ -173,7 +176,12 @@ def quantise_parts(
     terms = np.array([addresses(each) for each in others], np.int64).reshape(-1, 2)
     numbers = tuple(dtype.type(number) for number in form[1:])
     sizes = bits, block, form.cut, 4 * dtype.itemsize, first
-    coding = sizes, numbers, offset_of(dtype, bits), _rounds(bits)
+    # what is written over was read, and is in the cache
+    past = rejected.nbytes >= long and not any(
+        np.may_share_memory(rejected, each)
+        for each in (*parts, *([] if residual is None else [residual]))
+    )
+    coding = sizes, numbers, offset_of(dtype, bits), past, _rounds(bits)
 
     def piece(start: int, end: int) -> None:
         some = first + start // block, first + end // block
@@ -247,7 +255,10 @@ def decoder(
     past = sum(part.nbytes for part in parts) >= long
     coded = as_writable(codes), as_writable(scales)
     sizes = bits, block, 0, 4 * dtype.itemsize, first
-    how = sizes, dtype.type(divisor), past, _rounds(bits)
+    # a product with the inverse of a power of two has the bits of the quotient
+    factor = 1 / divisor if math.frexp(divisor)[0] == 0.5 else 0.0
+    over = dtype.type(divisor), dtype.type(factor)
+    how = sizes, over, past, _rounds(bits)
     size = (last - first) * block
     workspaces = [
         _workspace(block, dtype) for _ in range(number_of_pieces(size, threads))
@@ -365,6 +376,11 @@ def _over(values, divisor):  # type: ignore[no-untyped-def]
     return (values / divisor,)
 
 
+@lanewise(1, 1)
+def _scaled(values, factor):  # type: ignore[no-untyped-def]
+    return (values * factor,)
+
+
 @lanewise(2, 1)
 def _insert(codes, fields, shift):  # type: ignore[no-untyped-def]
     return (codes | fields << shift,)
@@ -389,6 +405,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     sizes,
     numbers,
     offset,
+    past,
     rounds,
 ):
     """Quantise the blocks from `first` to `last` - 1."""
@@ -419,6 +436,7 @@ def _quantise(  # type: ignore[no-untyped-def]
                 work,
                 sizes,
                 offset,
+                past,
                 rounds,
             )
 
@@ -503,6 +521,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
     work,
     sizes,
     offset,
+    past,
     rounds,
 ):
     """Write the codes of the blocks in the buffer, and the errors; of a block that is not finite the values."""
@@ -514,7 +533,8 @@ def _to_codes(  # type: ignore[no-untyped-def]
         i, some = start // block, min(block, size - start)
         is_finite = low[i] < np.inf
         errors, place = spare, 0
-        if some == block and is_finite:
+        streams = past and _begins_line(rejected, at + start)
+        if some == block and is_finite and not streams:
             errors, place = rejected, at + start
         if rounds is None:
             is_normal = real(0) < low[i] < np.inf
@@ -555,7 +575,10 @@ def _to_codes(  # type: ignore[no-untyped-def]
                 scale,
             )
         elif some < block:
-            _over(some, spare, 0, rejected, at + start, real(1))
+            _scaled(some, spare, 0, rejected, at + start, real(1))
+        elif streams:
+            for j in range(0, block, LINE // spare.itemsize):
+                store_line(spare, j, rejected, at + start + j)
 
 
 @single
@@ -589,11 +612,12 @@ def _decode(codes, scales, i, base, at, out, place, work, sizes, rounds):  # typ
 
 @jit
 def _dequantise(  # type: ignore[no-untyped-def]
-    layout, first, last, codes, scales, work, sizes, divisor, past, rounds
+    layout, first, last, codes, scales, work, sizes, over, past, rounds
 ):
-    """Decode the blocks from `first` to `last` - 1."""
+    """Decode the blocks from `first` to `last` - 1. over: the divisor, and its inverse, or 0 if that has other bits."""
     edges, blocks, parts = layout
     block, values, nothing = sizes[1], work[0], work[2]
+    divisor, factor = over
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
         low, high = max(first, blocks[row]), min(last, blocks[row + 1])
@@ -604,32 +628,42 @@ def _dequantise(  # type: ignore[no-untyped-def]
         for number in range(low, high):
             i = number - sizes[4]
             _decode(codes, scales, i, nothing, start, values, kept, work, sizes, rounds)
+            if factor == 0:
+                _over(block, values, kept, values, kept, divisor)
+            elif factor != 1:
+                _scaled(block, values, kept, values, kept, factor)
             kept += min(block, length - done - kept)
             if kept + block > values.size or number == high - 1:
                 is_last = number == high - 1
-                count = _put(values[:kept], out[done:], divisor, past, is_last)
+                count = _put(values[:kept], out[done:], past, is_last)
                 done += count
                 kept -= count
 
 
 @single
-def _put(values, out, divisor, past, is_last):  # type: ignore[no-untyped-def]
-    """Write values over the divisor to `out`, and return how many; `past` the cache whole lines.
+def _put(values, out, past, is_last):  # type: ignore[no-untyped-def]
+    """Write values to `out`, and return how many; `past` the cache whole lines.
 
     Unless they are the last, the values of a line that is not whole move to the front.
     """
     step, head, size = LINE // out.itemsize, values.size, values.size
+    one = out.dtype.type(1)
     if past:
         head = min(head, values_before_line(out))
     end = head + (size - head) // step * step
-    _over(head, values, 0, out, 0, divisor)
+    _scaled(head, values, 0, out, 0, one)
     for j in range(head, end, step):
-        store_line(values, j, out, j, divisor)
+        store_line(values, j, out, j)
     if is_last:
-        _over(size - end, values, end, out, end, divisor)
+        _scaled(size - end, values, end, out, end, one)
         return size
-    _over(size - end, values, end, values, 0, out.dtype.type(1))
+    _scaled(size - end, values, end, values, 0, one)
     return end
+
+
+@inner
+def _begins_line(array, place):  # type: ignore[no-untyped-def]
+    return (np.int64(array.ctypes.data) + place * array.itemsize) % LINE == 0
 
 
 @single

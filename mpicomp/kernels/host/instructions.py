@@ -46,13 +46,13 @@ def store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
     out[first:end] = factor * a[first:end] + sign * b[first:end]
 
 
-def store_line(values, place, out, first, divisor):  # type: ignore[no-untyped-def]
-    """Write values from `place` on, over a divisor, to the cache line of `out` from `first` on, bypassing the cache.
+def store_line(values, place, out, first):  # type: ignore[no-untyped-def]
+    """Write values from `place` on to the cache line of `out` from `first` on, bypassing the cache.
 
-    values, out, divisor: of one dtype, float32 or float64.
+    values, out: of one dtype, float32 or float64.
     """
     count = LINE // out.itemsize
-    out[first : first + count] = values[place : place + count] / divisor
+    out[first : first + count] = values[place : place + count]
 
 
 def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
@@ -224,18 +224,15 @@ def _store_sum(
 
 
 @in_kernels(store_line)
-def _store_line(
-    typing: Any, values: Any, place: Any, out: Any, first: Any, divisor: Any
-) -> Any:
+def _store_line(typing: Any, values: Any, place: Any, out: Any, first: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         count = LINE * 8 // out.dtype.bitwidth
         load, _ = _accesses(context, builder, signature, arguments, count, first=1)
         _, stream = _accesses(context, builder, signature, arguments, count, first=3)
-        line = load(0)
-        stream(builder.fdiv(line, in_all_places(builder, arguments[4], line.type)), 2)
+        stream(load(0), 2)
         return context.get_dummy_value()
 
-    given = values, types.intp, out, types.intp, out.dtype
+    given = values, types.intp, out, types.intp
     return (types.void(*given), code) if values.is_contig and out.is_contig else None
 
 
