@@ -159,10 +159,16 @@ class CodedSum:
         """Return whether all values are finite: that tell the scales."""
         return all([share.is_finite() for share in self.shares])
 
-    def writer(self, parts: Sequence[Array]) -> Callable[[], None]:
+    def writer(
+        self,
+        parts: Sequence[Array],
+        onto: tuple[Sequence[Array], float] | None = None,
+    ) -> Callable[[], None]:
         """Return a function that writes the values to vectors, once: it cannot fail, and allocates nothing.
 
-        parts: 1-d contiguous, of the segments' sizes and the values' dtype.
+        parts: 1-d contiguous, of the segments' sizes and the values' dtype. onto: other
+        such vectors, and a factor: it adds the factor times the values to them, and
+        writes the sums to the parts as well.
         """
         decoders = []
         first = 0
@@ -177,6 +183,7 @@ class CodedSum:
                 share.block,
                 parts,
                 divisor=self.divisor,
+                onto=onto,
                 blocks=(first, end),
             )
             decoders.append(decoder)

@@ -104,6 +104,16 @@ class Replica:
         self, mean: Mean, rate: float, *, nesterov: bool, delayed: bool
     ) -> None:
         """Take the outer step, and continue from the new anchor; if delayed, with the progress since the start."""
+        if (
+            self.velocity is None
+            and rate
+            and not delayed
+            and isinstance(mean, CodedSum)
+        ):
+            anchors = [self.anchor[span] for span in self._spans]
+            mean.writer(self._thetas, onto=(anchors, -rate))()
+            self._write_thetas()
+            return
         parts = [*zip(self._memory, self._spans, self._thetas, strict=True)]
         kernels = kernels_for(self.anchor)
         for memory, span, theta in parts if delayed else []:
@@ -118,17 +128,19 @@ class Replica:
         if not delayed:
             self.write_anchor()
             return
-        for memory, span, theta in parts:
+        for _, span, theta in parts:
             kernels.add(theta, self.anchor[span], theta)
+        self._write_thetas()
+
+    def _write_thetas(self) -> None:
+        for memory, theta in zip(self._memory, self._thetas, strict=True):
             _write(theta, memory)
 
     def write_anchor(self) -> None:
         """Write the anchor to the parameters that were found last."""
-        for memory, span, theta in zip(
-            self._memory, self._spans, self._thetas, strict=True
-        ):
+        for span, theta in zip(self._spans, self._thetas, strict=True):
             theta[...] = self.anchor[span]
-            _write(theta, memory)
+        self._write_thetas()
 
     def _move(self, mean: Mean, rate: float, *, nesterov: bool) -> None:
         """Take the outer step; of a mean with all values in pieces, which stay in the cache."""

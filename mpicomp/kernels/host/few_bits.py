@@ -244,11 +244,16 @@ def decoder(
     parts: Sequence[Array],
     *,
     divisor: float = 1.0,
+    onto: tuple[Sequence[Array], float] | None = None,
     blocks: tuple[int, int] | None = None,
     threads: int | None = None,
     long: int = LONG,
 ) -> Callable[[], Any]:
-    """Return a function that does what `dequantise_parts` does, once, and allocates no memory."""
+    """Return a function that does what `dequantise_parts` does, once, and allocates no memory.
+
+    onto: vectors like the parts, and a factor: it adds the factor times the values to
+    them, and writes the sums to the parts as well.
+    """
     dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
     layout = _layout(parts, block)
     first, last = (0, int(layout[1][-1])) if blocks is None else blocks
@@ -258,7 +263,9 @@ def decoder(
     # a product with the inverse of a power of two has the bits of the quotient
     factor = 1 / divisor if math.frexp(divisor)[0] == 0.5 else 0.0
     over = dtype.type(divisor), dtype.type(factor)
-    how = sizes, over, past, _rounds(bits)
+    bases, rate = ((), 0.0) if onto is None else onto
+    moved = addresses(bases), dtype.type(rate)
+    how = sizes, over, moved, past, _rounds(bits)
     size = (last - first) * block
     workspaces = [
         _workspace(block, dtype) for _ in range(number_of_pieces(size, threads))
@@ -374,6 +381,12 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 @lanewise(1, 1)
 def _over(values, divisor):  # type: ignore[no-untyped-def]
     return (values / divisor,)
+
+
+@lanewise(2, 2)
+def _move(values, base, factor):  # type: ignore[no-untyped-def]
+    total = factor * values + base
+    return total, total
 
 
 @lanewise(1, 1)
@@ -612,9 +625,13 @@ def _decode(codes, scales, i, base, at, out, place, work, sizes, rounds):  # typ
 
 @jit
 def _dequantise(  # type: ignore[no-untyped-def]
-    layout, first, last, codes, scales, work, sizes, over, past, rounds
+    layout, first, last, codes, scales, work, sizes, over, moved, past, rounds
 ):
-    """Decode the blocks from `first` to `last` - 1. over: the divisor, and its inverse, or 0 if that has other bits."""
+    """Decode the blocks from `first` to `last` - 1.
+
+    over: the divisor, and its inverse, or 0 if that has other bits. moved: addresses of
+    vectors to which the values are added, or none, and the values' factor.
+    """
     edges, blocks, parts = layout
     block, values, nothing = sizes[1], work[0], work[2]
     divisor, factor = over
@@ -632,7 +649,12 @@ def _dequantise(  # type: ignore[no-untyped-def]
                 _over(block, values, kept, values, kept, divisor)
             elif factor != 1:
                 _scaled(block, values, kept, values, kept, factor)
-            kept += min(block, length - done - kept)
+            some = min(block, length - done - kept)
+            if moved[0].size > 0:
+                base = array_at(values, moved[0][row], length)
+                at = done + kept
+                _move(some, values, kept, base, at, base, at, values, kept, moved[1])
+            kept += some
             if kept + block > values.size or number == high - 1:
                 is_last = number == high - 1
                 count = _put(values[:kept], out[done:], past, is_last)
