@@ -225,6 +225,40 @@ def test_the_largest_numbers_decode_to_finite_ones(dtype, bits, size):
     assert np.isfinite(decoded).all()
 
 
+@FLOAT
+@WIDTH
+@pytest.mark.parametrize("long", [0, 1 << 30])
+def test_decoding_onto_vectors_is_decoding_and_an_addition(dtype, bits, long):
+    """Of each share's blocks only."""
+    parts = drawn(dtype)
+    codes, scales, _ = joined(alone(each, [], bits) for each in parts)
+    bases = [np.roll(part, 1) for part in parts]
+    means = [np.empty_like(part) for part in parts]
+    dequantise_parts(codes, scales, bits, BLOCK, means, divisor=3)
+    pairs = zip(means, bases, strict=True)
+    expected = [dtype(-0.7) * mean + base for mean, base in pairs]
+    sums = drawn(dtype)
+    width, magnitudes = BLOCK * bits // 8, 2 if bits == 2 else 1
+    cuts = 0, 1, 33, 40, int(first_blocks(SIZES, BLOCK)[-1])
+    for first, last in pairwise(cuts):
+        some = (
+            codes[first * width : last * width],
+            scales[first * magnitudes : last * magnitudes],
+        )
+        host.decoder(
+            *some,
+            bits,
+            BLOCK,
+            sums,
+            divisor=3,
+            onto=(bases, -0.7),
+            blocks=(first, last),
+            long=long,
+        )()
+    assert_same(sums, expected)
+    assert_same(bases, expected)
+
+
 LOOPS = """
 import numpy as np
 from mpicomp.kernels.host import few_bits

@@ -166,13 +166,14 @@ def test_averaged_residuals_are_those_of_the_host(comm, cupy, step, unit):
     "settings",
     [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"delay": 1}],
 )
-def test_local_steps_are_those_of_the_host(comm, cupy, settings, unit):
+@pytest.mark.parametrize("sent", [{"compressor": TopK(k=40)}, {"bits": 4}])
+def test_local_steps_are_those_of_the_host(comm, cupy, settings, sent, unit):
     """The inner step is computed on the host, as CuPy's own operators flush subnormal numbers to zero."""
     here = np.zeros(800, np.float32)
     there = cupy.asarray(here)
     loops = [
         OuterLoop(
-            GradientExchange(comm, TopK(k=40), ErrorFeedback(decay=0.9)),
+            GradientExchange(comm, **sent, feedback=ErrorFeedback(decay=0.9)),
             [parameters],
             every=2,
             rate=0.7,

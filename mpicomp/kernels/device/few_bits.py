@@ -9,6 +9,7 @@ import cupy
 import numpy as np
 
 from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch
+from mpicomp.kernels.device.merging import add_scaled
 from mpicomp.kernels.host.bits import FORMATS
 from mpicomp.kernels.host.few_bits import first_blocks, offset_of, rounding
 
@@ -104,12 +105,14 @@ def decoder(
     parts: Sequence[Array],
     *,
     divisor: float = 1.0,
+    onto: tuple[Sequence[Array], float] | None = None,
     blocks: tuple[int, int] | None = None,
     threads: int | None = None,
 ) -> Callable[[], None]:
     """Return a function that writes the values over a divisor to the parts in one launch, and allocates no memory.
 
-    As `mpicomp.kernels.host.decoder` does; threads: ignored.
+    As `mpicomp.kernels.host.decoder` does; threads: ignored. onto: takes a launch and a
+    copy more for each part.
     """
     dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
     segments, last = _segments(parts, (), block)
@@ -120,7 +123,28 @@ def decoder(
     numbers = _bits_of([divisor, 1 / divisor if is_short else 0], dtype)
     tiles = in_tiles((last - first) * block, THREADS * 2 * _HELD)
     args = *segments, first, last, block, *numbers, _in_words(codes), scales
-    return partial(launch, f"dequantise_{bits}", [dtype], tiles, *args)
+    decode = partial(launch, f"dequantise_{bits}", [dtype], tiles, *args)
+    if onto is None:
+        return decode
+    spans = _spans([part.size for part in parts], block, first, last)
+
+    def move() -> None:
+        decode()
+        for part, base, span in zip(parts, onto[0], spans, strict=True):
+            add_scaled(part[span], onto[1], base[span], base[span])
+            part[span] = base[span]
+
+    return move
+
+
+def _spans(sizes: Sequence[int], block: int, first: int, last: int) -> list[slice]:
+    """Return which values of each part are in the blocks from `first` to before `last`."""
+    firsts = first_blocks(sizes, block).tolist()
+    spans = []
+    for size, low in zip(sizes, firsts, strict=False):
+        begin, end = ((number - low) * block for number in (first, last))
+        spans.append(slice(min(max(begin, 0), size), min(max(end, 0), size)))
+    return spans
 
 
 def _nothing() -> None:
