@@ -38,7 +38,7 @@ def new_figure(path: Path) -> Path:
 
 
 def draw(grid: Sequence[Sequence[Panel]], file: Path) -> None:
-    """Draw lines of panels, with one legend beside them.
+    """Draw lines of panels, with one legend below them: narrow, as a page shrinks what is wider, letters included.
 
     A panel has `lines`: arguments of matplotlib's `Axes.errorbar` with `label`, and
     `look`, which selects the colour in all panels. `marks` are vertical lines:
@@ -47,7 +47,7 @@ def draw(grid: Sequence[Sequence[Panel]], file: Path) -> None:
     matplotlib: Any = importlib.import_module("matplotlib.figure")
     columns = max(map(len, grid))
     drawing = matplotlib.Figure(
-        figsize=(4 + 6 * columns, 1 + 5 * len(grid)), layout="constrained"
+        figsize=(1 + 3.6 * columns, 1.6 + 3.2 * len(grid)), layout="constrained"
     )
     every_line = [
         line for panels in grid for panel in panels for line in panel["lines"]
@@ -82,6 +82,8 @@ def draw(grid: Sequence[Sequence[Panel]], file: Path) -> None:
                 )
             ticks = settings.pop("xticks", None)
             axes.set(**settings)
+            axes.title.set_size(9)
+            axes.tick_params(labelsize=8)
             if ticks:  # after the scale, which would replace them
                 axes.set_xticks(*ticks)
                 axes.tick_params(
@@ -89,7 +91,11 @@ def draw(grid: Sequence[Sequence[Panel]], file: Path) -> None:
                 )
             axes.grid(alpha=0.3)
     drawing.legend(
-        handles.values(), handles.keys(), loc="outside right upper", fontsize="small"
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize="small",
     )
     drawing.savefig(file, dpi=120)
 

@@ -16,7 +16,6 @@ from rendering import draw
 
 from collectives.planning import formulas
 from collectives.planning.formulas import Case
-from mpicomp_bench.explain import dense_allreduce
 
 LENGTH, DENSITY = 25_000_000, 0.001
 RANKS = [2**power for power in range(1, 11)]
@@ -29,7 +28,7 @@ FORMULAS = {
     for name in names
 }
 CURVES = {
-    "dense_allreduce": dense_allreduce,
+    "dense_allreduce": formulas.dense_mpi,
     **FORMULAS,
     "sparse_reduce_scatter": formulas.split,
 }

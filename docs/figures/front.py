@@ -35,7 +35,7 @@ if __name__ == "__main__":
     from matplotlib.figure import Figure
 
     rows = json.loads((ROOT / "docs" / "results" / "race.json").read_text())["rows"]
-    figure = Figure(figsize=(9.6, 4.9), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     panels = figure.subplots(1, len(RATES), sharey=True)
     for axes, (rate, link) in zip(panels, RATES.items(), strict=True):
         ((_, by_method),) = settings(of(rows, rate=rate, **SETTING)).items()
