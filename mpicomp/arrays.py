@@ -29,10 +29,17 @@ VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 # NumPy builds the name anew at each call
 DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}
 
+_SHORT = np.dtype(np.int32)
+_LONG = np.dtype(np.int64)
 _LINE = 64  # bytes of a cache line
 # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
 _HOST_DEVICES = (1, 3, 11)
 _CUDA_DEVICES = (2, 13)  # a CUDA device, and CUDA managed memory
+
+
+def index_dtype(length: int) -> np.dtype[Any]:
+    """Return the dtype of the indices of a vector of `length`: int32, or int64 when length > 2^31 - 1."""
+    return _SHORT if length <= 2**31 - 1 else _LONG
 
 
 def to_array(array: Any) -> Array:

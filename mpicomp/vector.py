@@ -19,6 +19,7 @@ from mpicomp.arrays import (
     Array,
     contiguous,
     converted,
+    index_dtype,
     is_array,
     kernels_for,
     namespace,
@@ -33,6 +34,7 @@ from mpicomp.arrays import (
     widened_values,
     writable_vector,
 )
+from mpicomp.kernels import Facts
 from mpicomp.settings import to_integer, to_number
 
 MAX_LENGTH = 2**63 - 1
@@ -40,14 +42,7 @@ MAX_LENGTH = 2**63 - 1
 # all at once
 _FEW = 4096
 _MAX_WIDTH = 2**32 - 2  # a message counts the values of a row in 32 bits
-_SHORT = np.dtype(np.int32)
-_LONG = np.dtype(np.int64)
 _ORDER = "expected strictly increasing indices; SparseVector.from_entries sorts entries and adds repeated ones"
-
-
-def index_dtype(length: int) -> np.dtype[Any]:
-    """Return the dtype of the indices of a vector of `length`: int32, or int64 when length > 2^31 - 1."""
-    return _SHORT if length <= 2**31 - 1 else _LONG
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -108,9 +103,17 @@ class SparseVector:
     def with_values(self, values: Array) -> "SparseVector":
         """Return the vector with other values, contiguous and of shape (entries, ...), at the same indices."""
         vector = SparseVector.trusted(self.indices, values, self.length)
-        if "_device_ends" in vars(self):
-            vars(vector)["_device_ends"] = self._device_ends
+        for name in ("_device_ends", "_known_places"):
+            if name in vars(self):
+                vars(vector)[name] = vars(self)[name]
         return vector
+
+    def remember(self, bounds: Sequence[int], places: list[int], facts: Facts) -> None:
+        """Store what the kernel that filled arrays on a device knows: the results of `places_of` and of `inspect`."""
+        fields = vars(self)
+        fields["_known_places"] = list(bounds), places
+        fields["_device_facts"] = facts
+        fields["_device_ends"] = facts[2:]
 
     @classmethod
     def empty(
@@ -324,7 +327,7 @@ class SparseVector:
         if self._inspected()[1] >= 0:
             kernels_for(self.values).raise_not_finite(self.values)
 
-    def _inspected(self) -> tuple[int, int, int, int]:
+    def _inspected(self) -> Facts:
         """Return what `kernels.inspect` does; of arrays in host memory anew, as their owner may have changed them."""
         if on_device(self.values):
             return self._device_facts
@@ -332,7 +335,7 @@ class SparseVector:
 
     @cached_property
     # one launch, and one copy to the host
-    def _device_facts(self) -> tuple[int, int, int, int]:
+    def _device_facts(self) -> Facts:
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @property
@@ -398,9 +401,11 @@ class SparseVector:
         """Return the vector with arrays of its own; without entries itself."""
         if not self.indices.size:
             return self
-        return SparseVector.trusted(
-            self.indices.copy(), self.values.copy(), self.length
-        )
+        vector = self.with_values(self.values.copy())
+        vars(vector)["indices"] = self.indices.copy()
+        if "_device_facts" in vars(self):
+            vars(vector)["_device_facts"] = self._device_facts
+        return vector
 
     def every(self, step: int, start: int = 0) -> "SparseVector":
         """Return a copy of the entries start, start + step, ...: one of `step` disjoint shares of the vector."""
@@ -521,6 +526,9 @@ def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:
     """Return the number of entries before each of increasing positions, from 0 to the length of the vector."""
     if [*bounds] == [0, vector.length]:
         return [0, vector.nnz]
+    known, places = vars(vector).get("_known_places", ([], []))
+    if [*bounds] == known:
+        return places  # type: ignore[no-any-return]
     edges = to_device_of(np.array(bounds, vector.indices.dtype), vector.indices)
     return np.searchsorted(vector.indices, edges).tolist()  # type: ignore[no-any-return]
 

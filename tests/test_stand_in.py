@@ -69,8 +69,8 @@ def test_what_cupy_does_not_take_is_refused(cupy):
 
 # Launches, and synchronisations, of one call on 100,000 float32 values.
 MOST = {
-    "top-k": (TopK(0.01), 8, 2),
-    "chunks": (ChunkedTopK(64, 4096), 6, 2),
+    "top-k": (TopK(0.01), 5, 1),
+    "chunks": (ChunkedTopK(64, 4096), 2, 1),
     "AdaComp": (AdaComp(50), 9, 2),
     "aggregation-aware": (AggregationAware(0.01), 23, 4),
     "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 14, 4),
@@ -95,7 +95,7 @@ def test_a_compressor_starts_and_waits_for_few_things(cupy, name):
     assert found.synchronisations <= synchronisations, found
 
 
-def test_a_selection_takes_four_launches_and_waits_once(cupy):
+def test_a_selection_takes_five_launches_and_waits_once(cupy):
     from mpicomp.kernels import device
 
     a, b = (
@@ -110,7 +110,7 @@ def test_a_selection_takes_four_launches_and_waits_once(cupy):
     ):
         with counted(cupy) as found:
             select()
-        assert (found.launches, found.synchronisations) == (4, 1), found
+        assert (found.launches, found.synchronisations) == (5, 1), found
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from collectives.planning.partition import likely
 from collectives.planning.schedule import core_size
 from collectives.runtime.group import SHORT_NBYTES
 from collectives.runtime.messages import LINE
-from mpicomp.vector import index_dtype
+from mpicomp.arrays import index_dtype
 
 # of all other ranks' vectors, from which a round of small messages is no matter
 LONG_NBYTES = 1 << 22

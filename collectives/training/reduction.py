@@ -111,7 +111,8 @@ class Reduction:
                 divisors = contributors(total, received.votes, ranks, dense)
             values = np.empty_like(values)
             kernels_for(values).quotient(total.values, divisors, values)
-        vector = total.with_values(self._in(dtype, values))
+        values = self._in(dtype, values)
+        vector = total if values is total.values else total.with_values(values)
         try:
             vector.validate()
         except ValueError:

@@ -12,14 +12,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Buffer, namespace, read_fields, write_fields
+from mpicomp.arrays import (
+    Buffer,
+    index_dtype,
+    namespace,
+    read_fields,
+    write_fields,
+)
 from mpicomp.codec import few_bits
 from mpicomp.codec import values as value_formats
 from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE
 from mpicomp.codec.values import ValueFormat, format_of
 from mpicomp.errors import CodecError
 from mpicomp.few_bits import FewBits
-from mpicomp.vector import MAX_LENGTH, SparseVector, index_dtype
+from mpicomp.vector import MAX_LENGTH, SparseVector
 
 MAGIC = b"MV"
 VERSION = 4

@@ -69,4 +69,4 @@ class ChunkedTopK(Density, SegmentedCompressor):
         )
         count = int((chunks * k + np.where(rest, last, 0)).sum())
         target = count / max(1, corrected.size)
-        return self.reported(selected(corrected, *found), target=target)
+        return self.reported(selected(corrected, bounds, found), target=target)

@@ -1,14 +1,16 @@
 """Functions shared by compressors: the number of entries to select, and the entries of a dense vector at positions."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, nonzero, to_vector
+from mpicomp.arrays import Array, index_dtype, kernels_for, nonzero, to_vector
 from mpicomp.compressors.base import Compressor
+from mpicomp.kernels import Selected
 from mpicomp.settings import to_integer, to_number
-from mpicomp.vector import SparseVector, index_dtype
+from mpicomp.vector import SparseVector
 
 
 def to_density(density: Any, remedy: str = "") -> float:
@@ -102,11 +104,11 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
     return placed(positions, values, dense.size)
 
 
-def selected(dense: Array, positions: Array, values: Array) -> SparseVector:
-    """Return the largest entries of a dense vector, which a kernel found; ValueError if a value is not finite."""
-    vector = SparseVector.trusted(
-        positions.astype(index_dtype(dense.size)), values, dense.size
-    )
+def selected(dense: Array, bounds: Sequence[int], found: Selected) -> SparseVector:
+    """Return the entries of a dense vector that a kernel selected; ValueError if a value is not finite."""
+    vector = SparseVector.trusted(found.indices, found.values, dense.size)
+    if found.facts is not None:
+        vector.remember(bounds, found.places, found.facts)
     try:
         vector.check_finite()
     except ValueError:

@@ -3,3 +3,28 @@
 ``host`` (Numba) serves arrays in host memory, ``device`` (CUDA) those on a GPU.
 :func:`mpicomp.arrays.kernels_for` returns the module for an array.
 """
+
+from typing import NamedTuple
+
+from mpicomp.arrays import Array
+
+Facts = tuple[int, int, int, int]
+"""What `inspect` returns."""
+
+# of no entries
+NOTHING: Facts = -1, -1, 0, -1
+
+
+class Selected(NamedTuple):
+    """Entries that were selected from the segments of a vector.
+
+    indices: increasing, int32 unless the vector is longer than 2^31 - 1. places: the
+    number of entries before each bound of the segments. facts: what `inspect` returns
+    of the entries, the place of a value that is not finite is any; None if it is not
+    known.
+    """
+
+    indices: Array
+    values: Array
+    places: list[int]
+    facts: Facts | None = None

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpicomp import SparseVector
-from mpicomp.arrays import Array
-from mpicomp.vector import index_dtype
+from mpicomp.arrays import Array, index_dtype
 
 
 def _signed(rng: np.random.Generator, magnitudes: Array) -> Array:

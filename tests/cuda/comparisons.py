@@ -112,11 +112,14 @@ def top_k_of_few(device, cupy):
 @contextmanager
 def by_a_grid(device):
     """Let no vector be so short that one block of threads selects from it."""
-    few, device.selection._FEW = device.selection._FEW, -1
+    segments = device.segments
+    before = segments._FEW, segments._LONG
+    segments._FEW = -1
+    segments._LONG = -1
     try:
         yield
     finally:
-        device.selection._FEW = few
+        segments._FEW, segments._LONG = before
 
 
 def top_k_by_a_sample(device, cupy):
@@ -148,26 +151,24 @@ def floors_from_a_sample(device, cupy):
             values = np.random.default_rng(size).standard_normal(size).astype(dtype)
             keys, width = magnitude_keys(values)
             sample = np.sort(keys[strides[:-1] + offsets.astype(int)])
-            sent, found = (
-                cupy.asarray(values).view(keys.dtype),
-                cupy.zeros(3, np.uint64),
+            sent = cupy.asarray(values).view(keys.dtype)
+            floors = cupy.zeros(4, np.uint64)
+            ranks = 1, 40, 9000, 0
+            rows = [[0, size, 0, 0, 0, rank, 0, 0] for rank in ranks]
+            device.compiling.launch(
+                "sample_floors",
+                [keys.dtype],
+                4,
+                sent,
+                0,
+                cupy.asarray(np.array(rows)),
+                (1 << width) - 1,
+                width,
+                floors,
+                threads=1024,
             )
-            for rank in (1, 40, 9000):
-                args = (
-                    sent,
-                    None,
-                    size,
-                    (1 << width) - 1,
-                    width,
-                    rank,
-                    77,
-                    found[:1],
-                    found[1:],
-                )
-                device.compiling.launch(
-                    "sample_floor", [keys.dtype], 1, *args, threads=1024
-                )
-                assert found.get().tolist() == [sample[-rank], 0, 77]
+            expected = [*(sample[-rank] for rank in ranks[:3]), 1]
+            assert floors.get().tolist() == expected
 
 
 def largest_in_segments(device, cupy):
@@ -183,34 +184,78 @@ def largest_in_segments(device, cupy):
         for k, chunk, last, size in cases:
             for family in ("quantised", "infinite"):
                 values = families(dtype, size)[family].astype(dtype)
-                compare(
-                    device,
-                    cupy,
-                    "largest_in_segments",
-                    values,
-                    [0, size],
-                    [k],
-                    [chunk],
-                    [last],
-                )
+                select(device, cupy, values, [0, size], [k], [chunk], [last])
         values = families(dtype, 300)["negative zeros"].astype(dtype)
-        compare(device, cupy, "largest_in_segments", values, [0, 300], [50], [50], [1])
-        compare(device, cupy, "largest_in_segments", values[:0], [0, 0], [3], [50], [1])
-        compare(
-            device,
-            cupy,
-            "largest_in_segments",
-            values,
-            [0, 0, 40, 300],
-            [1, 9, 5],
-            [1, 40, 64],
-            [1, 9, 2],
-        )
-        sent, rows = cupy.asarray(values)[1:], ([0, 299], [3], [64], [3])
-        assert_same(
-            here(device.largest_in_segments(sent, *rows)),
-            host.largest_in_segments(values[1:], *rows),
-        )
+        select(device, cupy, values, [0, 300], [50], [50], [1])
+        select(device, cupy, values[:0], [0, 0], [3], [50], [1])
+        bounds = [0, 0, 40, 300]
+        select(device, cupy, values, bounds, [1, 9, 5], [1, 40, 64], [1, 9, 2])
+        select(device, cupy, values[1:], [0, 299], [3], [64], [3])
+
+
+def largest_in_long_segments(device, cupy):
+    """By thresholds from samples that serve and that mislead, by one block and by several."""
+    sizes = [20_000, 0, 300, 9000, 1, 17_000]
+    bounds = [0, *np.cumsum(sizes).tolist()]
+    for dtype in DTYPES:
+        drawn = families(dtype, bounds[-1])
+        for family in ("laplace", "quantised", "one non-zero", "infinite"):
+            values = drawn[family].astype(dtype)
+            for chunk in ([max(1, size) for size in sizes], [7000] * 6):
+                rest = [300, 1, 5, 4000, 1, 20], chunk, [9] * 6
+                with rows_only(device):
+                    select(device, cupy, values, bounds, *rest)
+                with by_a_grid(device):
+                    select(device, cupy, values, bounds, *rest)
+
+
+def largest_of_sums_in_segments(device, cupy):
+    sizes = [9000, 0, 300, 4099]
+    bounds = [0, *np.cumsum(sizes).tolist()]
+    k = np.minimum([40, 1, 9, 70], sizes)
+    for dtype in DTYPES:
+        drawn = families(dtype, bounds[-1])
+        for family, scale in product(("laplace", "denormal"), (1.0, 0.7)):
+            a = drawn[family].astype(dtype)
+            parts = [a[::-1][first:end] / 3 for first, end in pairwise(bounds)]
+            for chunk in (np.maximum(sizes, 1), [4200] * 4):
+                args = a * 0, bounds, k, chunk, [1, 1, 9, 70]
+                select(device, cupy, *args, summands=(a, scale, parts))
+                with rows_only(device):
+                    select(device, cupy, *args, summands=(a, scale, parts))
+
+
+def select(device, cupy, values, bounds, k, chunk, last, *, summands=None):
+    """Compare a selection, what is known of it, and the sum that it writes."""
+    dense = values.copy()
+    sent = cupy.asarray(values)
+    given = summands
+    if summands is not None:
+        a, scale, parts = summands
+        given = cupy.asarray(a), scale, there(cupy, parts)
+    rows = bounds, k, chunk, last
+    expected = host.largest_in_segments(dense, *rows, summands=summands)
+    ours = device.largest_in_segments(sent, *rows, summands=given)
+    assert_same(here(ours[:2]), expected[:2])
+    assert ours.places == expected.places
+    assert_same(sent.get(), dense)
+    disorder, not_finite, *ends = host.inspect(*expected[:2], values.size)
+    if ours.facts is not None:
+        known = ours.facts[0], ours.facts[1] >= 0, *ours.facts[2:]
+        assert known == (disorder, not_finite >= 0, *ends)
+
+
+@contextmanager
+def rows_only(device):
+    """Let no chunk be so short that a block selects from it without a threshold, and a block mark several tiles."""
+    segments = device.segments
+    before = segments._LONG, segments.MOST_BLOCKS
+    segments._LONG = -1
+    segments.MOST_BLOCKS = 2
+    try:
+        yield
+    finally:
+        segments._LONG, segments.MOST_BLOCKS = before
 
 
 def entries_of_bins(device, cupy):

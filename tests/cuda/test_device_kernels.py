@@ -25,6 +25,8 @@ LONG = [
     comparisons.top_k_at_the_edges_of_tiles,
     comparisons.every_k,
     comparisons.fits,
+    comparisons.largest_in_long_segments,
+    comparisons.largest_of_sums_in_segments,
     comparisons.sums_and_the_largest_of_them,
     comparisons.sums_sampled,
     comparisons.few_bits,
@@ -57,16 +59,26 @@ def test_the_bits_are_those_of_the_host_in_many_launches(
         monkeypatch.setenv(VARIABLE, draw.choice(SCHEDULES))
         launch(*args, **more)
 
-    for module in (device.selection, device.fitting, device.few_bits):
+    for module in (device.segments, device.fitting, device.few_bits):
         monkeypatch.setattr(module, "launch", launched)
     comparison(device, cupy)
 
 
 def test_a_sample_serves_ordinary_data(cupy, device, monkeypatch):
-    monkeypatch.setattr(device.selection, "_by_digits", None)
+    selections = []
+    select = device.segments._Run.select
+
+    def selected(*args):
+        selections.append(args)
+        return select(*args)
+
+    monkeypatch.setattr(device.segments._Run, "select", selected)
     values = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
     for k in (1, 100, 10_000):
         comparisons.compare(device, cupy, "largest", values, k)
+    assert len(selections) == 3
+    comparisons.compare(device, cupy, "largest", np.ones_like(values), k)
+    assert len(selections) == 5, "one that misled is repeated"
 
 
 def test_the_names_are_those_of_the_host(device):

@@ -21,17 +21,27 @@ FOLDER = Path(importlib.util.find_spec("mpicomp.kernels").origin).parent / "devi
 COMMON = "common.cuh"
 
 SELECTION = "selection.cu"
+SEGMENTS = "segments.cu"
 UNFAIR = tuple(f"starving:{seed}" for seed in range(2, 9))
 # What runs the barriers of a file, and what else has to be compiled with it.
 RUNS = {
     COMMON: ([COMMON, "coding.cu"], [comparisons.bitmaps]),
     SELECTION: (
-        [COMMON, SELECTION, "fitting.cu"],
+        [COMMON, SELECTION, "chunks.cu", SEGMENTS, "fitting.cu"],
+        [
+            comparisons.selections_by_a_grid,
+            comparisons.top_k_of_several_blocks,
+            comparisons.misaligned_sums,
+            comparisons.largest_of_sums_in_segments,
+        ],
+    ),
+    SEGMENTS: (
+        [COMMON, SELECTION, "chunks.cu", SEGMENTS],
         [
             comparisons.selections_by_a_grid,
             comparisons.top_k_of_several_blocks,
             comparisons.floors_from_a_sample,
-            comparisons.misaligned_sums,
+            comparisons.largest_of_sums_in_segments,
         ],
     ),
     "statistics.cu": (
@@ -45,7 +55,10 @@ RUNS = {
         [COMMON, SELECTION, "chunks.cu"],
         [comparisons.largest_in_segments, comparisons.top_k_of_few],
     ),
-    "fitting.cu": ([COMMON, SELECTION, "fitting.cu"], [comparisons.excesses]),
+    "fitting.cu": (
+        [COMMON, SELECTION, "chunks.cu", SEGMENTS, "fitting.cu"],
+        [comparisons.excesses],
+    ),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
     "transforms.cu": ([COMMON, "transforms.cu"], [comparisons.hadamard_transforms]),
 }
@@ -117,10 +130,12 @@ FAULTS = {
     "a block takes its own number as its tile": (COMMON, "(i64)atomicAdd(ticket, 1ull)", "(i64)blockIdx.x"),
     "a count is published before it is known": (COMMON, "states[tile] = COUNTED | own;", "states[tile] = COUNTED;"),
     "a tie too many": (SELECTION, "(at++ < ties)", "(at++ <= ties)"),
-    "the last block does not wait for the others": (SELECTION, "shared.turn != gridDim.x - 1", "shared.turn != 0"),
+    "a block does not wait for the counts of the others": (SEGMENTS, "!= (u64)tiles)", "!= (u64)tiles && false)"),
+    "a segment begins a place late": (SEGMENTS, "starts[row] = place;", "starts[row] = place + 1;"),
+    "a tile is of the segment before": (SEGMENTS, "<= tile) ++row;\n        const i64 s", "< tile) ++row; const i64 s"),
     "a sum is a difference": ("merging.cu", "= sum[i] + widened(values_b", "= sum[i] - widened(values_b"),
-    "a vector is added to itself": (SELECTION, "read(b, size, first, others);", "read(a, size, first, others);"),
-    "a sum is not written": (SELECTION, "write(out, size, first, items);", ""),
+    "a vector is added to itself": (SELECTION, "read(addend, size,", "read(values, size,"),
+    "a sum is not written": (SEGMENTS, "write(out + start, size, first, items);", ""),
     "a chunk at the end has a stage less": ("transforms.cu", "bound < 2 * by * unit", "bound <= 2 * by * unit"),
     "the fit leaves out a block": ("fitting.cu", "own[1] = lanes.total[0]", "own[1] = 0"),
 }  # fmt: skip

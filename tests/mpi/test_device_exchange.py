@@ -273,6 +273,53 @@ def test_a_step_starts_and_waits_for_few_things(comm, cupy, name):
     assert found.synchronisations <= synchronisations, found
 
 
+# Launches and synchronisations of a step of one rank, whatever the number of tensors.
+# Two ranks may take 12 and 4 more.
+STEPS = {
+    "top-k": (lambda: TopK(0.01), 10, 2),
+    "chunks": (lambda: ChunkedTopK(4, 256), 7, 2),
+}
+
+
+def assert_few(comm, cupy, name, tensors, *more):
+    """Fail if a step takes more launches and synchronisations than one of one rank, and these."""
+    make, launches, synchronisations = STEPS[name]
+    exchange = GradientExchange(comm, make(), small=0)
+    sizes = [70_000, *(200 + i % 7 for i in range(tensors - 1))]
+    ends = np.cumsum(sizes).tolist()
+    for step in range(2):
+        whole = cupy.asarray(gradient(comm, step, sum(sizes)))
+        parts = {
+            str(i): whole[end - size : end].copy()
+            for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        }
+        with counted(cupy) as found:
+            exchange(parts)
+    assert found.launches <= launches + more[0], found
+    assert found.synchronisations <= synchronisations + more[1], found
+
+
+TENSORS = pytest.mark.parametrize("tensors", [1, 54, 160])
+
+
+@pytest.mark.stand_in("counts launches")
+@pytest.mark.exactly(1)
+@pytest.mark.parametrize("name", STEPS)
+@TENSORS
+def test_a_step_starts_as_many_things_for_any_number_of_tensors(
+    comm, cupy, name, tensors
+):
+    assert_few(comm, cupy, name, tensors, 0, 0)
+
+
+@pytest.mark.stand_in("counts launches")
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize("name", STEPS)
+@TENSORS
+def test_two_ranks_start_a_few_things_more(comm, cupy, name, tensors):
+    assert_few(comm, cupy, name, tensors, 12, 4)
+
+
 @pytest.mark.stand_in("counts synchronisations")
 @pytest.mark.exactly(2)
 def test_a_message_is_waited_for_once_on_each_side(comm, cupy):

@@ -6,8 +6,8 @@ take and return contiguous CuPy arrays, and run on the current device and stream
 Importing this package imports CuPy.
 
 ``compiling``   the CUDA source as one module, and its launches
-``selection``   the largest magnitudes, and those above a threshold; of a sum in the pass that computes it
-``segments``    the largest magnitudes of each segment of a vector, or of chunks of it
+``selection``   the magnitudes above a threshold
+``segments``    the largest magnitudes of each segment, or of chunks of it; of a sum in the pass that computes it
 ``bins``        the entries of bins that reach the bin's maximum
 ``statistics``  sums over a gradient, in one read
 ``fitting``     thresholds of fitted distributions: sums, and what exceeds them
@@ -51,13 +51,13 @@ from mpicomp.kernels.device.merging import (
     scatter,
     scatter_add,
 )
-from mpicomp.kernels.device.segments import largest_in_segments
-from mpicomp.kernels.device.selection import (
+from mpicomp.kernels.device.segments import (
     add_largest,
     divide_largest,
     largest,
-    raise_not_finite,
+    largest_in_segments,
 )
+from mpicomp.kernels.device.selection import raise_not_finite
 from mpicomp.kernels.device.statistics import (
     magnitudes_in_segments,
     sides,

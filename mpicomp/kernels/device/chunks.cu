@@ -1,10 +1,10 @@
-// The largest magnitudes of each chunk of consecutive values, a block of threads for each chunk. A chunk of up to a tile
-// is read once, into registers; a longer one once for each digit and once more.
+// The largest magnitudes of each chunk of consecutive values, in all segments of a vector, a block of threads for each
+// chunk. A chunk of up to a tile is read once, into registers; a longer one once for each digit and once more.
 #include "common.cuh"
 
 template <int threads>
 struct ChunkShared {
-    Scan<1> scan;  // of the chunks
+    Scan<1> scan;  // its tile is the number of the chunk
     Finder finder;
     u32 bins[BINS];
     u64 warps[2][threads / 32], before;
@@ -33,26 +33,33 @@ __device__ inline void find_kth(
     }
 }
 
-// Append what is above the threshold, and the first `ties` of what equals it, from place `written` on. start: the
-// position of the chunk's first value.
-template <int threads, typename Key>
+// A bit for each item of this thread that is above the threshold, or equal to it, among the first `size`.
+template <typename Key>
+__device__ inline void compare(
+    const Items<Key>& items, i64 first, i64 size, u64 mask, u64 threshold, u32& above, u32& equal) {
+    above = equal = 0;
+#pragma unroll
+    for (int i = 0; i < Items<Key>::COUNT; ++i) {
+        Key key = (Key)(items.key[i] & mask);
+        above |= (u32)(key > (Key)threshold) << i;
+        equal |= (u32)(key == (Key)threshold) << i;
+    }
+    above &= real_items<Key>(first, size);
+    equal &= real_items<Key>(first, size);
+}
+
+// Keep what is above the threshold, and the first `ties` of what equals it, from place `written` on, where `equal_before`
+// that equal it lie before: keep(at, place in the chunk, bits).
+template <int threads, typename Key, typename Keep>
 __device__ inline void append_chunk(
     ChunkShared<threads>& shared, const Key* bits, i64 size, Items<Key>& items, u64 mask, u64 threshold, u64 ties,
-    i64 start, const i64* sources, u64 written, u64 room, i64* positions, Key* kept) {
+    u64 written, u64 equal_before, const Keep& keep) {
     const i64 TILE = threads * Items<Key>::COUNT;
-    u64 equal_before = 0;
     for (i64 tile = 0; tile < size; tile += TILE) {
         const i64 first = tile + warp() * Items<Key>::WARP;
         if (size > TILE) read(bits, size, first, items);
-        u32 above = 0, equal = 0;
-#pragma unroll
-        for (int i = 0; i < Items<Key>::COUNT; ++i) {
-            Key key = (Key)(items.key[i] & mask);
-            above |= (u32)(key > (Key)threshold) << i;
-            equal |= (u32)(key == (Key)threshold) << i;
-        }
-        above &= real_items<Key>(first, size);
-        equal &= real_items<Key>(first, size);
+        u32 above, equal;
+        compare(items, first, size, mask, threshold, above, equal);
         const u64 own[2] = {warp_sum((u64)__popc(above)), warp_sum((u64)__popc(equal))};
         if (lane() == 0) shared.warps[0][warp()] = own[0], shared.warps[1][warp()] = own[1];
         __syncthreads();
@@ -62,72 +69,76 @@ __device__ inline void append_chunk(
             written += counts[0], equal_before += counts[1];
             if (w < warp()) before[0] += counts[0], before[1] += counts[1];
         }
-        append_with_ties(
-            items, above, equal, start + first, sources, before[0], before[1], ties, room, positions, kept);
+        append_with_ties<Key>(above, equal, first, before[0], before[1], ties, [&](u64 at, int i, i64 place) {
+            keep(at, place, items.key[i]);
+        });
         __syncthreads();
     }
 }
 
-// Write positions and bits of the k largest magnitudes of each chunk, `last` of a shorter one at the end, in order, and
-// in *total how many there are.
-template <typename Key>
+// A segment in chunks; in the row behind the last `before` is the number of all.
+struct Chunks {
+    i64 first, end, before;  // in the vector; the number of chunks before
+    i64 chunk;
+    u64 k, last;         // entries to select from a chunk, and from a shorter one at the end
+    u64 addend;          // address of the segment's part of a second vector, or 0
+};
+
+// Write positions and bits of the largest magnitudes of each chunk, in order; starts: how many there are before each
+// segment, and at last that of all. With `out` the values are first made the sum of `factor` times themselves and the
+// addends.
+template <int threads, typename Index, typename Key>
 __device__ inline void largest_in_chunks(
-    const Key* bits, i64 size, u64 mask, u64 width, u64 k, i64 chunk, u64 last, i64* positions, Key* kept, u64 room,
-    u64* total, u64* ticket, u64* states, i64 chunks) {
-    SHARED(ChunkShared<THREADS>, shared);
-    const i64 number = take_tile(shared.scan, ticket), start = number * chunk, length = lesser(chunk, size - start);
-    const u64 wanted = length == chunk ? k : last;
+    const Key* values, u64 factor, Key* out, const Chunks* rows, i64 count, u64 mask, u64 width, u64 infinity,
+    u64* ticket, u64* states, u64* starts, Index* positions, Key* kept, Said* said) {
+    SHARED(ChunkShared<threads>, shared);
+    const i64 number = take_tile(shared.scan, ticket), row = find_row(rows, count, &Chunks::before, number);
+    const Chunks own = rows[row];
+    const i64 start = own.first + (number - own.before) * own.chunk, length = lesser(own.chunk, own.end - start);
+    const u64 wanted = length == own.chunk ? own.k : own.last;
+    const Key* bits = (out ? out : values) + start;
     Items<Key> items;
-    read(bits + start, length, warp() * Items<Key>::WARP, items);
+    if (out) {
+        const Key* addend = ADDRESS(const Key, own.addend) + (start - own.first);
+        for (i64 first = warp() * Items<Key>::WARP; first < length; first += threads * Items<Key>::COUNT) {
+            read_sum(values + start, factor, addend, length, first, items);
+            write(out + start, length, first, items);
+        }
+    } else {
+        read(bits, length, warp() * Items<Key>::WARP, items);
+    }
     u64 threshold, ties = wanted;
-    find_kth(shared, bits + start, length, items, mask, width, threshold, ties);
+    find_kth(shared, bits, length, items, mask, width, threshold, ties);
     u64 above = wanted - ties;
     if (threshold == 0) ties = 0;  // zeros are not selected
     if (warp() == 0) {
         u64 before = look_back(states, number, above + ties);
-        if (lane() == 0) shared.before = before;
-        if (lane() == 0 && number == chunks - 1) *total = before + above + ties;
+        if (lane() == 0) {
+            shared.before = before;
+            if (number == own.before) starts[row] = before;
+            if (number == rows[count].before - 1) starts[count] = before + above + ties;
+        }
     }
     __syncthreads();
-    append_chunk(shared, bits + start, length, items, mask, threshold, ties, start, (const i64*)0, shared.before, room,
-                 positions, kept);
+    const u64 final = shared.before + above + ties - 1;
+    append_chunk(
+        shared, bits, length, items, mask, threshold, ties, shared.before, 0, [&](u64 at, i64 place, Key key) {
+            const i64 position = start + place;
+            positions[at] = (Index)position, kept[at] = key;
+            if (at == 0) said->first = (u64)position;
+            if (at == final) atomicMax(&said->last, (u64)position);
+            if ((key & mask) >= infinity) atomicMax(&said->bad, 1ull);
+        });
 }
 
-// The same for few values, which are one chunk: one block of 1024 threads. There are `size` keys, or *counted if that is
-// less. sources: the positions to write; null for the places in `bits`.
-template <typename Key>
-__device__ inline void largest_of_few(
-    const Key* bits, i64 size, const u64* counted, u64 mask, u64 width, u64 k, const i64* sources, i64* positions,
-    Key* kept, u64* total) {
-    SHARED(ChunkShared<SAMPLERS>, shared);
-    if (counted) size = lesser(size, (i64)*counted);
-    Items<Key> items;
-    read(bits, size, warp() * Items<Key>::WARP, items);
-    u64 threshold, ties = k;
-    find_kth(shared, bits, size, items, mask, width, threshold, ties);
-    u64 above = k - ties;
-    if (threshold == 0) ties = 0;
-    if (threadIdx.x == 0) *total = above + ties;
-    append_chunk(shared, bits, size, items, mask, threshold, ties, 0, sources, 0, k, positions, kept);
-}
-
-#define LARGEST_IN_CHUNKS(name, Key)                                                                                \
-    KERNEL name(                                                                                                    \
-        const Key* bits, i64 size, u64 mask, u64 width, u64 k, i64 chunk, u64 last, i64* positions, Key* kept,      \
-        u64 room, u64* total, u64* ticket, u64* states, i64 chunks) {                                               \
-        largest_in_chunks(                                                                                          \
-            bits, size, mask, width, k, chunk, last, positions, kept, room, total, ticket, states, chunks);         \
+#define LARGEST_IN_CHUNKS(name, threads, Index, Key)                                                                \
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(                                                     \
+        const Key* values, u64 factor, Key* out, const Chunks* rows, i64 count, u64 mask, u64 width, u64 infinity,  \
+        u64* ticket, u64* states, u64* starts, Index* positions, Key* kept, Said* said) {                           \
+        largest_in_chunks<threads>(                                                                                 \
+            values, factor, out, rows, count, mask, width, infinity, ticket, states, starts, positions, kept, said); \
     }
-LARGEST_IN_CHUNKS(largest_in_chunks_u2, u16)
-LARGEST_IN_CHUNKS(largest_in_chunks_u4, u32)
-LARGEST_IN_CHUNKS(largest_in_chunks_u8, u64)
-
-#define LARGEST_OF_FEW(name, Key)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(SAMPLERS) name(                                                    \
-        const Key* bits, i64 size, const u64* counted, u64 mask, u64 width, u64 k, const i64* sources,              \
-        i64* positions, Key* kept, u64* total) {                                                                    \
-        largest_of_few(bits, size, counted, mask, width, k, sources, positions, kept, total);                       \
-    }
-LARGEST_OF_FEW(largest_of_few_u2, u16)
-LARGEST_OF_FEW(largest_of_few_u4, u32)
-LARGEST_OF_FEW(largest_of_few_u8, u64)
+#define LARGEST_IN_CHUNKS_OF(index, Index, key, Key)                                                                \
+    LARGEST_IN_CHUNKS(largest_in_chunks_##index##_##key, THREADS, Index, Key)                                       \
+    LARGEST_IN_CHUNKS(largest_in_long_chunks_##index##_##key, SELECTORS, Index, Key)
+FOR_INDEX_AND_KEY_OF_ROWS(LARGEST_IN_CHUNKS_OF)

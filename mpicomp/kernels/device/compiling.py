@@ -15,6 +15,7 @@ FILES = (
     "common.cuh",
     "selection.cu",
     "chunks.cu",
+    "segments.cu",
     "bins.cu",
     "statistics.cu",
     "fitting.cu",
@@ -84,6 +85,6 @@ def zeros(*sizes: int) -> list[Array]:
     return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def in_tiles(size: int, tile: int) -> int:
-    """Return how many tiles it takes to cover `size` items."""
+def in_tiles(size: Any, tile: Any) -> Any:
+    """Return how many tiles it takes to cover `size` items: an integer, or an array of them."""
     return -(-size // tile)

@@ -8,11 +8,11 @@ import numpy as np
 
 from mpicomp.kernels.device.compiling import Array, in_tiles, launch, zeros
 from mpicomp.kernels.device.merging import add_parts
+from mpicomp.kernels.device.segments import largest
 from mpicomp.kernels.device.selection import (
     Found,
     compact,
     compacting,
-    largest,
     select,
     selecting,
 )

@@ -1,18 +1,89 @@
-"""The largest magnitudes of each segment of a vector, or of chunks of it: exact, a block of threads for each chunk."""
+"""The largest magnitudes of each segment of a vector, or of chunks of it: exact, in launches whose number is constant.
+
+A table in device memory describes the segments. Chunks of up to 65536 values are
+selected by a block of threads each, in one launch. Of longer ones a sample gives each a
+threshold that slightly more than `k` magnitudes are expected to reach; one read marks
+those with a bit; the marked ones are compacted, and a radix selection among them is
+exact. The host waits once, for what is known of the result. If a sample misled, all is
+repeated with thresholds that cannot.
+
+Source of the compaction in one pass: D. Merrill and M. Garland, "Single-pass parallel
+prefix scan with decoupled look-back", NVIDIA NVR-2016-002.
+"""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
-from mpicomp.kernels.device.compiling import Array, in_tiles, launch, zeros
-from mpicomp.kernels.device.merging import add_parts
-from mpicomp.kernels.device.selection import Found, largest
-from mpicomp.kernels.host.bits import FORMATS
+from mpicomp.arrays import address, index_dtype
+from mpicomp.kernels import NOTHING, Selected
+from mpicomp.kernels.device.compiling import (
+    MOST_BLOCKS,
+    THREADS,
+    Array,
+    in_tiles,
+    launch,
+    zeros,
+)
+from mpicomp.kernels.device.merging import divide
+from mpicomp.kernels.host.bits import FORMATS, Format
+from mpicomp.kernels.host.segments import Summands
+from mpicomp.kernels.host.selection import Found
+
+Column = np.ndarray[Any, Any]
+# indices and bits in room for more, the number before each row and of all, and what is
+# said of them
+_Chosen = tuple[Array, Array, Column, list[int]]
 
 # values; a block of threads would take too long to select from more of them
 _LONG = 1 << 16
+# candidates: more of one segment are shared by several blocks
+_FEW = 1 << 17
+# values of the sample for the lower threshold, and the threads that read them
+_SAMPLE, _SAMPLERS = 1 << 14, 1024
+# threads of a block that selects from many values
+_SELECTORS = 512
+_SIGMAS = 4
+_DIGIT = 11
+# values that a block of 256 threads reads at a time, by their bytes
+_TILES = {2: 4096, 4: 4096, 8: 2048}
+_COMPACTED = 8  # tiles of a block
+_SAID = 3  # words: whether a value is not finite, the first position, the last one
+
+
+def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
+    """Return the positions of the `k` largest magnitudes of `values`, in increasing order, and the values there.
+
+    The same as `mpicomp.kernels.host.largest`. threads: ignored.
+    """
+    found = _largest(_Vector.of(values), k)
+    return found.indices, found.values
+
+
+def add_largest(
+    a: Array,
+    b: Array,
+    out: Array,
+    k: int,
+    *,
+    scale: float = 1.0,
+    threads: int | None = None,
+) -> Found:
+    """Write ``scale * a + b`` to `out`, and return ``largest(out, k)``, in one pass over `a` and `b`.
+
+    The same as `mpicomp.kernels.host.add_largest`. threads: ignored.
+    """
+    found = _largest(_Vector.of(out, (a, scale, [b])), k)
+    return found.indices, found.values
+
+
+def divide_largest(
+    indices: Array, values: Array, k: int
+) -> tuple[Array, Array, Array, Array]:
+    """Return the entries with the `k` largest magnitudes, and the others, as `mpicomp.kernels.host` does."""
+    return divide(indices, values, largest(values, k)[0])
 
 
 def largest_in_segments(
@@ -22,64 +93,319 @@ def largest_in_segments(
     chunk: Sequence[int],
     last: Sequence[int],
     *,
-    summands: tuple[Array, float, Sequence[Array]] | None = None,
+    summands: Summands | None = None,
     threads: int | None = None,
-) -> Found:
+) -> Selected:
     """Return the largest of each chunk of each segment, as `mpicomp.kernels.host.largest_in_segments` does.
 
-    threads: ignored. A launch or a few for each segment, and for each long chunk.
+    threads: ignored. It is known of the entries whether they are finite.
     """
-    if summands is not None:
-        add_parts(*summands, values)
-    found = []
-    for row, (first, end) in enumerate(pairwise(bounds)):
-        size = min(chunk[row], end - first)
-        if size and size <= _LONG and size < end - first:
-            positions, kept = _largest_in_chunks(
-                values[first:end], k[row], size, last[row]
-            )
-            found.append((positions + first if first else positions, kept))
-            continue
-        for start in range(first, end, max(1, size)):
-            part = values[start : min(start + size, end)]
-            positions, kept = largest(
-                part, k[row] if part.size == chunk[row] else last[row]
-            )
-            found.append((positions + start if start else positions, kept))
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        return cupy.empty(0, np.intp), values[:0].copy()
-    return (
-        cupy.concatenate([each[0] for each in found]),
-        cupy.concatenate([each[1] for each in found]),
+    return _in_segments(
+        _Vector.of(values, summands),
+        np.asarray(bounds, np.int64),
+        np.asarray(k),
+        np.asarray(chunk),
+        np.asarray(last),
+        index_dtype(values.size),
     )
 
 
-def _largest_in_chunks(values: Array, k: int, chunk: int, last: int) -> Found:
-    """Return the `k` largest of each chunk, `last` of a shorter one; chunks of up to 4096 values are read once."""
-    form = FORMATS[values.dtype]
-    bits, room = values.view(form.keys), values.size // chunk * k + last
-    positions, kept = cupy.empty(room, np.intp), cupy.empty(room, form.keys)
-    if not values.size:
-        return positions[:0], kept[:0].view(values.dtype)
-    chunks = in_tiles(values.size, chunk)
-    total, ticket, states = zeros(1, 1, chunks)
-    limits, work = (
-        (form.mask, form.width, k, chunk, last),
-        (total, ticket, states, chunks),
-    )
+class _Vector(NamedTuple):
+    """The values to select from, as bits; `out` if they are first overwritten by ``factor * source`` plus addends.
+
+    factor: the bits of a float64. addends: the address of the addend of each segment.
+    """
+
+    form: Format
+    values: Array
+    source: Array
+    out: Array | None
+    factor: int
+    addends: Column
+
+    @classmethod
+    def of(cls, values: Array, summands: Summands | None = None) -> "_Vector":
+        form = FORMATS[values.dtype]
+        bits = values.view(form.keys)
+        if summands is None:
+            return cls(form, bits, bits, None, 0, np.zeros(1, np.int64))
+        a, scale, parts = summands
+        factor = np.float64(values.dtype.type(scale)).view(np.uint64)
+        addends = np.array([address(part) for part in parts], np.int64)
+        return cls(form, bits, a.view(form.keys), bits, int(factor), addends)
+
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        """All bits of a magnitude, how many, and those of infinity."""
+        return int(self.form.mask), self.form.width, int(self.form.infinity)
+
+
+def _largest(vector: _Vector, k: int) -> Selected:
+    edges = np.array([0, vector.values.size])
+    few = np.array([k])
+    return _in_segments(vector, edges, few, edges[1:], few, np.dtype(np.intp))
+
+
+def _in_segments(
+    vector: _Vector,
+    edges: Column,
+    k: Column,
+    chunk: Column,
+    last: Column,
+    index: np.dtype[Any],
+) -> Selected:
+    """Return the largest of each chunk of each segment, with indices of a dtype."""
+    sizes = np.diff(edges)
+    some = np.flatnonzero(sizes)
+    places = np.zeros(edges.size, np.int64)
+    if not some.size:
+        values = vector.values[:0].view(vector.form.floating)
+        return Selected(cupy.empty(0, index), values, places.tolist(), NOTHING)
+    addends = np.broadcast_to(vector.addends, sizes.shape)
+    rows = edges[some], edges[some + 1], chunk[some], k[some], last[some], addends[some]
+    if np.minimum(chunk, sizes).max() <= _LONG:
+        found = _in_chunks(vector, *rows, index)
+    else:
+        found = _in_long_chunks(vector, *rows, index)
+    indices, kept, starts, said = found
+    places[some + 1] = starts[1:]
+    places = np.maximum.accumulate(places)
+    count = int(places[-1])
+    bad, first, end = said
+    facts = (-1, 0 if bad else -1, first, end) if count else NOTHING
+    values = kept[:count].view(vector.form.floating)
+    return Selected(indices[:count], values, places.tolist(), facts)
+
+
+def _in_chunks(
+    vector: _Vector,
+    first: Column,
+    end: Column,
+    chunk: Column,
+    k: Column,
+    last: Column,
+    addend: Column,
+    index: np.dtype[Any],
+) -> _Chosen:
+    """Select from each chunk by a block of threads."""
+    mask, width, infinity = vector.limits
+    whole, rest = np.divmod(end - first, chunk)
+    before = _before(whole + (rest > 0))
+    rows = _table(first, end, before, chunk, k, last, addend)
+    room = int((whole * k + np.where(rest, last, 0)).sum())
+    count = first.size
+    chunks = int(before[-1])
+    report, ticket, states = zeros(_SAID + count + 1, 1, chunks)
+    positions = cupy.empty(room, index)
+    kept = cupy.empty(room, vector.form.keys)
+    is_long = min(chunk.max(), (end - first).max()) > _TILES[kept.itemsize]
     launch(
-        "largest_in_chunks",
-        [bits.dtype],
+        "largest_in_long_chunks" if is_long else "largest_in_chunks",
+        [index, kept.dtype],
         chunks,
-        bits,
-        bits.size,
-        *limits,
+        vector.source,
+        vector.factor,
+        vector.out,
+        rows,
+        count,
+        mask,
+        width,
+        infinity,
+        ticket,
+        states,
+        report[_SAID:],
         positions,
         kept,
-        room,
-        *work,
+        report,
+        threads=_SELECTORS if is_long else THREADS,
     )
-    found = int(total.get()[0])
-    return positions[:found], kept[:found].view(values.dtype)
+    words = report.get()
+    return positions, kept, words[_SAID:], words[:_SAID].tolist()
+
+
+def _in_long_chunks(
+    vector: _Vector,
+    first: Column,
+    end: Column,
+    chunk: Column,
+    k: Column,
+    last: Column,
+    addend: Column,
+    index: np.dtype[Any],
+) -> _Chosen:
+    """Select from each chunk as from a segment of its own."""
+    numbers = in_tiles(end - first, chunk)
+    rows = np.repeat(np.arange(first.size), numbers)
+    before = _before(numbers)
+    offset = (np.arange(rows.size) - before[rows]) * chunk[rows]
+    starts = first[rows] + offset
+    ends = np.minimum(starts + chunk[rows], end[rows])
+    wanted = np.where(ends - starts == chunk[rows], k[rows], last[rows])
+    own = addend[rows]
+    if vector.out is not None:
+        own = own + offset * vector.values.itemsize
+    chosen = _in_rows(vector, starts, ends, wanted, own, index)
+    positions, kept, places, said = chosen
+    return positions, kept, places[before], said
+
+
+def _in_rows(
+    vector: _Vector,
+    first: Column,
+    end: Column,
+    k: Column,
+    addend: Column,
+    index: np.dtype[Any],
+) -> _Chosen:
+    """Select from each row, which is a part of the vector, by thresholds from samples."""
+    sizes = end - first
+    wanted = np.minimum(k, sizes)
+    rank, room = _by_sample(sizes, wanted)
+    run = _Run(vector, first, end, wanted, addend, index)
+    chosen, floors, reached = run.select(rank, room, None)
+    is_short = (reached < wanted) & (floors > 1)
+    is_misled = is_short | (reached > room)
+    if is_misled.any():
+        # the values are written
+        again = run._replace(vector=vector._replace(source=vector.values, out=None))
+        floors = np.where(is_short, 1, floors)
+        room = np.where(is_short, sizes, np.maximum(room, reached))
+        chosen, _, _ = again.select(rank, room, floors)
+    return chosen
+
+
+def _by_sample(sizes: Column, k: Column) -> tuple[Column, Column]:
+    """Return the rank of the threshold in the sample of each row, 0 for none, and room for what reaches it."""
+    share = _SAMPLE * k / sizes
+    rank = np.ceil(share + _SIGMAS * (1 + np.sqrt(share)))
+    most = np.ceil((rank + _SIGMAS * np.sqrt(rank)) * sizes / _SAMPLE)
+    is_sample = sizes <= _SAMPLE  # all values
+    rank = np.where(is_sample, k, np.where(rank < _SAMPLE, rank, 0))
+    room = np.where(is_sample | (rank == 0), sizes, np.minimum(sizes, most))
+    return rank.astype(np.int64), room.astype(np.int64)
+
+
+class _Run(NamedTuple):
+    """The rows of a selection, each a part of the vector: first and last position, entries to select, and addends."""
+
+    vector: _Vector
+    first: Column
+    end: Column
+    k: Column
+    addend: Column
+    index_dtype: np.dtype[Any]
+
+    def select(
+        self, rank: Column, room: Column, floors: Column | None
+    ) -> tuple[_Chosen, Column, Column]:
+        """Return the entries, the thresholds of the candidates, and how many reached them.
+
+        floors: thresholds; None to take those of a rank in a sample. room: for
+        candidates.
+        """
+        vector = self.vector
+        keys = vector.form.keys
+        mask, width, infinity = vector.limits
+        count = self.first.size
+        tiles = _before(in_tiles(self.end - self.first, _TILES[keys.itemsize]))
+        jobs, digits = _jobs(room, keys.itemsize, width)
+        places = _before(digits)
+        before = _before(jobs)
+        rows = _table(
+            self.first, self.end, tiles, before, self.k, rank, self.addend, places
+        )
+        blocks = in_tiles(int(tiles[-1]), _COMPACTED)
+        report, *work = zeros(
+            _SAID + 2 * count + 1, 1, blocks, 1, max(1, int(places[-1]))
+        )
+        ticket, states, second_ticket, counts = work
+        starts = report[_SAID : _SAID + count + 1]
+        thresholds = report[_SAID + count + 1 :]
+        if floors is None:
+            args = vector.source, vector.factor, rows, mask, width, thresholds
+            launch("sample_floors", [keys], count, *args, threads=_SAMPLERS)
+        else:
+            thresholds = cupy.asarray(floors)
+        marks = cupy.empty(int(tiles[-1]) * THREADS, np.uint16)
+        _mark(vector, rows, count, thresholds, marks)
+        most = int(room.sum())
+        candidates = cupy.empty(most, self.index_dtype), cupy.empty(most, keys)
+        launch(
+            "compact_marked",
+            [self.index_dtype, keys],
+            blocks,
+            vector.values,
+            marks,
+            rows,
+            count,
+            *candidates,
+            most,
+            starts,
+            ticket,
+            states,
+            blocks,
+        )
+        entries = int(self.k.sum())
+        positions = cupy.empty(entries, self.index_dtype)
+        kept = cupy.empty(entries, keys)
+        launch(
+            "largest_in_rows",
+            [self.index_dtype, keys],
+            int(before[-1]),
+            *candidates,
+            most,
+            rows,
+            count,
+            starts,
+            mask,
+            width,
+            infinity,
+            second_ticket,
+            counts,
+            positions,
+            kept,
+            report,
+            threads=_SELECTORS,
+        )
+        words = report.get()
+        reached = np.diff(words[_SAID : _SAID + count + 1]).astype(np.int64)
+        ends = _before(np.minimum(reached, self.k))
+        chosen = positions, kept, ends, words[:_SAID].tolist()
+        return chosen, words[_SAID + count + 1 :], reached
+
+
+def _mark(
+    vector: _Vector, rows: Array, count: int, floors: Array, marks: Array
+) -> None:
+    """Mark what reaches the floors; the sum is written first, if there is one."""
+    mask, _, _ = vector.limits
+    blocks = min(MOST_BLOCKS, marks.size // THREADS)
+    args = rows, count, mask, floors, marks
+    dtypes = [vector.values.dtype]
+    if vector.out is None:
+        launch("mark", dtypes, blocks, vector.values, *args)
+    else:
+        given = vector.source, vector.factor, vector.out
+        launch("add_and_mark", dtypes, blocks, *given, *args)
+
+
+def _jobs(room: Column, itemsize: int, width: int) -> tuple[Column, Column]:
+    """Return the blocks that select from the candidates of each row, and the words in which several count digits."""
+    tiles = in_tiles(room, _TILES[itemsize] * _SELECTORS // THREADS)
+    digits = in_tiles(width, _DIGIT)
+    is_shared = room > _FEW
+    words = digits * ((1 << _DIGIT) + 1) + 2 * tiles
+    return np.where(is_shared, tiles * (digits + 1), 1), np.where(is_shared, words, 0)
+
+
+def _before(counts: Column) -> Column:
+    """Return the sum of the counts before each, and at last of all."""
+    return np.append(0, np.cumsum(counts))
+
+
+def _table(*columns: Column) -> Array:
+    """Return rows on the device; a column with one more number than there are rows has it in a row behind the last."""
+    table = np.zeros((columns[0].size + 1, len(columns)), np.int64)
+    for number, column in enumerate(columns):
+        table[: column.size, number] = column
+    return cupy.asarray(table)

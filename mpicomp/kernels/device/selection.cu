@@ -4,11 +4,12 @@
 
 constexpr int DIGIT = 11, BINS = 1 << DIGIT;
 constexpr int SAMPLERS = 1024, SAMPLES = 16;  // threads, and places that each of them looks at
+constexpr int SELECTORS = 512;                // threads, of blocks that select from many values
 
-// Append what the bits of `chosen` say of this warp's items, in order, from `place` on, as far as there is room.
-template <typename Key>
-__device__ inline void append(
-    const Items<Key>& items, u32 chosen, i64 first, const i64* sources, u64 place, u64 room, i64* positions, Key* kept) {
+// Call `keep(at, i, place)` for the items of this warp that the bits of `chosen` name, in order: `at` counts from `at` on,
+// `i` is the item of this thread, and `place` its place among those that begin at `first`.
+template <typename Key, typename Keep>
+__device__ inline void append(u32 chosen, i64 first, u64 place, const Keep& keep) {
     const int VECTOR = Items<Key>::VECTOR;
 #pragma unroll
     for (int l = 0; l < Items<Key>::LOADS; ++l) {
@@ -17,25 +18,17 @@ __device__ inline void append(
         u32 own = __popc(part), through = warp_scan(own);
         u64 at = place + through - own;
 #pragma unroll
-        for (int i = l * VECTOR; i < (l + 1) * VECTOR; ++i) {
-            if (!(chosen >> i & 1)) continue;
-            if (at < room) {
-                i64 position = place_of<Key>(first, i);
-                positions[at] = sources ? sources[position] : position;
-                kept[at] = items.key[i];
-            }
-            ++at;
-        }
+        for (int i = l * VECTOR; i < (l + 1) * VECTOR; ++i)
+            if (chosen >> i & 1) keep(at++, i, place_of<Key>(first, i));
         place += __shfl_sync(ALL, through, 31);
     }
 }
 
 // Append the items of `above`, and of those of `equal` the first ones: `ties` in all, of which `equal_before` lie before
 // this warp, as `above_before` items of `above` do.
-template <typename Key>
+template <typename Key, typename Keep>
 __device__ inline void append_with_ties(
-    const Items<Key>& items, u32 above, u32 equal, i64 first, const i64* sources, u64 above_before, u64 equal_before,
-    u64 ties, u64 room, i64* positions, Key* kept) {
+    u32 above, u32 equal, i64 first, u64 above_before, u64 equal_before, u64 ties, const Keep& keep) {
     const u64 place = above_before + lesser(equal_before, ties);
 #pragma unroll
     for (int l = 0; l < Items<Key>::LOADS; ++l) {
@@ -48,7 +41,7 @@ __device__ inline void append_with_ties(
             if (equal >> i & 1) above |= (u32)(at++ < ties) << i;
         equal_before += __shfl_sync(ALL, through, 31);
     }
-    append(items, above, first, sources, place, room, positions, kept);
+    append<Key>(above, first, place, keep);
 }
 
 // Write positions and bits of the magnitudes at or above `floor` (or `*floors`), in order, as far as there is room;
@@ -70,7 +63,10 @@ __device__ inline void compact(
     bool any = __any_sync(ALL, chosen != 0);
     u64 counts[1] = {any ? warp_sum((u64)__popc(chosen)) : 0};
     scan_grid(scan, counts, states, tiles, total);
-    if (any) append(items, chosen, first, (const i64*)0, counts[0], room, positions, kept);
+    if (any)
+        append<Key>(chosen, first, counts[0], [&](u64 at, int i, i64 place) {
+            if (at < room) positions[at] = place, kept[at] = items.key[i];
+        });
 }
 
 // Reads items of a vector.
@@ -146,7 +142,9 @@ __device__ inline void select(
     equal &= real_items<Key>(first, size);
     u64 counts[2] = {warp_sum((u64)__popc(above)), warp_sum((u64)__popc(equal))};
     scan_grid(scan, counts, states, tiles, totals);
-    append_with_ties(items, above, equal, first, sources, counts[0], counts[1], ties, room, positions, kept);
+    append_with_ties<Key>(above, equal, first, counts[0], counts[1], ties, [&](u64 at, int i, i64 place) {
+        if (at < room) positions[at] = sources[place], kept[at] = items.key[i];
+    });
 }
 
 #define SELECT(name, Key)                                                                                           \
@@ -206,59 +204,6 @@ __device__ inline void count_digits(
     }
 }
 
-struct DigitCounts {
-    u32 bins[BINS];
-    Finder finder;
-    u64 turn;
-};
-
-// Add to `counts` how many magnitudes, of those whose leading bits are search->prefix, have which digit at `shift`. With
-// `done` (0 when the kernel begins) the last block goes on to the next digit: it finds the bin of the k-th largest,
-// makes `search` that of the next digit, and clears the counts. A k-th largest of 0 has no ties: zeros are not selected.
-template <typename Key>
-__device__ inline void digit_counts(
-    const Key* bits, i64 size, const u64* counted, u64 mask, Search* search, u64 shift, u64 digit, u64* counts,
-    u64* done) {
-    SHARED(DigitCounts, shared);
-    if (counted) size = lesser(size, (i64)*counted);
-    u64 prefix = search->prefix, k = search->k;
-    for (int b = threadIdx.x; b < BINS; b += THREADS) shared.bins[b] = 0;
-    __syncthreads();
-    for (i64 tile = blockIdx.x; tile * Items<Key>::TILE < size; tile += gridDim.x) {
-        i64 first = tile * Items<Key>::TILE + warp() * Items<Key>::WARP;
-        Items<Key> items;
-        read(bits, size, first, items);
-        count_digits(items.key, real_items<Key>(first, size), mask, prefix, shift, digit, shared.bins);
-    }
-    __syncthreads();
-    for (int b = threadIdx.x; b < BINS; b += THREADS)
-        if (shared.bins[b]) atomicAdd(counts + b, (u64)shared.bins[b]);
-    if (!done) return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) shared.turn = atomicAdd(done, 1ull);
-    __syncthreads();
-    if (shared.turn != gridDim.x - 1) return;
-    __threadfence();
-    find_bin<THREADS>(shared.finder, [=](int bin) { return __ldcg(counts + bin); }, k);
-    for (int b = threadIdx.x; b < BINS; b += THREADS) counts[b] = 0;
-    if (threadIdx.x == 0) {
-        search->prefix = prefix << digit | shared.finder.bin;
-        search->k = shift == 0 && search->prefix == 0 ? 0 : shared.finder.k;
-        *done = 0;
-    }
-}
-
-#define DIGIT_COUNTS(name, Key)                                                                                     \
-    KERNEL name(                                                                                                    \
-        const Key* bits, i64 size, const u64* counted, u64 mask, Search* search, u64 shift, u64 digit, u64* counts, \
-        u64* done) {                                                                                                \
-        digit_counts(bits, size, counted, mask, search, shift, digit, counts, done);                                \
-    }
-DIGIT_COUNTS(digit_counts_u2, u16)
-DIGIT_COUNTS(digit_counts_u4, u32)
-DIGIT_COUNTS(digit_counts_u8, u64)
-
 struct SampleCounts {
     u32 bins[BINS];
     Finder finder;
@@ -271,47 +216,6 @@ __device__ inline i64 sample_place(i64 number, i64 size) {
     scattered = (scattered ^ scattered >> 32) * 0xD6E8FEB86659FD93ull;
     return start + (i64)__umul64hi(scattered, (u64)(end - start));
 }
-
-// Set *floor to the magnitude of a rank among a sample, at least 1, and `search` to look for the k-th largest: one block
-// of 1024 threads. addend: null, or a vector that is added to `bits`.
-template <typename Key>
-__device__ inline void sample_floor(
-    const Key* bits, const Key* addend, i64 size, u64 mask, u64 width, u64 rank, u64 k, u64* floor, Search* search) {
-    SHARED(SampleCounts, shared);
-    Key keys[SAMPLES];
-#pragma unroll
-    for (int s = 0; s < SAMPLES; ++s) {
-        i64 place = sample_place(s * SAMPLERS + threadIdx.x, size);
-        keys[s] = addend ? add_bits(bits[place], addend[place]) : bits[place];
-    }
-    u64 prefix = 0, left = rank;
-    for (u64 shift = width; shift;) {
-        u64 digit = lesser((u64)DIGIT, shift);
-        shift -= digit;
-        for (int b = threadIdx.x; b < BINS; b += SAMPLERS) shared.bins[b] = 0;
-        __syncthreads();
-        count_digits(keys, ALL, mask, prefix, shift, digit, shared.bins);
-        __syncthreads();
-        find_bin<SAMPLERS>(shared.finder, [&](int bin) { return (u64)shared.bins[bin]; }, left);
-        prefix = prefix << digit | shared.finder.bin;
-        left = shared.finder.k;
-    }
-    if (threadIdx.x == 0) {
-        *floor = greater(prefix, (u64)1);
-        search->prefix = 0;
-        search->k = k;
-    }
-}
-
-#define SAMPLE_FLOOR(name, Key)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(SAMPLERS) name(                                                    \
-        const Key* bits, const Key* addend, i64 size, u64 mask, u64 width, u64 rank, u64 k, u64* floor,             \
-        Search* search) {                                                                                           \
-        sample_floor(bits, addend, size, mask, width, rank, k, floor, search);                                      \
-    }
-SAMPLE_FLOOR(sample_floor_u2, u16)
-SAMPLE_FLOOR(sample_floor_u4, u32)
-SAMPLE_FLOOR(sample_floor_u8, u64)
 
 // Lower *position to the first place of a magnitude at or above `floor`.
 template <typename Key>
@@ -336,3 +240,47 @@ __device__ inline void first_reaching(const Key* bits, i64 size, u64 mask, u64 f
 FIRST_REACHING(first_reaching_u2, u16)
 FIRST_REACHING(first_reaching_u4, u32)
 FIRST_REACHING(first_reaching_u8, u64)
+
+// Tables of segments: the row that the number of a tile, chunk or block belongs to, of which `before` come before a row.
+template <typename Row>
+__device__ inline i64 find_row(const Row* rows, i64 count, i64 Row::*before, i64 number) {
+    i64 low = 0;
+    while (low + 1 < count) {
+        i64 middle = (low + count) / 2;
+        if (rows[middle].*before <= number) low = middle;
+        else count = middle;
+    }
+    return low;
+}
+
+// What is said of a selection: 1 if a selected value is not finite; the first and the last selected position.
+struct Said {
+    u64 bad, first, last;
+};
+
+// The bits of `factor` a + b, as two roundings to the format. factor: the bits of a double that the format has.
+template <typename Key>
+__device__ inline Key scale_and_add(Key a, u64 factor, Key b) {
+    auto number = number_of(a);
+    narrow(widened(number) * (decltype(widened(number)))number_of(factor), number);
+    return add_bits(bits_of(number), b);
+}
+
+// Read the sum of `factor` times the items of a warp and those of another vector.
+template <typename Key>
+__device__ inline void read_sum(
+    const Key* values, u64 factor, const Key* addend, i64 size, i64 first, Items<Key>& items) {
+    Items<Key> others;
+    read(values, size, first, items);
+    read(addend, size, first, others);
+#pragma unroll
+    for (int i = 0; i < Items<Key>::COUNT; ++i) items.key[i] = scale_and_add(items.key[i], factor, others.key[i]);
+}
+
+#define FOR_INDEX_AND_KEY_OF_ROWS(DEFINE)                                                                           \
+    DEFINE(i4, i32, u2, u16)                                                                                        \
+    DEFINE(i4, i32, u4, u32)                                                                                        \
+    DEFINE(i4, i32, u8, u64)                                                                                        \
+    DEFINE(i8, i64, u2, u16)                                                                                        \
+    DEFINE(i8, i64, u4, u32)                                                                                        \
+    DEFINE(i8, i64, u8, u64)

@@ -29,6 +29,7 @@ def cache_folder() -> str | None:
 class Format(NamedTuple):
     """Properties of a floating-point format that a selection needs."""
 
+    floating: np.dtype[Any]
     keys: np.dtype[Any]  # the unsigned integer of the same width
     # the signed one: magnitudes fit it, and processors can compare it
     signed: np.dtype[Any]
@@ -44,6 +45,7 @@ def _format(dtype: np.dtype[Any]) -> Format:
         8 * dtype.itemsize - 1,
     )
     return Format(
+        dtype,
         keys,
         signed,
         width,

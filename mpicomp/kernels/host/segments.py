@@ -10,19 +10,29 @@ that are not zero. The result does not depend on the floor.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, index_dtype
+from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
-from mpicomp.kernels.host.fused import _add_and_compact
+from mpicomp.kernels.host.fused import _add_and_compact, add_largest
 from mpicomp.kernels.host.instructions import WORD, array_at
-from mpicomp.kernels.host.selection import Found, compact, joined, keep_at
+from mpicomp.kernels.host.selection import (
+    Found,
+    compact,
+    joined,
+    keep_at,
+    largest,
+)
 from mpicomp.kernels.host.streaming import add_parts, addresses
 from mpicomp.threads import in_pieces
 
+# values: from here on a pass for each segment is as fast as one for all
+_ALONE = 1 << 20
 _SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
 _SAMPLE = 1 << 10  # values at most: a quarter of the chunk
 # standard deviations of a sample by which a floor lets more values through than are
@@ -45,8 +55,8 @@ def largest_in_segments(
     *,
     summands: Summands | None = None,
     threads: int | None = None,
-) -> Found:
-    """Return the positions of the largest magnitudes of each chunk, in increasing order, and the values there.
+) -> Selected:
+    """Return the largest magnitudes of each chunk of each segment.
 
     values, ties, zeros, NaN and infinities: as for `largest`. bounds: the first
     position of each segment, and the length. k, chunk, last: for each segment the
@@ -57,12 +67,17 @@ def largest_in_segments(
     pass, where the parts are b segment by segment; the product is rounded before it is
     added. threads: as for `largest`; a segment of several chunks is divided among them.
     """
+    edges = np.asarray(bounds, np.int64)
+    lengths = edges[1:] - edges[:-1]
+    if (lengths <= chunk).all() and (
+        lengths.size == 1 or lengths.max(initial=0) >= _ALONE
+    ):
+        counts = np.where(lengths == chunk, k, last).tolist()
+        return _one_by_one(values, bounds, counts, summands, threads)
     form = FORMATS[values.dtype]
     if summands is not None and values.dtype == np.float16:
         add_parts(*summands, values)
         summands = None
-    edges = np.asarray(bounds, np.int64)
-    lengths = edges[1:] - edges[:-1]
     # at most so many, segment by segment
     counts = np.append(0, np.cumsum(lengths // chunk * k + last))
     segments, longest = (
@@ -85,7 +100,46 @@ def largest_in_segments(
 
     step = longest if len(segments) == 1 else 1
     positions, found = joined(in_pieces(selected, values.size, threads, step=step))
-    return positions, found.view(values.dtype)
+    return _selected(positions, found.view(values.dtype), edges)
+
+
+def _selected(positions: Array, values: Array, edges: Array) -> Selected:
+    places = np.searchsorted(positions, edges).tolist()
+    indices = positions.astype(index_dtype(int(edges[-1])), copy=False)
+    return Selected(indices, values, places)
+
+
+def _one_by_one(
+    values: Array,
+    bounds: Sequence[int],
+    counts: Sequence[int],
+    summands: Summands | None,
+    threads: int | None,
+) -> Selected:
+    """Select from one segment after the other, which several threads share."""
+    all_positions = []
+    all_values = []
+    for segment, (first, end) in enumerate(pairwise(bounds)):
+        own = values[first:end]
+        if summands is None:
+            positions, found = largest(own, counts[segment], threads=threads)
+        else:
+            residual, scale, parts = summands
+            positions, found = add_largest(
+                residual[first:end],
+                parts[segment],
+                own,
+                counts[segment],
+                scale=scale,
+                threads=threads,
+            )
+        all_positions.append(positions + first if first else positions)
+        all_values.append(found)
+    if len(counts) == 1:
+        return _selected(positions, found, np.asarray(bounds))
+    return _selected(
+        np.concatenate(all_positions), np.concatenate(all_values), np.asarray(bounds)
+    )
 
 
 class _Vector(NamedTuple):

@@ -23,7 +23,6 @@ from mpicomp.kernels.host.instructions import WORD, lowest, ones, reaching
 from mpicomp.threads import in_pieces
 
 Found = tuple[Array, Array]
-
 # bits per pass of the radix selection: 2048 counters fit the first-level cache
 _DIGIT = 11
 _SAMPLE, _LARGEST_SAMPLE = (

@@ -1,0 +1,254 @@
+// The largest magnitudes of each segment of a vector, all segments in one set of launches. A row of a table describes a
+// segment. A sample gives each segment a threshold that a few more of its magnitudes than are wanted are expected to
+// reach; one read of the vector marks those, a bit for each value; the marked ones are compacted; an exact selection among
+// them writes the result.
+#include "common.cuh"
+
+// A segment, which is not empty; in the row behind the last the numbers before it are those of all segments.
+struct Row {
+    i64 first, end;      // in the vector
+    i64 tile, job;       // numbers of tiles, and of blocks of `largest_in_rows`, before
+    u64 k, rank;         // entries to select; rank in the sample of the threshold, 0 to take every value that is not zero
+    u64 addend;          // address of the segment's part of a second vector, or 0
+    i64 digits;          // where its counts of digits begin, if several blocks select from it
+};
+
+// Set floors[row] to the magnitude of row.rank in a sample of the segment, at least 1: a block of 1024 threads for each
+// segment. A segment of up to 16384 values is its own sample.
+template <typename Key>
+__device__ inline void sample_floors(
+    const Key* values, u64 factor, const Row* rows, u64 mask, u64 width, u64* floors) {
+    SHARED(SampleCounts, shared);
+    const Row row = rows[blockIdx.x];
+    const i64 size = row.end - row.first;
+    if (row.rank == 0) {
+        if (threadIdx.x == 0) floors[blockIdx.x] = 1;
+        return;
+    }
+    Key keys[SAMPLES];
+    u32 real = 0;
+#pragma unroll
+    for (int s = 0; s < SAMPLES; ++s) {
+        const i64 number = s * SAMPLERS + threadIdx.x;
+        const i64 place = size > SAMPLERS * SAMPLES ? sample_place(number, size) : number;
+        if (place >= size) continue;
+        keys[s] = values[row.first + place];
+        if (row.addend) keys[s] = scale_and_add(keys[s], factor, ADDRESS(const Key, row.addend)[place]);
+        real |= 1u << s;
+    }
+    u64 prefix = 0, left = row.rank;
+    for (u64 shift = width; shift;) {
+        u64 digit = lesser((u64)DIGIT, shift);
+        shift -= digit;
+        for (int b = threadIdx.x; b < BINS; b += SAMPLERS) shared.bins[b] = 0;
+        __syncthreads();
+        count_digits(keys, real, mask, prefix, shift, digit, shared.bins);
+        __syncthreads();
+        find_bin<SAMPLERS>(shared.finder, [&](int bin) { return (u64)shared.bins[bin]; }, left);
+        prefix = prefix << digit | shared.finder.bin;
+        left = shared.finder.k;
+    }
+    if (threadIdx.x == 0) floors[blockIdx.x] = greater(prefix, (u64)1);
+}
+
+// Mark the magnitudes at or above the floor of their segment: marks has a word of a thread for each tile, with a bit for
+// each of its items. With `out` the values are first made the sum of `factor` times themselves and the addends.
+template <typename Key>
+__device__ inline void mark(
+    const Key* values, u64 factor, Key* out, const Row* rows, i64 count, u64 mask, const u64* floors, u16* marks) {
+    const i64 tiles = rows[count].tile, share = (tiles + gridDim.x - 1) / gridDim.x;
+    const i64 begin = blockIdx.x * share, end = lesser(begin + share, tiles);
+    i64 row = find_row(rows, count, &Row::tile, begin);
+    for (i64 tile = begin; tile < end; ++tile) {
+        while (rows[row + 1].tile <= tile) ++row;
+        const i64 start = rows[row].first, size = rows[row].end - start;
+        const i64 first = (tile - rows[row].tile) * Items<Key>::TILE + warp() * Items<Key>::WARP;
+        const Key least = (Key)floors[row];
+        Items<Key> items;
+        if (out) {
+            read_sum(values + start, factor, ADDRESS(const Key, rows[row].addend), size, first, items);
+            write(out + start, size, first, items);
+        } else {
+            read(values + start, size, first, items);
+        }
+        u32 chosen = 0;
+#pragma unroll
+        for (int i = 0; i < Items<Key>::COUNT; ++i) chosen |= (u32)((Key)(items.key[i] & mask) >= least) << i;
+        marks[tile * THREADS + threadIdx.x] = (u16)(chosen & real_items<Key>(first, size));
+    }
+}
+
+constexpr int MARKED = 8;  // words of a thread: a warp compacts a tile
+
+// Write indices and bits of the marked values, in order, as far as there is room; starts: the number before each segment,
+// and at last that of all.
+template <typename Index, typename Key>
+__device__ inline void compact_marked(
+    const Key* values, const u16* marks, const Row* rows, i64 count, Index* indices, Key* kept, u64 room, u64* starts,
+    u64* ticket, u64* states, i64 blocks) {
+    SHARED(Scan<1>, scan);
+    const i64 words = rows[count].tile * WARPS, begin = (take_tile(scan, ticket) * WARPS + warp()) * MARKED;
+    u32 own[MARKED], sum = 0;
+#pragma unroll
+    for (int m = 0; m < MARKED; ++m) {
+        own[m] = begin + m < words ? marks[(begin + m) * 32 + lane()] : 0;
+        sum += __popc(own[m]);
+    }
+    u64 counts[1] = {warp_sum((u64)sum)};
+    scan_grid(scan, counts, states, blocks, starts + count);
+    u64 place = counts[0];
+    i64 row = find_row(rows, count, &Row::tile, begin / WARPS);
+#pragma unroll
+    for (int m = 0; m < MARKED; ++m) {
+        const i64 tile = (begin + m) / WARPS;
+        if (begin + m >= words) break;
+        while (rows[row + 1].tile <= tile) ++row;
+        const i64 within = begin + m - rows[row].tile * WARPS, first = rows[row].first + within * Items<Key>::WARP;
+        if (within == 0 && lane() == 0) starts[row] = place;
+        if (!__any_sync(ALL, own[m] != 0)) continue;
+        append<Key>(own[m], first, place, [&](u64 at, int, i64 position) {
+            if (at < room) indices[at] = (Index)position, kept[at] = values[position];
+        });
+        place += warp_sum(__popc(own[m]));
+    }
+}
+
+// The sums of two numbers over a block.
+template <int threads>
+__device__ inline void sum_of_block(ChunkShared<threads>& shared, u64& a, u64& b) {
+    a = warp_sum(a), b = warp_sum(b);
+    if (lane() == 0) shared.warps[0][warp()] = a, shared.warps[1][warp()] = b;
+    __syncthreads();
+    a = warp_sum(lane() < threads / 32 ? shared.warps[0][lane()] : 0);
+    b = warp_sum(lane() < threads / 32 ? shared.warps[1][lane()] : 0);
+    __syncthreads();
+}
+
+// One of the jobs by which several blocks select from long candidates, tile by tile: to count the first digits, those of
+// the next digit, ..., and at last to write. A job needs the counts of all tiles of the digit before, so it waits for
+// those blocks. They have lower tickets: they were taken by blocks that are under way or done, and wait for lower ones
+// only. So the block of the lowest ticket that is not done waits for nobody, and all end, in whatever order blocks are
+// scheduled. digits: counts of each digit, how many blocks have counted, and the states of the look-back; zeros.
+template <typename Key, typename Keep>
+__device__ inline void largest_by_blocks(
+    ChunkShared<SELECTORS>& shared, const Key* keys, i64 size, u64 k, i64 job, i64 jobs, u64 mask, u64 width,
+    u64* digits, u64 before, const Keep& keep) {
+    const i64 TILE = SELECTORS * Items<Key>::COUNT, last = (width + DIGIT - 1) / DIGIT, tiles = jobs / (last + 1);
+    const i64 role = job / tiles, tile = job - role * tiles, start = tile * TILE, first = warp() * Items<Key>::WARP;
+    u64 *done = digits + last * BINS, *states = done + last;
+    u64 prefix = 0, left = k, shift = width, digit = lesser((u64)DIGIT, width);
+    for (i64 r = 0; r < role; ++r) {
+        if (threadIdx.x == 0)
+            while (*(volatile u64*)(done + r) != (u64)tiles) __nanosleep(20);
+        __threadfence();
+        __syncthreads();
+        find_bin<SELECTORS>(shared.finder, [&](int bin) { return __ldcg(digits + r * BINS + bin); }, left);
+        prefix = prefix << digit | shared.finder.bin;
+        left = shared.finder.k;
+        shift -= digit;
+        digit = lesser((u64)DIGIT, shift);
+    }
+    const i64 length = lesser(TILE, size - start);
+    Items<Key> items;
+    read(keys + start, length, first, items);
+    if (role == last) {
+        u32 above, equal;
+        compare(items, first, length, mask, prefix, above, equal);
+        u64 counts[2] = {(u64)__popc(above), (u64)__popc(equal)};
+        sum_of_block(shared, counts[0], counts[1]);
+        if (start >= size) return;
+        if (warp() < 2) {
+            const u64 sum = look_back(states + warp() * tiles, tile, counts[warp()]);
+            if (lane() == 0) shared.warps[warp()][0] = sum;
+        }
+        __syncthreads();
+        counts[0] = before + shared.warps[0][0], counts[1] = shared.warps[1][0];
+        __syncthreads();
+        append_chunk(
+            shared, keys + start, length, items, mask, prefix, left, counts[0], counts[1],
+            [&](u64 at, i64 place, Key key) { keep(at, start + place, key); });
+        return;
+    }
+    shift -= digit;
+    for (int b = threadIdx.x; b < BINS; b += SELECTORS) shared.bins[b] = 0;
+    __syncthreads();
+    count_digits(items.key, real_items<Key>(first, length), mask, prefix, shift, digit, shared.bins);
+    __syncthreads();
+    for (int b = threadIdx.x; b < BINS; b += SELECTORS)
+        if (shared.bins[b]) atomicAdd(digits + role * BINS + b, (u64)shared.bins[b]);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(done + role, 1ull);
+}
+
+// The largest among the candidates of each segment, of which several blocks take the longest ones. Jobs of one segment are
+// of a tile of 512 threads each: to count its first digits, its second ones, ..., and at last to write.
+template <typename Index, typename Key>
+__device__ inline void largest_in_rows(
+    const Index* indices, const Key* keys, u64 room, const Row* rows, i64 count, const u64* starts, u64 mask, u64 width,
+    u64 infinity, u64* ticket, u64* digits, Index* positions, Key* kept, Said* said) {
+    SHARED(ChunkShared<SELECTORS>, shared);
+    const i64 job = take_tile(shared.scan, ticket);
+    const i64 number = find_row(rows, count, &Row::job, job);
+    const Row row = rows[number];
+    u64 before = 0, all = 0;
+    for (i64 r = threadIdx.x; r < count; r += SELECTORS) {
+        const u64 own = lesser(rows[r].k, starts[r + 1] - starts[r]);
+        before += r < number ? own : 0;
+        all += own;
+    }
+    sum_of_block(shared, before, all);
+    const u64 begin = starts[number], end = lesser(starts[number + 1], room);
+    if (begin >= end) return;
+    const Key* own = keys + begin;
+    const i64 size = end - begin;
+    const auto keep = [&](u64 at, i64 place, Key key) {
+        const Index position = indices[begin + place];
+        positions[at] = position, kept[at] = key;
+        if (at == 0) said->first = (u64)position;
+        if (at == all - 1) said->last = (u64)position;
+        if ((key & mask) >= infinity) atomicMax(&said->bad, 1ull);
+    };
+    const i64 jobs = rows[number + 1].job - row.job;
+    Items<Key> items;
+    if (jobs == 1) {
+        read(own, size, warp() * Items<Key>::WARP, items);
+        u64 threshold, ties = row.k;
+        find_kth(shared, own, size, items, mask, width, threshold, ties);
+        append_chunk(shared, own, size, items, mask, threshold, ties, before, 0, keep);
+        return;
+    }
+    largest_by_blocks(shared, own, size, row.k, job - row.job, jobs, mask, width, digits + row.digits, before, keep);
+}
+
+#define SAMPLE_AND_MARK(key, Key)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(SAMPLERS) sample_floors_##key(                                     \
+        const Key* values, u64 factor, const Row* rows, u64 mask, u64 width, u64* floors) {                         \
+        sample_floors(values, factor, rows, mask, width, floors);                                                   \
+    }                                                                                                               \
+    KERNEL mark_##key(                                                                                              \
+        const Key* values, const Row* rows, i64 count, u64 mask, const u64* floors, u16* marks) {                   \
+        mark(values, 0, (Key*)0, rows, count, mask, floors, marks);                                                 \
+    }                                                                                                               \
+    KERNEL add_and_mark_##key(                                                                                      \
+        const Key* values, u64 factor, Key* out, const Row* rows, i64 count, u64 mask, const u64* floors,           \
+        u16* marks) {                                                                                               \
+        mark(values, factor, out, rows, count, mask, floors, marks);                                                \
+    }
+SAMPLE_AND_MARK(u2, u16)
+SAMPLE_AND_MARK(u4, u32)
+SAMPLE_AND_MARK(u8, u64)
+
+#define COMPACT_AND_SELECT(index, Index, key, Key)                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) compact_marked_##index##_##key(                        \
+        const Key* values, const u16* marks, const Row* rows, i64 count, Index* indices, Key* kept, u64 room,       \
+        u64* starts, u64* ticket, u64* states, i64 blocks) {                                                        \
+        compact_marked(values, marks, rows, count, indices, kept, room, starts, ticket, states, blocks);            \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(SELECTORS, 1) largest_in_rows_##index##_##key(                         \
+        const Index* indices, const Key* keys, u64 room, const Row* rows, i64 count, const u64* starts, u64 mask,   \
+        u64 width, u64 infinity, u64* ticket, u64* digits, Index* positions, Key* kept, Said* said) {               \
+        largest_in_rows(indices, keys, room, rows, count, starts, mask, width, infinity, ticket, digits, positions, \
+                        kept, said);                                                                                \
+    }
+FOR_INDEX_AND_KEY_OF_ROWS(COMPACT_AND_SELECT)
