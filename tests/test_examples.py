@@ -87,6 +87,11 @@ def test_jax(tmp_path):
 
 
 @pytest.mark.slow
+def test_jax_with_local_steps(tmp_path):
+    pytest.importorskip("optax", reason="needs JAX and optax: make test-torch")
+    checked("jax_local_steps.py", cwd=tmp_path, checks=2)
+
+
 def test_sharded_optimizer(tmp_path):
     checked("sharded_optimizer.py", "--steps", "40", size=3, cwd=tmp_path, checks=5)
 

@@ -329,7 +329,7 @@ def test_the_readme_has_commands_that_are_checked():
         for block in shell_blocks(ROOT / "README.md")
         for line in block.splitlines()
     ]
-    assert len([line for line in lines if program(line)]) >= 8
+    assert len([line for line in lines if program(line)]) >= 7
     for wrong in (
         "mpicomp bench gtopk --length 5",
         "make bread",
@@ -382,8 +382,8 @@ def test_the_pages_for_users_are_short():
         for line in FENCED.sub("", "\n".join(pages)).splitlines()
         if not line.startswith(("|", "![", "<!--", "    "))
     ]
-    assert len(" ".join(pages).split()) <= 26_000
-    assert len(re.sub(r"\]\([^)]*\)", "]", "\n".join(prose)).split()) <= 13_300
+    assert len(" ".join(pages).split()) <= 16_000
+    assert len(re.sub(r"\]\([^)]*\)", "]", "\n".join(prose)).split()) <= 7_500
 
 
 def test_every_figure_is_on_a_page():
