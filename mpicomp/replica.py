@@ -6,7 +6,7 @@ on one rank alone: it writes to allocated memory, and allocates only buffers of 
 size.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -76,11 +76,13 @@ class Replica:
         ]
         self._thetas = [_vector(memory) for memory in self._memory]
 
-    def moved(self) -> set[str]:
-        """Return the names of the tensors that are not as they were at the start of the round, after `subtract`."""
+    def changed(self, names: Collection[str]) -> set[str]:
+        """Return which of the named tensors are not as they were at the start of the round, after `subtract`."""
         pairs = zip(self.tensors, self._spans, strict=True)
         return {
-            tensor.name for tensor, span in pairs if nonzero(self.delta[span]).any()
+            tensor.name
+            for tensor, span in pairs
+            if tensor.name in names and nonzero(self.delta[span]).any()
         }
 
     def by_tensor(self, array: Array) -> dict[str, Array]:

@@ -11,7 +11,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement.all_or_none import check_same, gather_objects, outcome_of
+from collectives.agreement.all_or_none import (
+    all_or_none,
+    check_same,
+    gather_objects,
+    outcome_of,
+)
 from collectives.agreement.interrupts import defer_interrupt
 from collectives.runtime.engine import of_process
 from collectives.runtime.link import attached, check_communicator, faults_of
@@ -371,28 +376,29 @@ class GradientExchange:
         self._changes = ["load_state_dict"]
 
     @defer_interrupt
-    def hold(self, names: Iterable[str]) -> None:
-        """Leave named tensors out of the following steps, such as frozen layers; all ranks call it.
+    def hold(self, names: Iterable[str], changed: Iterable[str] = ()) -> set[str]:
+        """Leave named tensors out of the following steps, such as frozen layers; return them. All ranks call it.
 
         names: all that are left out from now on; none takes all up again. Nothing of
         them is sent, no mean is returned, and their residuals and compressors do not
-        change.
+        change. changed: those of them that this rank has to send nevertheless; what any
+        rank has to send is not left out.
 
         Raises KeyError, ValueError if no tensor is left, CollectiveError on the other
         ranks, or on all if the names differ; RuntimeError within a step. Nothing
         changes then.
         """
         check_between_steps(self)
-        found = outcome_of(
-            self._layout.rearranged, self.buckets, self._order, names, self._settings()
-        )
+        found = outcome_of(self._to_hold, names, changed)
         is_error = isinstance(found, Exception)
-        held = [] if is_error else [name for each in found[1] for name in each.names]
+        before = {name for bucket in self._held for name in bucket.names}
         try:
-            call = f"{OPERATION}.hold({', '.join(held[:3])})"
-            everyone = gather_objects(
-                found if is_error else {"names": str(held)}, self.comm, call
-            )
+            call = f"{OPERATION}.hold"
+            if not is_error:
+                call += f"({', '.join(found['names'][:3])})"
+                ended = sorted(before.difference(found["names"]))
+                call += f" after hold({', '.join(ended[:3])})" if ended else ""
+            everyone = gather_objects(found, self.comm, call)
         # the other ranks may be in a step, and have taken this call for its first sum
         except Exception as error:
             if not self._buckets:
@@ -400,11 +406,29 @@ class GradientExchange:
             self._step = self._new_step()
             self._step.start_failed(self._buckets[0], error)
             self.fail(error)
-        check_same("tensors to hold", everyone)
-        self._buckets, self._held = found
+        check_same(
+            "tensors to hold", [{"names": str(each["names"])} for each in everyone]
+        )
+        held = set(found["names"]).difference(*[each["changed"] for each in everyone])
+        if held == before:
+            return held
+        with all_or_none(self.comm, OPERATION):
+            rearranged = self._layout.rearranged(
+                self.buckets, self._order, held, self._settings()
+            )
+        self._buckets, self._held = rearranged
         self._names = {
             name for bucket in self._buckets for name in bucket.names_of_tensors
         }
+        return held
+
+    def _to_hold(
+        self, names: Iterable[str], changed: Iterable[str]
+    ) -> dict[str, list[str]]:
+        """Return the names to hold, and those of them that this rank has to send, in order; KeyError for others."""
+        held = dict.fromkeys([names] if isinstance(names, str) else names)
+        check_same_form(DICT, held, DICT, self._order)
+        return {"names": sorted(held), "changed": sorted(held.keys() & {*changed})}
 
     def continue_on(self, comm: Any) -> None:
         """Continue with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.

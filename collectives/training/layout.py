@@ -13,7 +13,7 @@ The rules, in the order in which they apply:
 One array, or the arrays of a list, are one bucket of one segment.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,6 @@ from collectives.agreement.all_or_none import (
     outcome_of,
 )
 from collectives.training.checkpoint import load_whole_state, whole_state
-from collectives.training.forms import check_same_form
 from collectives.training.reduction import CONTRIBUTORS
 from collectives.training.step import OPERATION
 from mpicomp.bases import Basis
@@ -184,11 +183,10 @@ class Layout:
         self,
         buckets: Sequence[Bucket],
         order: Sequence[str],
-        names: Iterable[str],
+        held: Collection[str],
         settings: Mapping[str, Any],
     ) -> tuple[list[Bucket], list[Bucket]]:
-        """Return buckets of the tensors that are not in `names`, and of those that are, with copies of the states."""
-        held = dict.fromkeys([names] if isinstance(names, str) else names)
+        """Return buckets of the tensors that are not held, and of those that are, with copies of the states."""
         tensors = {
             tensor.name: tensor for bucket in buckets for tensor in bucket.tensors
         }
@@ -196,8 +194,7 @@ class Layout:
         parts = {
             name: (tensors[name], self._compressor(tensors[name])) for name in order
         }
-        check_same_form(DICT, held, DICT, parts)
-        if held.keys() == parts.keys():
+        if len(held) == len(parts):
             raise ValueError(
                 "no named tensor is left to exchange: expected one at least"
             )

@@ -59,12 +59,14 @@ from mpicomp.state import (
     checked,
     expect_array,
     expect_integer,
+    from_table,
     to_table,
 )
 from mpicomp.tensors import ARRAY
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
 TABLE = "settings"  # the key of the loop's settings in a state
+HELD = "held"  # the key of the parameters that were left out, in a state
 OTHER_LOOP = (
     "make the loop with the settings that were saved, or load with same_settings=False"
 )
@@ -86,8 +88,9 @@ class OuterLoop:
     (the same memory under two names) count once. Parameters not passed are not changed.
     A tensor of PyTorch that no longer requires a gradient is left out of the rounds,
     with its residual, once it was unchanged for a round on all ranks; until it requires
-    one again. Average the statistics of batch normalisation yourself, with
-    `dense_allreduce`, before you evaluate or save the model.
+    one again, or has changed in a round, which the next one then includes. Average the
+    statistics of batch normalisation yourself, with `dense_allreduce`, before you
+    evaluate or save the model.
 
     every: H, steps from one exchange to the next; H = 1 compresses the update of each
     step. rate: multiplies the mean at the end of a round; it may be changed between
@@ -150,13 +153,14 @@ class OuterLoop:
             self._check_settings()
             self._form, given = self._given()
             self._first.update(untied(given))
-            return self._settings()
-
-        def copy_parameters() -> str:
-            _, given = self._given()
             self._trained = {
                 name for name in {*self._first.values()} if _is_trained(given[name])
             }
+            trained = {f"parameter {name}": "trained" for name in self._trained}
+            return self._settings() | trained
+
+        def copy_parameters() -> str:
+            _, given = self._given()
             self._replicas = [
                 Replica(bucket.tensors, given, self.momentum)
                 for bucket in exchange.buckets
@@ -237,7 +241,9 @@ class OuterLoop:
             kept = self._in_flight and self._finish()
             if self.count % self.every:
                 self.count += -self.count % self.every
-                self._start()
+                # with what changed while it was left out
+                self._hold(self._subtract())
+                self._send()
                 kept = self._finish()
         return kept
 
@@ -262,12 +268,13 @@ class OuterLoop:
         optimiser, at any step: also within a round, and with an exchange in flight. It
         contains the settings of the loop, as text.
         """
+        names = canonical_names(self._first)
         state = {
             "count": np.array(self.count),
             "rounds": np.array(self.rounds),
             TABLE: to_table(self._settings()),
+            HELD: to_table({names[name]: "" for name in self._held}),
         }
-        names = canonical_names(self._first)
         for key, array in self._arrays(in_flight=self._in_flight).items():
             part, _, name = key.partition("/")
             state[f"{part}/{names[name]}"] = np.array(to_numpy(array))
@@ -327,11 +334,13 @@ class OuterLoop:
             return {
                 "count": str(loaded["count"]),
                 "in flight": str(_is_in_flight(loaded)),
+                "tensors left out": str(sorted(loaded[HELD])),
                 "anchor": _digest(anchors),
             }
 
         try:
             check_same("saved state", self._gather(load_own))
+            self._rearrange(self.exchange.hold(loaded[HELD]))
         except Exception:
             if before:
                 self.exchange.load_state_dict(before)
@@ -411,6 +420,13 @@ class OuterLoop:
 
     def _start(self) -> None:
         """Start the exchange of this round's pseudo-gradients."""
+        frozen = self._subtract()
+        if frozen != self._held:
+            self._hold(frozen)
+        self._send()
+
+    def _subtract(self) -> set[str]:
+        """Compute this round's pseudo-gradients, and return the frozen parameters."""
         if self._checked or not self.rounds:
             self._check_anchors(self._gather(self._digest))
         try:
@@ -420,20 +436,20 @@ class OuterLoop:
             frozen = {name for name in self._trained if not _is_trained(given[name])}
         except Exception as error:  # whatever it is: the other ranks must learn of it
             self.exchange.fail(error)
-        if frozen != self._held:
-            self._hold(frozen)
-        self._send()
+        return frozen
 
-    def _hold(self, frozen: set[str]) -> None:
-        """Leave out frozen parameters that no rank has changed in this round; the others take part once more."""
-        moved = {name for each in self._replicas for name in each.moved()}
-        held = frozen.intersection(*self._gather(lambda: sorted(frozen - moved)))
+    def _hold(self, names: set[str]) -> None:
+        """Leave out those of these parameters that no rank has changed in this round; the others take part."""
+        changed = {name for each in self._replicas for name in each.changed(names)}
+        self._rearrange(self.exchange.hold(names, changed))
+
+    def _rearrange(self, held: set[str]) -> None:
+        """Leave out parameters, as the exchange does now."""
         if held == self._held:
             return
         _, given = self._given()
         before = self._arrays(in_flight=True)
         replicas = list[Replica]()
-        self.exchange.hold(held)
         try:
             self._gather(
                 lambda: replicas.extend(
@@ -478,6 +494,9 @@ class OuterLoop:
         if not self.rate:
             self.exchange.reset()
         self.rounds += 1
+        # trained in this round, and frozen whenever one starts: they take part in the next one
+        if self._held:
+            self._hold(self._held)
         return True
 
     def _arrays(self, *, in_flight: bool) -> dict[str, Array]:
@@ -494,7 +513,7 @@ class OuterLoop:
         own = {
             _own_key(key, names): array
             for key, array in state.items()
-            if key != TABLE and not key.startswith(EXCHANGE)
+            if key not in (TABLE, HELD) and not key.startswith(EXCHANGE)
         }
         arrays = self._arrays(in_flight=_is_in_flight(own))
         checks = {"count": expect_integer(0), "rounds": expect_integer(0)}
@@ -506,6 +525,8 @@ class OuterLoop:
                 f"the state is of step {loaded['count']}, with an exchange in flight: expected the every and delay "
                 f"with which it was saved, got every={self.every} and delay={self.delay}"
             )
+        held = from_table(state.get(HELD, ()))
+        loaded[HELD] = {names.get(name, name) for name in held}
         return loaded
 
 

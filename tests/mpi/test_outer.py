@@ -401,6 +401,117 @@ def test_a_frozen_parameter_does_not_change_and_can_be_trained_again(comm, setti
 
 
 @few
+def progress(comm, parameters, names, step):
+    """Another step on each rank, of the named parameters."""
+    for name in names:
+        parameters[name] -= np.float32(0.5 * (comm.rank + 1) + step)
+
+
+@pytest.mark.parametrize("synchronises", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"delay": 1, "momentum": 0.5}])
+def test_a_parameter_that_is_frozen_whenever_a_round_starts_is_exchanged(
+    comm, settings, synchronises
+):
+    """As the discriminator of a GAN, after a round without training; it moves on the last rank alone."""
+    parameters = {name: array.copy().view(Trained) for name, array in START.items()}
+    _, loop = made(comm, parameters=parameters, compressor=Dense(), every=2, **settings)
+    weight = parameters["weight"]
+    for step in range(1, 11):
+        weight.requires_grad = False
+        trained = ["bias"]
+        if step > 4 and step % 2:  # within a round
+            trained += ["weight"] * (comm.rank == comm.size - 1)
+        progress(comm, parameters, trained, step)
+        loop.step()
+    if synchronises:
+        progress(comm, parameters, trained, 11)
+        loop.step()
+        loop.synchronise()
+        assert same_everywhere(comm, parameters)
+    assert same_everywhere(comm, loop.anchor)
+    moved = loop.anchor["weight"] - START["weight"]
+    if not settings:
+        mean = sum(0.5 * comm.size + step for step in (5, 7, 9)) / comm.size
+        np.testing.assert_allclose(-moved, mean, rtol=1e-5)
+    assert moved.any()
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("thaws", [False, True])
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("compressor", [TopK(0.5), Dense()])
+def test_a_parameter_frozen_or_thawed_on_one_rank_is_named_on_all(
+    comm, compressor, delay, thaws
+):
+    parameters = {name: array.copy().view(Trained) for name, array in START.items()}
+    _, loop = made(
+        comm, parameters=parameters, compressor=compressor, every=2, delay=delay
+    )
+    weight = parameters["weight"]
+    weight.requires_grad = not thaws
+    names = ["bias"] if thaws else START
+    for step in range(4 + delay):
+        progress(comm, parameters, names, step)
+        loop.step()
+    before = {name: array.tobytes() for name, array in loop.anchor.items()}
+    if comm.rank == 0:
+        weight.requires_grad = thaws
+    raised = []
+    for step in range(2):  # with a delay the others raise in the second one
+        progress(comm, parameters, ["bias"], step)
+        try:
+            loop.step()
+        except CollectiveError as error:
+            raised.append(str(error))
+    assert len(raised) == 1
+    assert "hold(weight)" in raised[0]
+    assert {name: array.tobytes() for name, array in loop.anchor.items()} == before
+    weight.requires_grad = False
+    loop.step()
+    loop.synchronise()
+    assert same_everywhere(comm, loop.anchor)
+
+
+@pytest.mark.at_least(2)
+def test_a_parameter_frozen_on_one_rank_at_the_start_is_named(comm):
+    parameters = {name: array.copy().view(Trained) for name, array in START.items()}
+    if comm.rank == 0:
+        parameters["weight"].requires_grad = False
+    with pytest.raises(CollectiveError, match="'parameter weight' is"):
+        made(comm, parameters=parameters)
+
+
+@pytest.mark.parametrize("settings", [{}, {"delay": 1, "momentum": 0.5}])
+@pytest.mark.parametrize("saved_at", range(5, 10))
+def test_a_run_with_a_frozen_parameter_continues_bit_for_bit(comm, settings, saved_at):
+    """Also with an exchange in flight, of which the frozen one is no part, and one that moves while it is left out."""
+
+    def steps(parameters, loop, first, end):
+        for step in range(first, end):
+            parameters["weight"].requires_grad = step < 2
+            # trained once within the round of steps 6 and 7
+            names = [*START] if step in (1, 6) else ["bias", "scale"]
+            progress(comm, parameters, {*names} & {*START}, step)
+            loop.step()
+
+    runs = []
+    for _ in range(2):
+        parameters = {name: array.copy().view(Trained) for name, array in START.items()}
+        runs.append(
+            (parameters, made(comm, parameters=parameters, every=2, **settings)[1])
+        )
+    (parameters, loop), (resumed, other) = runs
+    steps(parameters, loop, 1, saved_at)
+    other.load_state_dict(loop.state_dict())
+    for name, array in parameters.items():
+        resumed[name][...] = array
+    steps(parameters, loop, saved_at, 14)
+    steps(resumed, other, saved_at, 14)
+    for name, array in parameters.items():
+        assert resumed[name].tobytes() == array.tobytes(), name
+    np.testing.assert_equal(other.state_dict(), loop.state_dict())
+
+
 def test_a_function_returns_the_parameters_of_each_round(comm):
     """As PyTorch's load_state_dict(assign=True) makes new ones."""
     parameters = {"w": np.zeros(2000)}
