@@ -100,10 +100,16 @@ class SparseVector:
         fields["length"] = length
         return vector
 
-    def with_values(self, values: Array) -> "SparseVector":
-        """Return the vector with other values, contiguous and of shape (entries, ...), at the same indices."""
+    def with_values(self, values: Array, *, is_finite: bool = False) -> "SparseVector":
+        """Return the vector with other values, contiguous and of shape (entries, ...), at the same indices.
+
+        is_finite: the values are finite if those of this vector are.
+        """
         vector = SparseVector.trusted(self.indices, values, self.length)
-        for name in ("_device_ends", "_known_places"):
+        known = ["_device_ends", "_known_places"]
+        if is_finite:
+            known.append("_device_facts")
+        for name in known:
             if name in vars(self):
                 vars(vector)[name] = vars(self)[name]
         return vector
@@ -401,10 +407,8 @@ class SparseVector:
         """Return the vector with arrays of its own; without entries itself."""
         if not self.indices.size:
             return self
-        vector = self.with_values(self.values.copy())
+        vector = self.with_values(self.values.copy(), is_finite=True)
         vars(vector)["indices"] = self.indices.copy()
-        if "_device_facts" in vars(self):
-            vars(vector)["_device_facts"] = self._device_facts
         return vector
 
     def every(self, step: int, start: int = 0) -> "SparseVector":

@@ -73,7 +73,7 @@ MOST = {
     "chunks": (ChunkedTopK(64, 4096), 2, 1),
     "AdaComp": (AdaComp(50), 9, 2),
     "aggregation-aware": (AggregationAware(0.01), 23, 4),
-    "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 14, 4),
+    "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 5, 2),
     **{
         f"SIDCo {fit}": (SIDCo(0.01, fit), 7, 2)
         for fit in ("exponential", "pareto", "gamma")

@@ -53,17 +53,9 @@ def _to_bfloat16(values: Array) -> Array:
 def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     """Return signs with one or two magnitudes for each segment; their bits do not depend on the other segments."""
     kernels = kernels_for(values)
-    found = (
-        kernels.magnitudes_in_segments(values, bounds, two=two)
-        if values.size < _LONG
-        else None
-    )
-    if (
-        found is not None
-        and (
-            found[:, :2] <= np.finfo(np.float64).max / np.diff(bounds).clip(1)[:, None]
-        ).all()
-    ):
+    found = kernels.magnitudes_in_segments(values, bounds, two=two)
+    most = np.finfo(np.float64).max / np.diff(bounds).clip(1)
+    if (found[:, :2] <= most[:, None]).all():
         found = found[:, 2:]
     else:
         found = np.array(
@@ -95,7 +87,6 @@ def _magnitudes_of(values: Array, *, two: bool) -> tuple[float, float, float]:
 
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16}
 _MAGNITUDES = {"sign": False, "two_bit": True}  # whether there are two
-_LONG = 1 << 21  # values: in longer vectors several threads add up the magnitudes
 
 
 def quantise(
@@ -133,7 +124,7 @@ def quantise(
         )
     error = np.empty_like(vector.values)
     kernels_for(error).add_scaled(vector.values, 1, rounded, error, sign=-1)
-    return vector.with_values(rounded), vector.with_values(error)
+    return vector.with_values(rounded, is_finite=True), vector.with_values(error)
 
 
 class Quantised(Wrapper, SegmentedCompressor):

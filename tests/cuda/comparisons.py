@@ -293,13 +293,20 @@ def entries_of_bins(device, cupy):
 
 
 def magnitudes_in_segments(device, cupy):
-    bounds = [0, 1, 1, 300, 20_000]
+    bounds = [0, 1, 1, 300, 20_000, 56_000]
     for dtype in DTYPES:
         values = np.random.default_rng(4).standard_normal(bounds[-1]).astype(dtype)
         for two in (False, True):
             found = device.magnitudes_in_segments(cupy.asarray(values), bounds, two=two)
-            assert_same(found, host.magnitudes_in_segments(values, bounds, two=two))
-        rows = np.array([[1, 2, 1.5], [0, 0, 0], [0.25, 0.5, 0.5], [1, 3, 0]], dtype)
+            expected = host.magnitudes_in_segments(values, bounds, two=two)
+            assert_same(found, expected)
+            few, device.statistics._FEW = device.statistics._FEW, 1000
+            found = device.magnitudes_in_segments(cupy.asarray(values), bounds, two=two)
+            device.statistics._FEW = few
+            assert_same(found, expected)
+        rows = np.array(
+            [[1, 2, 1.5], [0, 0, 0], [0.25, 0.5, 0.5], [1, 3, 0], [2, 3, 1]], dtype
+        )
         found = device.with_magnitudes(cupy.asarray(values), bounds, rows)
         assert_same(found.get(), host.with_magnitudes(values, bounds, rows))
 

@@ -48,7 +48,7 @@ RUNS = {
         [COMMON, SELECTION, "statistics.cu"],
         [
             comparisons.sides_of_thresholds,
-            comparisons.magnitudes_of_lloyd,
+            comparisons.magnitudes_in_segments,
         ],
     ),
     "chunks.cu": (

@@ -278,6 +278,7 @@ def test_a_step_starts_and_waits_for_few_things(comm, cupy, name):
 STEPS = {
     "top-k": (lambda: TopK(0.01), 10, 2),
     "chunks": (lambda: ChunkedTopK(4, 256), 7, 2),
+    "chunks, two bits": (lambda: Quantised(ChunkedTopK(4, 256), "two_bit"), 14, 3),
 }
 
 

@@ -49,40 +49,77 @@ __device__ inline void block_sides(const Value* values, i64 size, u64 threshold,
     row[0] = lanes.below[0], row[1] = lanes.beyond[0], row[2] = lanes.largest[0], row[3] = (double)lanes.above[0];
 }
 
-// Write Lloyd's two magnitudes, and the threshold between them: see mpicomp/kernels/host/statistics.py, whose order of
-// operations this is. One block of threads; the numbers are given as bits.
+// Add up the blocks of values up to a threshold and above it; all threads get the sums.
 template <typename Value>
-__device__ inline void two_magnitudes(
-    const Value* values, i64 size, i64 blocks, i64 rounds, u64 mean, u64 largest_bits, double* found) {
+__device__ inline void add_all_sides(
+    SideLanes& lanes, const Value* values, i64 size, double threshold, double& below, double& beyond, double& largest,
+    i64& above) {
+    below = beyond = largest = 0, above = 0;
+    for (i64 block = 0; block * LANES * ROWS < size; ++block) {
+        add_sides(lanes, values, size, block, threshold);
+        below += lanes.below[0], beyond += lanes.beyond[0], above += lanes.above[0];
+        largest = greater(largest, lanes.largest[0]);
+        __syncthreads();
+    }
+}
+
+// Write the mean and the largest magnitude of each segment, Lloyd's two magnitudes, and the threshold between them: see
+// mpicomp/kernels/host/statistics.py, whose order of operations this is. A block of threads for each segment. edges: the
+// first position of each, and the length. rounds: of Lloyd's algorithm; without any all three are the mean.
+template <typename Value>
+__device__ inline void magnitudes(const Value* values, const i64* edges, i64 rounds, double* rows) {
     SHARED(SideLanes, lanes);
-    const double largest = __longlong_as_double((i64)largest_bits);
-    double threshold = __longlong_as_double((i64)mean), low = threshold, high = threshold;
+    const Value* own = values + edges[blockIdx.x];
+    const i64 size = edges[blockIdx.x + 1] - edges[blockIdx.x];
+    double below, beyond, largest, mean = 0, ignored;
+    i64 above;
+    add_all_sides(lanes, own, size, __longlong_as_double(0x7ffll << 52), below, beyond, largest, above);
+    if (size) mean = below / (double)size;
+    if (mean > largest) mean = largest;
+    double threshold = mean, low = mean, high = mean;
     for (i64 round = 0; round < rounds; ++round) {
-        double sum_below = 0, sum_above = 0;
-        i64 above = 0;
-        for (i64 block = 0; block < blocks; ++block) {
-            add_sides(lanes, values, size, block, threshold);
-            sum_below += lanes.below[0], sum_above += lanes.beyond[0], above += lanes.above[0];
-            __syncthreads();
-        }
+        add_all_sides(lanes, own, size, threshold, below, beyond, ignored, above);
         if (above == 0 || above == size) break;
-        low = lesser(threshold, sum_below / (double)(size - above));
-        high = lesser(largest, sum_above / (double)above);
+        low = lesser(threshold, below / (double)(size - above));
+        high = lesser(largest, beyond / (double)above);
         const double before = threshold;
         threshold = (low + high) / 2;
         if (threshold == before) break;
     }
-    if (threadIdx.x == 0) found[0] = low, found[1] = high, found[2] = threshold;
+    if (threadIdx.x) return;
+    double* row = rows + 5 * blockIdx.x;
+    row[0] = mean, row[1] = largest, row[2] = low, row[3] = high, row[4] = threshold;
+}
+
+// Write the signs of values with one of two magnitudes, up to a limit the first one: `rows` has both and the limit for
+// each segment, as bits.
+template <typename Key>
+__device__ inline void with_magnitudes(
+    const Key* values, const i64* edges, i64 segments, const Key* rows, u64 mask, Key* signed_magnitudes) {
+    const i64 size = edges[segments], stride = (i64)gridDim.x * THREADS;
+    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += stride) {
+        const Key* own = rows + 3 * (lower_bound(edges, 0, segments + 1, i + 1) - 1);
+        const Key magnitude = (Key)(values[i] & mask);
+        signed_magnitudes[i] = (Key)((magnitude <= own[2] ? own[0] : own[1]) | (values[i] & ~mask));
+    }
 }
 
 #define SIDES(name, Value)                                                                                          \
     KERNEL block_sides_##name(const Value* values, i64 size, u64 threshold, double* rows) {                         \
         block_sides(values, size, threshold, rows);                                                                 \
     }                                                                                                               \
-    KERNEL two_magnitudes_##name(                                                                                   \
-        const Value* values, i64 size, i64 blocks, i64 rounds, u64 mean, u64 largest, double* found) {              \
-        two_magnitudes(values, size, blocks, rounds, mean, largest, found);                                         \
+    KERNEL magnitudes_##name(const Value* values, const i64* edges, i64 rounds, double* rows) {                     \
+        magnitudes(values, edges, rounds, rows);                                                                    \
     }
 SIDES(f2, Half)
 SIDES(f4, Single)
 SIDES(f8, double)
+
+#define WITH_MAGNITUDES(name, Key)                                                                                  \
+    KERNEL name(                                                                                                    \
+        const Key* values, const i64* edges, i64 segments, const Key* rows, u64 mask, Key* signed_magnitudes) {     \
+        with_magnitudes(values, edges, segments, rows, mask, signed_magnitudes);                                    \
+    }
+WITH_MAGNITUDES(with_magnitudes_u2, u16)
+WITH_MAGNITUDES(with_magnitudes_u4, u32)
+WITH_MAGNITUDES(with_magnitudes_u8, u64)

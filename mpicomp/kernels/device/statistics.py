@@ -1,17 +1,26 @@
 """Sums over a gradient in one read, in float64 and in the order of the host's."""
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import cupy
 import numpy as np
 
-from mpicomp.arrays import magnitudes
-from mpicomp.kernels.device.compiling import Array, launch
+from mpicomp.kernels.device.compiling import (
+    MOST_BLOCKS,
+    THREADS,
+    Array,
+    in_tiles,
+    launch,
+)
 from mpicomp.kernels.host.bits import FORMATS
-from mpicomp.kernels.host.statistics import LLOYD_ROUNDS, Sides, added_sides, by_lloyd
+from mpicomp.kernels.host.statistics import (
+    LLOYD_ROUNDS,
+    Sides,
+    added_sides,
+    by_lloyd,
+    magnitudes_by_sides,
+)
 
 _BLOCK = 16384
 _FEW = 1 << 18  # values
@@ -36,18 +45,8 @@ def sides(values: Array, threshold: float) -> Sides:
 def two_magnitudes(
     values: Array, mean: float, largest: float
 ) -> tuple[float, float, float]:
-    """Return Lloyd's two magnitudes and the threshold between them, as `mpicomp.kernels.host.two_magnitudes` does.
-
-    One launch for up to 2^18 values; beyond, one block of threads would take longer
-    than a launch for each round.
-    """
-    if values.size > _FEW:
-        return by_lloyd(lambda threshold: sides(values, threshold), mean, largest)
-    found, blocks = cupy.empty(3), values.size // _BLOCK + 1
-    numbers = values.size, blocks, LLOYD_ROUNDS, _bits(mean), _bits(largest)
-    launch("two_magnitudes", [values.dtype], 1, values, *numbers, found)
-    low, high, threshold = found.get().tolist()
-    return low, high, threshold
+    """Return Lloyd's two magnitudes and the threshold between them, as `mpicomp.kernels.host.two_magnitudes` does."""
+    return by_lloyd(lambda threshold: sides(values, threshold), mean, largest)
 
 
 def magnitudes_in_segments(
@@ -55,17 +54,25 @@ def magnitudes_in_segments(
 ) -> np.ndarray[Any, Any]:
     """Return the magnitudes of each segment, as `mpicomp.kernels.host.magnitudes_in_segments` does, in host memory.
 
-    Launches for each segment.
+    One launch, with a block of threads for each segment of up to 2^18 values; a few for
+    each longer one.
     """
-    found = np.zeros((len(bounds) - 1, 5))
-    for row, (first, end) in zip(found, pairwise(bounds), strict=True):
-        if first == end:
-            continue
-        sums = sides(values[first:end], math.inf)
-        mean = min(sums.sum_below / (end - first), sums.largest)
-        row[:] = mean, sums.largest, mean, mean, mean
-        if two and math.isfinite(mean):
-            row[2:] = two_magnitudes(values[first:end], mean, sums.largest)
+    edges = np.asarray(bounds, np.int64)
+    is_long = np.diff(edges) > _FEW
+    segments = edges.size - 1
+    found = np.zeros((segments, 5))
+    if not is_long.all():
+        rows = cupy.empty((segments, 5))
+        rounds = LLOYD_ROUNDS if two else 0
+        # of the long ones nothing is read
+        first = np.append(np.where(is_long, edges[1:], edges[:-1]), edges[-1])
+        args = values, cupy.asarray(first), rounds, rows
+        launch("magnitudes", [values.dtype], segments, *args)
+        found = rows.get()
+    for row in np.flatnonzero(is_long).tolist():
+        found[row] = magnitudes_by_sides(
+            values[bounds[row] : bounds[row + 1]], sides, two=two
+        )
     return found
 
 
@@ -76,12 +83,15 @@ def with_magnitudes(
 
     rows: in host memory.
     """
-    each = rows if len(rows) == 1 else np.repeat(rows, np.diff(bounds), axis=0)
-    low, high, limit = cupy.asarray(np.ascontiguousarray(each.T))
-    # as integers: CuPy compares floats after it has flushed subnormals
-    keys = FORMATS[values.dtype].keys
-    is_low = magnitudes(values).view(keys) <= limit.view(keys)
-    return cupy.copysign(cupy.where(is_low, low, high), values)
+    form = FORMATS[values.dtype]
+    signed = cupy.empty_like(values)
+    if values.size:
+        edges = cupy.asarray(np.asarray(bounds, np.int64))
+        given = cupy.asarray(np.ascontiguousarray(rows).view(form.keys))
+        blocks = min(MOST_BLOCKS, in_tiles(values.size, THREADS))
+        args = values.view(form.keys), edges, len(rows), given, form.mask
+        launch("with_magnitudes", [form.keys], blocks, *args, signed.view(form.keys))
+    return signed
 
 
 def _bits(number: float) -> int:

@@ -1,6 +1,9 @@
 """Sums over a gradient in one read, in float64 and in a fixed order."""
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +18,7 @@ _BLOCK = 64 * _LANES
 _PIECE = 64 * _BLOCK  # values converted at a time, of float16
 
 LLOYD_ROUNDS = 20  # at most
+_LONG = 1 << 21  # values
 
 
 class Sides(NamedTuple):
@@ -78,14 +82,34 @@ def by_lloyd(
     return low, high, threshold
 
 
+def magnitudes_by_sides(
+    values: Array, sides_of: Callable[[Array, float], Sides], *, two: bool
+) -> tuple[float, ...]:
+    """Return the row of `magnitudes_in_segments` for one segment, which is not empty, from sums by `sides`."""
+    sums = sides_of(values, math.inf)
+    mean = min(sums.sum_below / values.size, sums.largest)
+    if not (two and math.isfinite(mean)):
+        return mean, sums.largest, mean, mean, mean
+    found = by_lloyd(partial(sides_of, values), mean, sums.largest)
+    return mean, sums.largest, *found
+
+
 def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     """Return the mean and the largest magnitude of each segment, and what `two_magnitudes` does: shape (segments, 5).
 
     values: as for `sides`. bounds: the first position of each segment, and the length.
     two: False leaves out Lloyd's rounds, and both magnitudes and the threshold are the
     mean. The bits are those of `sides` and `two_magnitudes` of each segment; without a
-    finite mean (NaN, infinities, sums out of range) the row is not defined.
+    finite mean (NaN, infinities, sums out of range) the row is not defined. In long
+    vectors several threads add up one segment after the other.
     """
+    if values.size >= _LONG:
+        parts = (values[first:end] for first, end in pairwise(bounds))
+        rows = [
+            magnitudes_by_sides(part, sides, two=two) if part.size else [0] * 5
+            for part in parts
+        ]
+        return np.array(rows, np.float64)
     wide = as_writable(
         values.astype(np.promote_types(values.dtype, np.float32), copy=False)
     )
