@@ -32,6 +32,15 @@ __device__ inline T power_of_two(int power) {
     return number_of((typename Few<T>::Key)(Few<T>::BIAS + power) << Few<T>::DIGITS);
 }
 
+__device__ inline void convert(i32 whole, Single& number) { number = Single((float)whole); }
+__device__ inline void convert(i32 whole, double& number) { number = (double)whole; }
+template <typename T>
+__device__ inline T integer(i32 whole) {
+    T number;
+    convert(whole, number);
+    return number;
+}
+
 template <typename T>
 struct Rounding {  // of scales; step, coarse, least and most as bits
     typedef typename Few<T>::Key Key;
@@ -302,7 +311,7 @@ __device__ inline T smaller(T a, T b) { return bits_of(a) < bits_of(b) ? a : b; 
 // One round of Lloyd's algorithm, with the shares of the values up to a threshold, and how many are above it.
 template <typename T>
 __device__ inline void improve(T threshold, T below, T total, i32 above, i32 size, T share, T& low, T& high) {
-    const T within = below / (T((float)(size - above)) * share), beyond = (total - below) / (T((float)above) * share);
+    const T within = below / (integer<T>(size - above) * share), beyond = (total - below) / (integer<T>(above) * share);
     const bool is_small = (bits_of(beyond) & Rounding<T>::SIGN) || bits_of(beyond) < bits_of(threshold);
     if (above == 0 || above == size) return;
     low = smaller(within, threshold);
@@ -314,7 +323,7 @@ __device__ inline void magnitudes_of_team(
     const T (&values)[LANE_VALUES], i32 size, i32 lanes, i32 q, T share, T& low, T& high) {
     const T half = T(0.5f);
     const T total = sum_of_team<T>([&](int k) { return number_of(magnitude(values[k])) * share; }, lanes, q);
-    low = high = total / (T((float)size) * share);
+    low = high = total / (integer<T>(size) * share);
 #pragma unroll
     for (int round = 0; round < 2 * (BITS - 1); ++round) {
         const T threshold = half * low + half * high;
@@ -400,7 +409,7 @@ __device__ inline void quantise_in_registers(
     Codes<BITS> found;
     T errors[LANE_VALUES];
     if (BITS > 2) {
-        const T top = T((float)((1 << (BITS - 1)) - 1));
+        const T top = integer<T>((1 << (BITS - 1)) - 1);
         cells[0] = cells[1] = rounding.scale_of(largest, top);
         const T scale = number_of(cells[0]), reciprocal = T(1.0f) / scale;
         const T inverse = cells[0] && is_finite ? reciprocal : T(0.0f);
@@ -483,7 +492,7 @@ struct LongBlock {
             const T low = number_of((Key)((Key)scales[0] << Few<T>::STORED));
             const T high = number_of((Key)((Key)scales[each - 1] << Few<T>::STORED));
             const u32 code = codes[i & ((1 << log_width) - 1)] >> bits * (i >> log_width) & ((1 << bits) - 1);
-            value = value + (bits > 2 ? T((float)((i32)code - (1 << (bits - 1)))) * low : signed_magnitude(code, low, high));
+            value = value + (bits > 2 ? integer<T>((i32)code - (1 << (bits - 1))) * low : signed_magnitude(code, low, high));
         }
         return value;
     }
@@ -527,7 +536,7 @@ __device__ inline void quantise_long(
     for (i32 j = lane(); j < block; j += 32) largest = greater(largest, magnitude(c[j]));
     for (int by = 16; by; by /= 2) largest = greater(largest, exchanged(largest, by));
     const bool is_finite = largest < rounding.infinity();
-    const T top = T((float)((1 << (bits - 1)) - 1));
+    const T top = integer<T>((1 << (bits - 1)) - 1);
     T inverse = T(0.0f), low = number_of(largest), high = low;
     Key threshold = (Key)-1, cells[2];
     if (bits > 2) {
@@ -538,7 +547,7 @@ __device__ inline void quantise_long(
         i32 above;
         if (is_finite) {
             const T total = sum_up_to(c, (Key)-1, share, above);
-            low = high = total / (T((float)c.c.size) * share);
+            low = high = total / (integer<T>(c.c.size) * share);
             for (int round = 0; round < 2 * (bits - 1); ++round) {
                 const T middle = T(0.5f) * low + T(0.5f) * high;
                 const T below = sum_up_to(c, bits_of(middle), share, above);
@@ -620,8 +629,11 @@ __device__ inline void dequantise(
     }
 }
 
+// With one block a multiprocessor as the bound the compiler spills no registers to have more of them.
+#define QUANTISER extern "C" __global__ void __launch_bounds__(THREADS, 1)
+
 #define FEW_BITS(dtype, T, Key, Scale)                                                                              \
-    KERNEL quantise_long_##dtype(                                                                                   \
+    QUANTISER quantise_long_##dtype(                                                                                \
         const i64* table, i64 rows, i64 terms, T* values, i64 size, i64 first, i64 last, i64 block,                 \
         const T* residual, u64 decay, u64 scale, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,    \
         u8* codes, Scale* scales, T* rejected, i64 bits) {                                                          \
@@ -641,7 +653,7 @@ __device__ inline void dequantise(
     const Target<T> target = {codes, scales, rejected, first, last};
 
 #define OF_BITS(dtype, T, Key, Scale, BITS)                                                                         \
-    KERNEL quantise_##BITS##_##dtype(                                                                               \
+    QUANTISER quantise_##BITS##_##dtype(                                                                            \
         const i64* table, i64 rows, i64 terms, T* values, i64 size, i64 first, i64 last, i64 block,                 \
         const T* residual, u64 decay, u64 scale, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,    \
         u8* codes, Scale* scales, T* rejected) {                                                                    \
