@@ -5,6 +5,7 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import cupy_signatures
@@ -111,6 +112,27 @@ def test_a_selection_takes_five_launches_and_waits_once(cupy):
         with counted(cupy) as found:
             select()
         assert (found.launches, found.synchronisations) == (5, 1), found
+
+
+def test_a_thread_has_memory_of_its_own_for_the_arguments_of_a_kernel(
+    cupy, monkeypatch
+):
+    """The driver reads it without Python's lock."""
+    from mpicomp.kernels import device
+
+    places = []
+
+    def launch_kernel(*args):
+        places.append(args[-2])
+
+    monkeypatch.setattr(device.compiling.driver, "launchKernel", launch_kernel)
+    a = cupy.ones(9, np.float32)
+    for _ in range(2):
+        device.add(a, a, a)
+    other = threading.Thread(target=device.add, args=(a, a, a))
+    other.start()
+    other.join()
+    assert places[0] == places[1] != places[2]
 
 
 @pytest.mark.parametrize(

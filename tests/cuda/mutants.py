@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import threading
 from itertools import count
 
 from emulator import Program
@@ -48,12 +49,7 @@ def use(source, monkeypatch, deleted_barrier=None):
         program.set_integer("deleted_barrier", deleted_barrier)
 
     def function(device, name):
-        return lambda grid, block, args: program.launch(
-            name,
-            grid,
-            block,
-            [module._argument(arg) for arg in args],
-            offset=module.arena.base - module.arena.shown,
-        )
+        return module.handle_of(program, name)
 
+    monkeypatch.setattr(compiling, "_plans", threading.local())
     monkeypatch.setattr(compiling, "_function", function)

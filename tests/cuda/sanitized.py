@@ -30,25 +30,23 @@ class Copy:
         LIBC.free(self.exact)
 
 
-def function(program, module, name):
-    """Return a kernel that works on copies of its arrays."""
+def plan(program, module, name):
+    """Return what starts a kernel on copies of its arrays."""
+    arena = module.arena
 
-    def launch(grid, block, args):
-        copies = {
-            i: Copy(arg._hidden)
-            for i, arg in enumerate(args)
-            if hasattr(arg, "_hidden")
-        }
+    def start(blocks, threads, args):
+        copies = [Copy(arg._hidden) for arg in args if hasattr(arg, "_hidden")]
+        exact = iter(copies)
         sent = [
-            copies[i].exact if i in copies else module._argument(arg)
-            for i, arg in enumerate(args)
+            next(exact).exact if hasattr(arg, "_hidden") else int(arg or 0)
+            for arg in args
         ]
-        offset = module.arena.base - module.arena.shown
-        program.launch(name, grid, block, sent, offset=offset)
-        for copy in copies.values():
+        offset = arena.base - arena.shown
+        program.launch(name, (blocks,), (threads,), sent, offset=offset)
+        for copy in copies:
             copy.back()
 
-    return launch
+    return start
 
 
 def main(*replacement):
@@ -68,7 +66,7 @@ def main(*replacement):
     program = Program(
         replaced(source, *replacement) if replacement else source, sanitize=True
     )
-    device.compiling._function = lambda _, name: function(program, module, name)
+    device.compiling._plan = lambda _, name, arguments: plan(program, module, name)
     for comparison in comparisons.ALL:
         comparison(device, cupy)
     print("all is well")

@@ -18,9 +18,17 @@ copies to the host, arguments and keywords that are not in CuPy's signatures
 from cupy import _functions, cuda, random
 from cupy._array import ndarray
 from cupy._functions import *  # noqa: F403
-from cupy._module import RawModule
+from cupy._module import RawKernel, RawModule
 from cupy._signatures import surface
 
 __version__ = "0.fake"
 FAKE = True
-__all__ = ["RawModule", "cuda", "ndarray", "random", "surface", *_functions.__all__]
+__all__ = [
+    "RawKernel",
+    "RawModule",
+    "cuda",
+    "ndarray",
+    "random",
+    "surface",
+    *_functions.__all__,
+]

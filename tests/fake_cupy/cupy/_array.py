@@ -49,6 +49,7 @@ class ndarray:
     device = property(lambda self: Device(0))
     T = property(lambda self: ndarray._of(self._hidden.T))
     base = property(lambda self: None)
+    _c_contiguous = property(lambda self: self._hidden.flags.c_contiguous)
 
     @property
     def flags(self) -> Any:

@@ -66,6 +66,10 @@ class Arena:
         self._poison(offset, nbytes)
         self._free[size].append(offset)
 
+    def has(self, pointer: int) -> bool:
+        """Return whether a number is an address that the device gives away."""
+        return self.shown <= pointer < self.shown + SIZE
+
     def hidden(self, pointer: int) -> int:
         """Return where the memory behind a device's pointer really is."""
         assert self.shown <= pointer <= self.shown + SIZE, (

@@ -2,16 +2,18 @@
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
-from cupy._array import ndarray, ran
+from cupy import cuda
+from cupy._array import ran
 from cupy._memory import arena
+
+_MOST = 24  # arguments of a kernel
 
 
 class RawModule:
@@ -28,28 +30,36 @@ class RawModule:
         self._code, self._options = code, tuple(options)
         self._program: Any = None
 
-    def get_function(self, name: str) -> Callable[..., None]:
+    def get_function(self, name: str) -> "RawKernel":
         if self._program is None:
             self._program = _emulator().Program(self._code, self._options)
+        return RawKernel(handle_of(self._program, name))
 
-        def launch(
-            grid: Sequence[int],
-            block: Sequence[int],
-            args: Sequence[Any],
-            *,
-            shared_mem: int = 0,
-        ) -> None:
-            ran(name)
-            self._program.launch(
-                name,
-                tuple(grid),
-                tuple(block),
-                [_argument(arg) for arg in args],
-                shared_mem,
-                offset=arena.base - arena.shown,
-            )
 
-        return launch
+class RawKernel:
+    """A kernel; the driver knows it by its handle."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    @property
+    def kernel(self) -> Any:
+        return SimpleNamespace(ptr=self._handle)
+
+
+def handle_of(program: Any, name: str) -> int:
+    """Return the handle of a kernel of a program of tests/cuda/emulator.py."""
+
+    def run(blocks: int, threads: int, params: int) -> None:
+        ran(name)
+        places = (ctypes.c_uint64 * _MOST).from_address(params)
+        words = [ctypes.c_uint64.from_address(place).value for place in places]
+        own = [arena.hidden(word) if arena.has(word) else word for word in words]
+        offset = arena.base - arena.shown
+        program.launch(name, (blocks,), (threads,), own, offset=offset)
+
+    cuda._kernels.append(run)
+    return len(cuda._kernels)
 
 
 @cache
@@ -63,14 +73,3 @@ def _emulator() -> Any:
     sys.modules["emulator"] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _argument(arg: Any) -> Any:
-    """Return an argument of a kernel as ctypes has it; Python's numbers have no size of their own, so none is taken."""
-    if isinstance(arg, ndarray):
-        return ctypes.c_void_p(arena.hidden(arg.data.ptr))
-    if isinstance(arg, np.generic):
-        return np.ctypeslib.as_ctypes_type(arg.dtype)(arg.item())
-    raise TypeError(
-        f"got {arg!r}: CuPy takes int and float as 64 bits; say which with a NumPy scalar"
-    )

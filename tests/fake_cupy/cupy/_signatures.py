@@ -9,6 +9,7 @@ from typing import Any
 
 _TABLE = json.loads((Path(__file__).parents[1] / "signatures.json").read_text())
 _OWN = "FAKE", "surface"  # what CuPy does not have
+_CLASSES = "ndarray", "RawModule", "RawKernel"
 _OF_PYTHON = {
     *dir(object),
     *"__module__ __dict__ __weakref__ __annotations__ __doc__".split(),
@@ -47,17 +48,22 @@ def surface() -> Iterator[str]:
     import cupy
 
     for name in cupy.__all__:
-        if name not in (*_OWN, "cuda", "random", "RawModule", "ndarray"):
+        if name not in (*_OWN, "cuda", "random", *_CLASSES):
             yield name
     classes = ("Stream", "Event", "Device", "MemoryPointer")
-    for place, owner in (("cuda", cupy.cuda), ("cuda.runtime", cupy.cuda.runtime)):
+    modules = {
+        f"cuda.{name}": getattr(cupy.cuda, name) for name in ("runtime", "driver")
+    }
+    for place, owner in {"cuda": cupy.cuda, **modules}.items():
         for name, value in vars(owner).items():
             ours = getattr(
                 value, "__module__", "cupy.cuda"
             ) == "cupy.cuda" and not inspect.ismodule(value)
             if ours and not name.startswith("_") and name not in classes:
                 yield f"{place}.{name}"
-    for place, owner in [("ndarray", cupy.ndarray), ("RawModule", cupy.RawModule)] + [
+    yield "ndarray._c_contiguous"
+    yield "cuda.Function.ptr"  # of what RawKernel.kernel returns
+    for place, owner in [(name, getattr(cupy, name)) for name in _CLASSES] + [
         (f"cuda.{name}", getattr(cupy.cuda, name)) for name in classes
     ]:
         yield place

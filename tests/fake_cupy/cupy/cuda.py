@@ -183,6 +183,31 @@ runtime = SimpleNamespace(
     },
     CUDARuntimeError=RuntimeError,
 )
+
+
+def _launch_kernel(
+    f: int,
+    grid_dim_x: int,
+    grid_dim_y: int,
+    grid_dim_z: int,
+    block_dim_x: int,
+    block_dim_y: int,
+    block_dim_z: int,
+    shared_mem_bytes: int,
+    stream: int,
+    kernel_params: int,
+    extra: int,
+) -> None:
+    dimensions = grid_dim_y, grid_dim_z, block_dim_y, block_dim_z
+    assert dimensions == (1, 1, 1, 1)
+    assert shared_mem_bytes == extra == 0
+    assert stream == get_current_stream().ptr
+    _kernels[f - 1](grid_dim_x, block_dim_x, kernel_params)
+
+
+# what runs a kernel by its handle less 1, from the numbers of blocks and threads, and the addresses of its arguments
+_kernels: list[Callable[[int, int, int], None]] = []
+driver = SimpleNamespace(launchKernel=_launch_kernel)
 for _class in (Stream, Event, Device, MemoryPointer):
     for _name, _value in list(vars(_class).items()):
         if not _name.startswith("_") and inspect.isfunction(_value):
