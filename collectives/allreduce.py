@@ -197,7 +197,9 @@ def choose_freely(
     metadata = yield from exchange_metadata(
         vector, group, sampling=cut, bits=bits, whole=short or again
     )
-    if metadata.vectors and all([is_short(each, group) for each in metadata.vectors]):
+    if metadata.vectors and all(
+        [is_short(vector, group) for vector in metadata.vectors]
+    ):
         return "allgather", metadata
     name = best(sum(metadata.counts) / group.size, bits=metadata.bits)
     gathered.discard(kind)

@@ -234,7 +234,7 @@ def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVe
         strict=True,
     )
     received = [theirs for theirs, _ in (yield from group.all_to_all(sent))]
-    here = sum(each.nnz for each in (*kept, *received))
+    here = sum(part.nnz for part in (*kept, *received))
     k = max(most for _, most in asked)
     entries = sum(count for _, count in supports)
     # top_k() selects no zeros

@@ -78,12 +78,12 @@ def divided(call: Call[Any], size: int) -> SparseVector:
 @sparse_reduce_scatter.algorithm(compares_calls=True)
 def split(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
     """Sum every share on its owner; see the module."""
-    given = (
+    bounds = (
         tuple(map(int, partition.split()))
         if partition != "equal"
         else equal_bounds(vector.length, group.size)
     )
-    return (yield from sum_of_share(vector, group, given))
+    return (yield from sum_of_share(vector, group, bounds))
 
 
 def sum_of_share(

@@ -253,10 +253,10 @@ def writable_memory(array: Any) -> Array:
     is_bfloat16 = _is_bfloat16(array)
     values = to_values(array)
     if is_bfloat16:
-        whole = hasattr(array, "untyped_storage")
+        is_tensor = hasattr(array, "untyped_storage")
         values = to_array(
             array.detach().view(sys.modules["torch"].int16)
-            if whole
+            if is_tensor
             else array.view("u2")
         ).view(np.uint16)
     order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
@@ -463,8 +463,8 @@ def kernels_for(array: Any) -> ModuleType:
 
 
 @cache
-def _kernels(place: str) -> ModuleType:
-    return import_module(f"mpicomp.kernels.{place}")
+def _kernels(memory: str) -> ModuleType:
+    return import_module(f"mpicomp.kernels.{memory}")
 
 
 def _type_name(array: Any) -> str:

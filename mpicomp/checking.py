@@ -36,16 +36,20 @@ def mass(part: SparseVector | Array) -> list[float]:
     else:
         places = np.arange(part.size, dtype=np.uint64)
         values = part
-    wide = to_numpy(values).reshape(-1).astype(np.float64)
+    doubles = to_numpy(values).reshape(-1).astype(np.float64)
     weights = ((places + np.uint64(1)) * _MIX >> np.uint64(11)) / 2.0**52 - 1
     # values that are not finite are reported separately
     with np.errstate(invalid="ignore", over="ignore"):
-        return [float(wide.sum()), float(wide @ weights), float(np.abs(wide).sum())]
+        return [
+            float(doubles.sum()),
+            float(doubles @ weights),
+            float(np.abs(doubles).sum()),
+        ]
 
 
 def total_mass(masses: Iterable[Sequence[float]]) -> list[float]:
     """Return the mass of several vectors together."""
-    return [sum(each) for each in zip((0.0, 0.0, 0.0), *masses, strict=True)]
+    return [sum(terms) for terms in zip((0.0, 0.0, 0.0), *masses, strict=True)]
 
 
 def scaled_mass(mass: Sequence[float], factor: float) -> list[float]:
@@ -61,9 +65,9 @@ def is_same_mass(
     True also if the sums leave the range of float64, where nothing can be checked.
     """
     # float64 rounds too, and subnormals most
-    within = (tolerance + 1e-12) * max(one[2], other[2]) + 2.0**-1022
-    same = abs(one[0] - other[0]) <= within and abs(one[1] - other[1]) <= within
-    return same or not math.isfinite(within)
+    most = (tolerance + 1e-12) * max(one[2], other[2]) + 2.0**-1022
+    same = abs(one[0] - other[0]) <= most and abs(one[1] - other[1]) <= most
+    return same or not math.isfinite(most)
 
 
 def tolerance(dtype: Any, size: int) -> float:

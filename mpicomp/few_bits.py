@@ -88,8 +88,8 @@ def join(parts: Sequence[FewBits]) -> FewBits:
     if len(parts) == 1:
         return parts[0]
     codes, scales = (
-        np.concatenate(each)
-        for each in zip(*((part.codes, part.scales) for part in parts), strict=True)
+        np.concatenate(parts_of)
+        for parts_of in zip(*((part.codes, part.scales) for part in parts), strict=True)
     )
     return FewBits(
         codes, scales, sum(part.size for part in parts), parts[0].bits, parts[0].block

@@ -204,7 +204,7 @@ def untied(arrays: Mapping[str, Any]) -> dict[str, str]:
     Raises TypeError or ValueError for arrays that cannot be exchanged or written to, or
     that overlap in memory.
     """
-    found: dict[Any, str] = {}  # by memory
+    names: dict[Any, str] = {}  # by memory
     first: dict[str, str] = {}
     thetas = []
     for tensor in describe(arrays, DICT):
@@ -212,7 +212,7 @@ def untied(arrays: Mapping[str, Any]) -> dict[str, str]:
         memory = (
             (address(theta), theta.nbytes, theta.dtype) if theta.size else tensor.name
         )
-        first[tensor.name] = found.setdefault(memory, tensor.name)
+        first[tensor.name] = names.setdefault(memory, tensor.name)
         if first[tensor.name] == tensor.name:
             thetas.append(theta)
     try:

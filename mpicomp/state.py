@@ -186,17 +186,17 @@ def _joined(
             f"the states of {[*values]} have {name} of several dtypes: expected one"
         )
     size = arrays[0].size if spans is ONE else spans[-1].stop
-    whole = new_vector(np, size, arrays[0].dtype)
+    vector = new_vector(np, size, arrays[0].dtype)
     for (called, row), span in zip(values.items(), spans, strict=True):
         # without an array before its first step: it may have been held
         if row is None:
             continue
-        if row.size != whole[span].size:
+        if row.size != vector[span].size:
             raise ValueError(
-                f"{called} has {row.size} values: expected {whole[span].size}, of {row.dtype}"
+                f"{called} has {row.size} values: expected {vector[span].size}, of {row.dtype}"
             )
-        whole[span] = row
-    return whole
+        vector[span] = row
+    return vector
 
 
 def expect_integer(least: int, most: int = 2**62) -> Check:

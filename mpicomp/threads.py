@@ -43,8 +43,8 @@ def count() -> int:
     of the container, divided by the ranks given to `share`, and at least 1. Raises
     ValueError if MPICOMP_THREADS is not an integer >= 1.
     """
-    given = os.environ.get(VARIABLE)
-    if given is None:
+    text = os.environ.get(VARIABLE)
+    if text is None:
         cores = (
             len(os.sched_getaffinity(0))
             if hasattr(os, "sched_getaffinity")
@@ -52,12 +52,12 @@ def count() -> int:
         )
         return max(1, int(min(cores, quota())) // _ranks)
     try:
-        number = int(given)
+        number = int(text)
     except ValueError:
         number = 0
     if number < 1:
         raise ValueError(
-            f"{VARIABLE} is {given!r}: expected an integer >= 1; unset it to use this rank's cores"
+            f"{VARIABLE} is {text!r}: expected an integer >= 1; unset it to use this rank's cores"
         )
     return number
 
@@ -75,7 +75,7 @@ def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
         # in a container it may be the name outside: then only the top exists
         inner = top / path.lstrip("/")
         for folder in (
-            each for each in (inner, *inner.parents) if each.is_relative_to(top)
+            folder for folder in (inner, *inner.parents) if folder.is_relative_to(top)
         ):
             with contextlib.suppress(OSError, ValueError):  # "max" is no limit
                 time, period = (folder / "cpu.max").read_text().split()

@@ -161,21 +161,21 @@ class SparseVector:
         only; raises TypeError for arrays on a device.
         """
         places = _array(indices)
-        given = _checked_values(values)
-        if on_device(places) or on_device(given):
+        checked = _checked_values(values)
+        if on_device(places) or on_device(checked):
             raise TypeError(
                 "got entries on a device: add repeated ones there (PyTorch: coalesce), or copy to the host"
             )
-        if places.ndim != 1 or len(places) != len(given):
+        if places.ndim != 1 or len(places) != len(checked):
             raise ValueError(
-                f"got indices of shape {places.shape} and {len(given)} values: expected as many of each"
+                f"got indices of shape {places.shape} and {len(checked)} values: expected as many of each"
             )
         union, where = np.unique(places, return_inverse=True)
-        sums = np.zeros((union.size, *given.shape[1:]))  # float64
-        np.add.at(sums, where, given)
+        sums = np.zeros((union.size, *checked.shape[1:]))  # float64
+        np.add.at(sums, where, checked)
         return cls(
             union if union.size else union.astype(np.int32),
-            sums.astype(given.dtype),
+            sums.astype(checked.dtype),
             length,
         )
 
@@ -255,8 +255,8 @@ class SparseVector:
         dense = writable_vector(array)
         if on_device(dense) != on_device(self.values):
             one, other = (
-                "on a device" if on_device(each) else "in host memory"
-                for each in (dense, self.values)
+                "on a device" if on_device(part) else "in host memory"
+                for part in (dense, self.values)
             )
             raise TypeError(
                 f"the array is {one} and the vector {other}: expected both on one device; copy one"
@@ -466,16 +466,16 @@ def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
     At each index the entries are added in the order of the vectors, ((a0 + a1) + a2) +
     ..., float16 in float32, rounded once. The arrays are new ones.
     """
-    some = [each for each in vectors if each.nnz] or list(vectors[:1])
+    some = [vector for vector in vectors if vector.nnz] or list(vectors[:1])
     if len(some) == 1:
         return some[0].copy()
     if len(some) < 3 or (
         len(some) < 5
-        and sum(each.nnz for each in some) <= _FEW
+        and sum(vector.nnz for vector in some) <= _FEW
         and some[0].dtype != np.float16
     ):
         return reduce(merge, some)  # float16 would be rounded at each of several merges
-    parts = [each.indices for each in some], [each.values for each in some]
+    parts = [vector.indices for vector in some], [vector.values for vector in some]
     indices, values = kernels_for(some[0].values).accumulate(*parts, some[0].length)
     return SparseVector.trusted(indices, values, some[0].length)
 
@@ -483,7 +483,9 @@ def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
 def count_up(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return how many of one or more vectors have each entry of the union of their supports; exact up to 2^24."""
     ones = namespace(vectors[0].values).ones
-    return add_up([each.with_values(ones(each.nnz, np.float32)) for each in vectors])
+    return add_up(
+        [vector.with_values(ones(vector.nnz, np.float32)) for vector in vectors]
+    )
 
 
 def join(parts: Sequence[SparseVector]) -> SparseVector:
@@ -668,8 +670,8 @@ def _checked_indices(given: Any, length: int) -> Array:
         return contiguous(indices)
     # The conversion reads every index anyway, and would hide one that wraps around:
     # check them all. a large uint64 becomes negative; CuPy compares no int32 with 2^31
-    wide = indices.astype(np.int64)
-    for index in indices[(wide < 0) | (wide >= length)][:1]:
+    wrapped = indices.astype(np.int64)
+    for index in indices[(wrapped < 0) | (wrapped >= length)][:1]:
         raise _out_of_range(index, length)
     return indices.astype(wanted)
 

@@ -156,12 +156,12 @@ def _compare_settings(comm: "MPI.Intracomm") -> None:
             (rank, settings[name]) for rank, settings in enumerate(everywhere)
         )
         if len(holders) > 1:
-            found = "; ".join(
+            by_value = "; ".join(
                 f"{'not set' if value == off else value} on {named_ranks(ranks)}"
                 for value, ranks in holders.items()
             )
             raise ValueError(
-                f"the environment variable {name} must be the same on all ranks, got {found}: export it to all "
+                f"the environment variable {name} must be the same on all ranks, got {by_value}: export it to all "
                 f"(mpirun -x {name}; srun --export=ALL; MPICH: mpiexec -genvlist {name})"
             )
 

@@ -18,7 +18,9 @@ _MAIN = main_thread().ident  # the thread in which Python runs handlers
 # those that a program cannot go on after, or that no program can handle
 _FATAL = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
 EVERY = tuple(
-    sorted(int(each) for each in valid_signals() - {Signals[name] for name in _FATAL})
+    sorted(
+        int(number) for number in valid_signals() - {Signals[name] for name in _FATAL}
+    )
 )
 # to look at every signal takes a tenth of a short collective
 FREQUENT = tuple(

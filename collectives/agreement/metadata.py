@@ -41,11 +41,11 @@ class Metadata:
 
     def bounds(self, size: int) -> Bounds:
         """Return the bounds of the shares of `size` owners."""
-        supports = [to_numpy(each.indices) for each in self.received]
+        supports = [to_numpy(vector.indices) for vector in self.received]
         ranks = enumerate(zip(supports, self.whole, strict=True))
         samples = [
-            sample(each, rank, len(supports)) if is_whole else each
-            for rank, (each, is_whole) in ranks
+            sample(vector, rank, len(supports)) if is_whole else vector
+            for rank, (vector, is_whole) in ranks
         ]
         return balanced_bounds(samples, self.counts, self.length, size)
 
@@ -89,15 +89,18 @@ def is_short(vector: SparseVector, group: Group) -> bool:
     return (group.size - 1) * vector.nbytes <= WHOLE_NBYTES
 
 
-def pack(entries: int, bits: float, whole: bool) -> int:
+def pack(entries: int, bits: float, is_whole: bool) -> int:
     """Return the fields of a rank's metadata in one integer: entries, bits of a value as coded, whole vector or not."""
-    return entries << 16 | min(round(bits), MOST_BITS) << 1 | whole
+    return entries << 16 | min(round(bits), MOST_BITS) << 1 | is_whole
 
 
 def unpack(fields: Sequence[int]) -> tuple[list[int], list[int], list[bool]]:
     """Return the three fields of `pack`, each of all ranks."""
-    entries, bits, whole = zip(
-        *[(each >> 16, each >> 1 & MOST_BITS, each & 1 == 1) for each in fields],
+    entries, bits, are_whole = zip(
+        *[
+            (packed >> 16, packed >> 1 & MOST_BITS, packed & 1 == 1)
+            for packed in fields
+        ],
         strict=True,
     )
-    return list(entries), list(bits), list(whole)
+    return list(entries), list(bits), list(are_whole)

@@ -134,12 +134,12 @@ class Faults:
             )
             return f"{self._doing}: {who} died. The library no longer uses this communicator: {remedy}"
         damage = [
-            f"rank {rank}: {each['damage']}"
-            for rank, each in sorted(self._notices.items())
-            if each["damage"]
+            f"rank {rank}: {notice['damage']}"
+            for rank, notice in sorted(self._notices.items())
+            if notice["damage"]
         ]
         if not damage:
-            elsewhere = any(each["elsewhere"] for each in self._notices.values())
+            elsewhere = any(notice["elsewhere"] for notice in self._notices.values())
             order = _ORDER if elsewhere else ""
             return f"{self._reason()}; {self._absent()}. {order}{_REMEDY}"
         self._raised_as = DamagedMessageError
@@ -155,7 +155,7 @@ class Faults:
             return f"{operation} timed out after {mine['waited']:.3g} s" + (
                 f" {where}" if mine["round"] else ""
             )
-        expired = [rank for rank, each in self._notices.items() if each["waited"]]
+        expired = [rank for rank, notice in self._notices.items() if notice["waited"]]
         for_this = [
             rank for rank in expired if self._rank in self._notices[rank]["for"]
         ]
@@ -177,13 +177,13 @@ class Faults:
                 f"{named_ranks(absent)} did not respond{self._after('within')}"
             )
         return ", ".join(texts) or "all ranks responded: " + "; ".join(
-            f"rank {rank} waits in round {each['round']} of {each['operation']} for {_named(each['for'])}"
-            + _elsewhere(each)
-            for rank, each in sorted(self._notices.items())
+            f"rank {rank} waits in round {notice['round']} of {notice['operation']} for {_named(notice['for'])}"
+            + _elsewhere(notice)
+            for rank, notice in sorted(self._notices.items())
         )
 
     def _after(self, word: str) -> str:
-        longest = max(each["waited"] for each in self._notices.values())
+        longest = max(notice["waited"] for notice in self._notices.values())
         return f" {word} {longest:.3g} s" if longest else ""
 
 
@@ -209,15 +209,17 @@ def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
     differs, as later ones then differ too. StepSkippedError, which all ranks raise, if
     `NotFiniteError` is the only error.
     """
-    contents = [json.loads(each) for each in reports]
-    skips = [rank for rank, each in enumerate(contents) if each["skip"]]
+    contents = [json.loads(report) for report in reports]
+    skips = [rank for rank, report in enumerate(contents) if report["skip"]]
     faults = [
-        f"rank {rank}: {each['error']}"
-        for rank, each in enumerate(contents)
-        if each["error"]
+        f"rank {rank}: {report['error']}"
+        for rank, report in enumerate(contents)
+        if report["error"]
     ]
     sound = {
-        rank: each["call"] for rank, each in enumerate(contents) if not each["error"]
+        rank: report["call"]
+        for rank, report in enumerate(contents)
+        if not report["error"]
     }
     for name in {name: None for call in sound.values() for name in call}:
         holders = ranks_by_value((rank, call.get(name)) for rank, call in sound.items())

@@ -102,13 +102,13 @@ class Case:
             values = span * self.value_nbytes
         elif entries >= 1:
             # from the first entry to the last one
-            found = span * (entries - 1) / (entries + 1) + 1
-            bitmap = 16 + found / 8
-            low = max(0, int(found / entries).bit_length() - 1)
+            extent = span * (entries - 1) / (entries + 1) + 1
+            bitmap = 16 + extent / 8
+            low = max(0, int(extent / entries).bit_length() - 1)
             if is_coded:
                 # Elias-Fano
                 indices = min(
-                    indices, bitmap, 28 + (entries * (low + 1) + found / 2**low) / 8
+                    indices, bitmap, 28 + (entries * (low + 1) + extent / 2**low) / 8
                 )
             elif 4 * bitmap <= indices:
                 indices = bitmap

@@ -105,22 +105,22 @@ def links_of(text: str) -> Links:
     Links(latency=5e-05, rate=1180000000.0, crowding=1.0)
     """
     name = text.strip().lower()
-    found = _OWN.fullmatch(name)
-    if found and not found[3]:
-        name = f"{found[1]}{found[2]}bit"
+    match = _OWN.fullmatch(name)
+    if match and not match[3]:
+        name = f"{match[1]}{match[2]}bit"
     if name in NETWORKS:
         return NETWORKS[name]
-    if found is None or not float(found[1]) > 0:
+    if match is None or not float(match[1]) > 0:
         raise ValueError(
             f"got {text!r}: expected one of {', '.join(NETWORKS)}, or a rate, with or without a delay: 10gbit:50us"
         )
-    rate = float(found[1]) * _UNITS[found[2]] / 8 * _PAYLOAD
-    if found[3]:
-        return Links(float(found[3]) * _UNITS[found[4]], rate)
-    known = [each for name, each in NETWORKS.items() if name.endswith("bit")]
+    rate = float(match[1]) * _UNITS[match[2]] / 8 * _PAYLOAD
+    if match[3]:
+        return Links(float(match[3]) * _UNITS[match[4]], rate)
+    known = [links for name, links in NETWORKS.items() if name.endswith("bit")]
     return Links(
         next(
-            (each.latency for each in reversed(known) if each.rate <= rate),
+            (links.latency for links in reversed(known) if links.rate <= rate),
             known[0].latency,
         ),
         rate,
@@ -138,14 +138,14 @@ def agreed_links(
     """
     text = comm.bcast(os.environ.get(VARIABLE, ""))
     try:
-        found = links_of(text or "1gbit")
+        links = links_of(text or "1gbit")
     except ValueError as error:
         raise ValueError(
             f"the environment variable {VARIABLE} is not a network: {error}"
         ) from None
     if not text and len(set(nodes)) > 1:
-        found = measured(comm, nodes)
-    return replace(found, crowding=crowding)
+        links = measured(comm, nodes)
+    return replace(links, crowding=crowding)
 
 
 def measured(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Links:
@@ -155,9 +155,9 @@ def measured(comm: "MPI.Intracomm", nodes: Sequence[int]) -> Links:
     firsts = sorted(set(nodes))
     mine = np.zeros(2)
     slowest = np.empty(2)
-    place = firsts.index(comm.rank) if comm.rank in firsts else -1
-    if place >= 0 and place ^ 1 < len(firsts):
-        mine[:] = _timed(comm, firsts[place ^ 1], leads=place % 2 == 0)
+    number = firsts.index(comm.rank) if comm.rank in firsts else -1
+    if number >= 0 and number ^ 1 < len(firsts):
+        mine[:] = _timed(comm, firsts[number ^ 1], leads=number % 2 == 0)
     comm.Allreduce(mine, slowest, MPI.MAX)
     return rounded(float(slowest[0]), 1 / float(slowest[1]))
 

@@ -56,22 +56,22 @@ def likely(mean: float, size: int) -> int:
 def given_bounds(bounds: Any, length: int, size: int) -> Bounds:
     """Return the caller's bounds as integers of Python; ValueError or TypeError unless they cover the index space."""
     try:
-        found = tuple(index(bound) for bound in bounds)
+        edges = tuple(index(bound) for bound in bounds)
     except TypeError as error:
         raise TypeError(
             f"partition is {bounds!r}: expected {size + 1} integers ({error})"
         ) from None
-    if len(found) != size + 1 or (found[0], found[-1]) != (0, length):
-        ends = f" from {found[0]} to {found[-1]}" if found else ""
+    if len(edges) != size + 1 or (edges[0], edges[-1]) != (0, length):
+        ends = f" from {edges[0]} to {edges[-1]}" if edges else ""
         raise ValueError(
-            f"partition has {len(found)} bounds{ends}: expected {size + 1} from 0 to the length {length}"
+            f"partition has {len(edges)} bounds{ends}: expected {size + 1} from 0 to the length {length}"
         )
-    for start, end in pairwise(found):
+    for start, end in pairwise(edges):
         if start > end:
             raise ValueError(
                 f"partition has bounds that decrease, {start} before {end}: expected them in order"
             )
-    return found
+    return edges
 
 
 def sample(indices: Array, rank: int, size: int) -> Array:

@@ -32,26 +32,30 @@ def fold_partner(rank: int, size: int) -> int | None:
 
 def tree_parent(rank: int, size: int, root: int = 0) -> int | None:
     """Return the parent of `rank` in the binomial tree of `root`; None for the root."""
-    place = (rank - root) % size
-    return ((place & (place - 1)) + root) % size if place else None
+    distance_from_root = (rank - root) % size
+    return (
+        ((distance_from_root & (distance_from_root - 1)) + root) % size
+        if distance_from_root
+        else None
+    )
 
 
 def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:
     """Yield the children of `rank` in the binomial tree of `root`, the smallest subtree first."""
-    place = (rank - root) % size
+    distance_from_root = (rank - root) % size
     distance = 1
-    while place + distance < size and not place & distance:
-        yield (place + distance + root) % size
+    while distance_from_root + distance < size and not distance_from_root & distance:
+        yield (distance_from_root + distance + root) % size
         distance *= 2
 
 
 @lru_cache(maxsize=16)
 def groups(marks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks with each mark, in the order in which the marks first appear."""
-    found: dict[int, list[int]] = {}
+    ranks_of: dict[int, list[int]] = {}
     for rank, mark in enumerate(marks):
-        found.setdefault(mark, []).append(rank)
-    return tuple(map(tuple, found.values()))
+        ranks_of.setdefault(mark, []).append(rank)
+    return tuple(map(tuple, ranks_of.values()))
 
 
 @lru_cache(maxsize=16)

@@ -87,7 +87,7 @@ def _call_of(
     try:
         return collective.call(*args, **kwargs)
     except Exception as error:
-        communicators = [given for given in args if hasattr(given, "Get_attr")]
+        communicators = [argument for argument in args if hasattr(argument, "Get_attr")]
         comm = kwargs.get("comm", next(iter(communicators), None))
         if comm is None:
             raise
@@ -106,9 +106,9 @@ def _vector_of(
         if name in call.arguments:
             call.arguments[name] = check(call.arguments[name], link.size)
     if call.follow and link.rank != call.arguments["root"]:
-        given = call.contribution
-        is_vector = isinstance(given, SparseVector)
-        return SparseVector.empty(0, like=given.values) if is_vector else NOTHING
+        contribution = call.contribution
+        is_vector = isinstance(contribution, SparseVector)
+        return SparseVector.empty(0, like=contribution.values) if is_vector else NOTHING
     return call.prepare(call, link.size)
 
 

@@ -39,7 +39,7 @@ def is_direct(comm: "MPI.Intracomm") -> bool:
     except ValueError as error:
         mine = f"rank {comm.rank}: {error}"
     everywhere = comm.allgather(mine)
-    if wrong := [each for each in everywhere if isinstance(each, str)]:
+    if wrong := [answer for answer in everywhere if isinstance(answer, str)]:
         raise ValueError(wrong[0])
     return all(everywhere)
 

@@ -163,9 +163,9 @@ class Group:
 
     def discard(self) -> None:
         """Receive and drop what has arrived of an operation that broke off here: its senders may wait for that."""
-        for each in self.posted:
+        for operation in self.posted:
             with suppress(DamagedMessageError):
-                each.test()
+                operation.test()
         while self.link.discard(self._tag):
             pass
 
@@ -221,8 +221,8 @@ class Group:
             return [(vector, count)]
         messages = yield from self._gather_messages(self.pack(vector, count))
         return [
-            (vector, count) if rank == self.rank else self.unpack(each)
-            for rank, each in enumerate(messages)
+            (vector, count) if rank == self.rank else self.unpack(message)
+            for rank, message in enumerate(messages)
         ]
 
     def gather_objects(self, value: Any) -> Steps[list[Any]]:
@@ -372,7 +372,7 @@ class Group:
                 self._keep_notification(received[0], arrival.source)
             if len(received) != count:
                 if any(
-                    self._header(each).signature != self._digest for each in received
+                    self._header(part).signature != self._digest for part in received
                 ):
                     raise DisagreementError
                 raise DamagedMessageError(

@@ -136,8 +136,8 @@ def _wait_for_others(ended: "MPI.Intracomm") -> None:
             ended.Abort(1)
     late = [
         rank
-        for rank, each in enumerate(ended.allgather(bool(sent)))
-        if each and rank not in arrived
+        for rank, has_ended in enumerate(ended.allgather(bool(sent)))
+        if has_ended and rank not in arrived
     ]
     for rank in late:
         ended.Recv(nothing, rank)

@@ -35,7 +35,7 @@ class ModelParameters:
         self._model = model
         self._entry = entry
         self._remedy = remedy
-        self._dtypes = [each.dtype for each in registered.values()]
+        self._dtypes = [parameter.dtype for parameter in registered.values()]
         self._ignored = trainable(model).keys() - registered.keys()
         # views of what each module holds by name
         self._entries: list[Collection[Any]] = []
@@ -54,32 +54,37 @@ class ModelParameters:
         same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
         if (
             not same
-            or [each.dtype for each in self.registered.values()] != self._dtypes
+            or [parameter.dtype for parameter in self.registered.values()]
+            != self._dtypes
             or any(self._empty)
-            or any([each.requires_grad for each in self._frozen])
+            or any([parameter.requires_grad for parameter in self._frozen])
         ):
             self._look()
         return {
-            name for name, each in self.registered.items() if not each.requires_grad
+            name
+            for name, parameter in self.registered.items()
+            if not parameter.requires_grad
         }
 
     def _look(self) -> None:
         """Store what the model consists of; raise ValueError unless its parameters are those that are registered."""
-        found = named(self._model)
+        present = named(self._model)
         others = {
-            name: each for name, each in found.items() if name not in self.registered
+            name: parameter
+            for name, parameter in present.items()
+            if name not in self.registered
         }
         replaced = [
             name
-            for (name, each), dtype in zip(
+            for (name, parameter), dtype in zip(
                 self.registered.items(), self._dtypes, strict=True
             )
-            if each.dtype != dtype or not _is_same(found.get(name), each)
+            if parameter.dtype != dtype or not _is_same(present.get(name), parameter)
         ]
         added = [
             name
-            for name, each in others.items()
-            if each.requires_grad and name not in self._ignored
+            for name, parameter in others.items()
+            if parameter.requires_grad and name not in self._ignored
         ]
         if replaced or added:
             new = (
@@ -92,26 +97,26 @@ class ModelParameters:
                 f"{some(added)}: {self._remedy}"
             )
         parts = [
-            each
+            held
             for module in self._model.modules()
-            for each in (module._parameters, module._modules)
+            for held in (module._parameters, module._modules)
         ]
-        self._entries = [each.values() for each in parts if each]
-        self._empty = [each for each in parts if not each]
+        self._entries = [held.values() for held in parts if held]
+        self._empty = [held for held in parts if not held]
         self._seen = [*chain.from_iterable(self._entries)]
         self._frozen = [
-            each for name, each in others.items() if name not in self._ignored
+            parameter for name, parameter in others.items() if name not in self._ignored
         ]
 
 
-def _is_same(found: Any, registered: Any) -> bool:
+def _is_same(present: Any, registered: Any) -> bool:
     """Return whether a parameter is the registered one, or the whole one that FSDP2 puts in its place for a while."""
     is_whole = (
         isinstance(registered, DTensor)
-        and found is not None
-        and not isinstance(found, DTensor)
+        and present is not None
+        and not isinstance(present, DTensor)
     )
-    return found is registered or is_whole
+    return present is registered or is_whole
 
 
 def some(names: Sequence[str]) -> str:
@@ -347,10 +352,10 @@ class Handle:
                 parameter.grad = None
         if self.exchange.skipped > 1:
             return
-        known = {id(each._scaler) for each in living(Handle, lambda _: True)}
+        known = {id(handle._scaler) for handle in living(Handle, lambda _: True)}
         if living(
             torch.amp.GradScaler,
-            lambda each: is_scaling(each) and id(each) not in known,
+            lambda other: is_scaling(other) and id(other) not in known,
         ):
             raise_after_backward(
                 RuntimeError(
@@ -375,17 +380,17 @@ def to_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_signs(parameters: Collection[Any]) -> None:
     """Have the first step of the parameters' optimiser warn unless it is plain SGD, and their gradients are signs."""
-    mine = {id(each) for each in parameters}
+    mine = {id(parameter) for parameter in parameters}
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         groups = optimizer.param_groups
-        found = [
-            each
+        stepped = [
+            parameter
             for group in groups
-            for each in group["params"]
-            if id(each) in mine and each.grad is not None
+            for parameter in group["params"]
+            if id(parameter) in mine and parameter.grad is not None
         ]
-        if not found:
+        if not stepped:
             return
         handle.remove()
         advice = "average='sign' gives 1, -1 and 0, to be multiplied by the rate alone: expected torch.optim.SGD"
@@ -398,7 +403,8 @@ def check_signs(parameters: Collection[Any]) -> None:
                 stacklevel=3,
             )
         if not all(
-            local_shard(each.grad).abs().sub(0.5).abs().eq(0.5).all() for each in found
+            local_shard(parameter.grad).abs().sub(0.5).abs().eq(0.5).all()
+            for parameter in stepped
         ):
             warnings.warn(
                 f"{advice} without clipping, and .grad was scaled",
@@ -428,12 +434,12 @@ def raise_after_backward(error: Exception) -> None:
 
 def exchange_of(exchange: Any) -> GradientExchange:
     """Return an exchange, or that of a handle; TypeError for anything else."""
-    found = exchange.exchange if isinstance(exchange, Handle) else exchange
-    if not isinstance(found, GradientExchange):
+    inner = exchange.exchange if isinstance(exchange, Handle) else exchange
+    if not isinstance(inner, GradientExchange):
         raise TypeError(
-            f"exchange is {type(found).__name__}: expected an object such as GradientExchange(comm, TopK(0.01))"
+            f"exchange is {type(inner).__name__}: expected an object such as GradientExchange(comm, TopK(0.01))"
         )
-    return found
+    return inner
 
 
 def check_settings(
@@ -471,8 +477,8 @@ def living(kind: type, condition: Callable[[Any], bool]) -> list[Any]:
     """Return the objects of a kind in this process for which a condition holds, after those not in use are deleted."""
 
     def found() -> list[Any]:
-        objects = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-        return [each for each in objects if condition(each)]
+        objects = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+        return [thing for thing in objects if condition(thing)]
 
     if not found():
         return []
@@ -489,14 +495,14 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(output) and not isinstance(output, type):
         yield from tensors_of([getattr(output, field.name) for field in fields(output)])
     elif isinstance(output, list | tuple):
-        for each in output:
-            yield from tensors_of(each)
+        for part in output:
+            yield from tensors_of(part)
 
 
 def parts_of(model: Any, kind: type) -> list[Any]:
     """Return the modules of a kind in a model, itself among them, whatever wraps them, such as torch.compile."""
     return (
-        [each for each in model.modules() if isinstance(each, kind)]
+        [module for module in model.modules() if isinstance(module, kind)]
         if isinstance(model, torch.nn.Module)
         else []
     )
@@ -525,7 +531,9 @@ def local_shard(tensor: Any) -> Any:
 
 def _shards(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's shards of parameters by name, detached."""
-    return {name: local_shard(each.detach()) for name, each in parameters.items()}
+    return {
+        name: local_shard(parameter.detach()) for name, parameter in parameters.items()
+    }
 
 
 def _registered(exchange: GradientExchange) -> dict[str, Any]:

@@ -105,9 +105,10 @@ def attach(
 
     everyone = gather_results(check, comm, "attach")
     _check_groups(
-        [each["group"] for each in everyone], sorted(each["rank"] for each in everyone)
+        [answer["group"] for answer in everyone],
+        sorted(answer["rank"] for answer in everyone),
     )
-    check_same("arguments of attach", [each["settings"] for each in everyone])
+    check_same("arguments of attach", [answer["settings"] for answer in everyone])
     if isinstance(exchange, Handle):
         exchange.remove()
     (ddp,) = parts_of(model, DistributedDataParallel)
@@ -198,7 +199,7 @@ class DDPHandle(Handle):
         """Begin a backward pass: look at the parameters, of which DDP may wait for some."""
         super()._begin_pass()
         self._buckets = []
-        self._gradients = [_stamp(each) for each in self._names]
+        self._gradients = [_stamp(parameter) for parameter in self._names]
         try:
             frozen = self._parameters.frozen()
             waits = not self._ddp.find_unused_parameters
@@ -220,7 +221,7 @@ class DDPHandle(Handle):
         self._nonfinite_error = None
         if not self._has_ended:
             if refused is None and self._gradients != [
-                _stamp(each) for each in self._names
+                _stamp(parameter) for parameter in self._names
             ]:
                 refused = RuntimeError(
                     "DDP has exchanged no gradients in this backward pass: parameters were unused without "
@@ -303,16 +304,19 @@ class DDPHandle(Handle):
 
         The bits do not depend on the buckets.
         """
-        found = {
-            self._names[each]: part for _, parts in buckets for each, part in parts
+        gradients = {
+            self._names[parameter]: part
+            for _, parts in buckets
+            for parameter, part in parts
         }
         names = [
-            each
-            for each in self._names.values()
-            if each in found and each not in self._held
+            name
+            for name in self._names.values()
+            if name in gradients and name not in self._held
         ]
         norms = [
-            torch.linalg.vector_norm(found[each], dtype=torch.float64) for each in names
+            torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
+            for name in names
         ]
         self.norm = norm = math.hypot(*map(float, norms))
         limit = clip / math.sqrt(self.exchange.comm.size)
@@ -324,12 +328,16 @@ class DDPHandle(Handle):
 
     def _multiply(self, buffer: torch.Tensor, parts: _Parts, factor: float) -> None:
         """Multiply the gradients of a bucket, except those of frozen parameters."""
-        for each in (
-            [part for each, part in parts if self._names[each] not in self._held]
+        for gradient in (
+            [
+                part
+                for parameter, part in parts
+                if self._names[parameter] not in self._held
+            ]
             if self._held
             else [buffer]
         ):
-            each.mul_(factor)
+            gradient.mul_(factor)
 
 
 def _take(handle: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -350,15 +358,15 @@ def _stamp(parameter: torch.Tensor) -> tuple[int, int] | None:
 def _check_ddp(model: Any) -> DistributedDataParallel:
     """Return the DDP module in a model; raise TypeError, ValueError or RuntimeError unless `attach` can take it."""
     check_launcher()
-    found = parts_of(model, DistributedDataParallel)
-    if len(found) != 1:
+    wrapped = parts_of(model, DistributedDataParallel)
+    if len(wrapped) != 1:
         raise TypeError(
-            f"model is {type(model).__name__} with {len(found)} modules in DistributedDataParallel: expected "
+            f"model is {type(model).__name__} with {len(wrapped)} modules in DistributedDataParallel: expected "
             "DistributedDataParallel(model), after init_process_group(comm); attach_fsdp is for FSDP2, and "
             "exchange(gradients, out=gradients) needs no wrapper"
         )
-    ddp: DistributedDataParallel = found[0]
-    if any(isinstance(each, DDPHandle) for each in ddp._comm_hooks):
+    ddp: DistributedDataParallel = wrapped[0]
+    if any(isinstance(hook, DDPHandle) for hook in ddp._comm_hooks):
         raise ValueError(
             "the model is already attached: use the handle that attach has returned"
         )
@@ -367,7 +375,7 @@ def _check_ddp(model: Any) -> DistributedDataParallel:
             "DistributedDataParallel was made with torch._dynamo.config.optimize_ddp = 'python_reducer', which calls "
             "no communication hook: set it to True before the model is wrapped"
         )
-    if any(isinstance(each, tuple) for each in ddp._comm_hooks):
+    if any(isinstance(hook, tuple) for hook in ddp._comm_hooks):
         raise ValueError(
             "the model has a communication hook, and DDP takes one only: attach to "
             "DistributedDataParallel(model.module), without mixed_precision="
@@ -390,14 +398,14 @@ def _check_parameters(ddp: DistributedDataParallel) -> None:
     inside = _reduced(ddp)
     ignored = ddp.parameters_to_ignore
     parameters = {
-        name: each
-        for name, each in ddp.module.named_parameters()
+        name: parameter
+        for name, parameter in ddp.module.named_parameters()
         if name not in ignored
     }
     if late := [
         name
-        for name, each in parameters.items()
-        if each.requires_grad and each not in inside
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and parameter not in inside
     ]:
         raise ValueError(
             f"{some(late)} did not require a gradient when DistributedDataParallel was made, which does not exchange "
@@ -405,18 +413,18 @@ def _check_parameters(ddp: DistributedDataParallel) -> None:
         )
     if bad := [
         name
-        for name, each in parameters.items()
-        if each in inside and each.dtype not in _DTYPES
+        for name, parameter in parameters.items()
+        if parameter in inside and parameter.dtype not in _DTYPES
     ]:
         raise TypeError(
             f"{some(bad)} is {parameters[bad[0]].dtype}: expected real parameters, of float16, bfloat16, float32 or "
             "float64; of a complex one keep torch.view_as_real(...), and use torch.view_as_complex in forward"
         )
-    if len({each.device for each in inside}) > 1:
+    if len({parameter.device for parameter in inside}) > 1:
         name, device = next(
-            (name, each.device)
-            for name, each in parameters.items()
-            if each.device != ddp.device
+            (name, parameter.device)
+            for name, parameter in parameters.items()
+            if parameter.device != ddp.device
         )
         raise ValueError(
             f"{name!r} is on {device}, and other parameters on {ddp.device}: expected one device for a rank; start a "
@@ -441,16 +449,20 @@ def _shown(ranks: list[int]) -> str:
 def _reduced(model: DistributedDataParallel) -> set[Any]:
     """Return the parameters whose gradients DDP reduces: those that required one when it was made."""
     return {
-        each
+        parameter
         for bucket in model.reducer._get_zeros_like_grad_buckets()
-        for each in bucket.parameters()
+        for parameter in bucket.parameters()
     }
 
 
 def _registered(model: DistributedDataParallel) -> dict[str, Any]:
     """Return the parameters that are exchanged, by canonical name."""
     inside = _reduced(model)
-    return {name: each for name, each in named(model.module).items() if each in inside}
+    return {
+        name: parameter
+        for name, parameter in named(model.module).items()
+        if parameter in inside
+    }
 
 
 def _in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

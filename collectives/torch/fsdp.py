@@ -86,7 +86,7 @@ def attach_fsdp(
 
     everyone = gather_results(check, comm, "attach_fsdp")
     for what in everyone[0]:
-        check_same(what, [each[what] for each in everyone])
+        check_same(what, [answer[what] for answer in everyone])
     if isinstance(exchange, Handle):
         exchange.remove()
     _warn_of_others(model)
@@ -122,11 +122,11 @@ class FSDPHandle(Handle):
             self._modules[0].register_forward_pre_hook(self._compare, prepend=True)
         ]
         self._hooks += [
-            each.register_forward_hook(self._watch) for each in self._modules
+            module.register_forward_hook(self._watch) for module in self._modules
         ]
         self._hooks += [
-            each.register_post_accumulate_grad_hook(self._take)
-            for each in parameters.values()
+            parameter.register_post_accumulate_grad_hook(self._take)
+            for parameter in parameters.values()
         ]
 
     def remove(self) -> None:
@@ -188,9 +188,15 @@ class FSDPHandle(Handle):
         """Start the exchange of gradients; the first one of a step begins it."""
         if not self.exchange.is_in_step:
             self._begin_step()
-        given = [each for each in parameters if self._names[each] not in self._held]
+        exchanged = [
+            parameter
+            for parameter in parameters
+            if self._names[parameter] not in self._held
+        ]
         parts = [
-            (each, self._taken[each]) for each in given if self._taken[each] is not None
+            (parameter, self._taken[parameter])
+            for parameter in exchanged
+            if self._taken[parameter] is not None
         ]
         if self._scale != 1:
             for _, gradient in parts:
@@ -277,12 +283,12 @@ def check_unattached(model: Any, exchange: Any) -> None:
 
 def _digests(model: Any) -> dict[str, str]:
     """Return a hash of the bits of this rank's shard of each parameter, by name."""
-    found = {}
+    digests = {}
     for name, parameter in named(model).items():
         shard = local_shard(parameter.detach()).cpu().contiguous().reshape(-1)
         bits = shard.view(torch.uint8).numpy()
-        found[name] = f"of SHA-256 {hashlib.sha256(bits).hexdigest()[:8]}"
-    return found
+        digests[name] = f"of SHA-256 {hashlib.sha256(bits).hexdigest()[:8]}"
+    return digests
 
 
 def _warn_of_others(model: Any) -> None:
@@ -292,7 +298,7 @@ def _warn_of_others(model: Any) -> None:
         parameter
         for larger in living(
             FSDPModule,
-            lambda each: each is not model and model in {*each.modules()},
+            lambda larger: larger is not model and model in {*larger.modules()},
         )
         for parameter in larger.parameters()
         if parameter.requires_grad and parameter not in mine

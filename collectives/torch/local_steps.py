@@ -49,10 +49,10 @@ def outer_loop(
     """
     comm = exchange_of(exchange).comm
     everyone = gather_results(partial(_check, model, comm), comm, "outer_loop")
-    check_same("shard", [each["shard"] for each in everyone])
+    check_same("shard", [answer["shard"] for answer in everyone])
     _check_groups(
-        [each["rank"] for each in everyone],
-        [group for each in everyone for group in each["groups"]],
+        [answer["rank"] for answer in everyone],
+        [group for answer in everyone for group in answer["groups"]],
     )
     remedy = "make a new exchange and a new loop, once the model has its parameters"
     known = ModelParameters(model, trainable(model), "outer_loop", remedy)
@@ -64,12 +64,14 @@ def outer_loop(
         }
 
     outer = OuterLoop(exchange, parameters, **terms)
-    mine = {id(each) for each in known.registered.values()}
+    mine = {id(parameter) for parameter in known.registered.values()}
 
     def restart(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before the first step of an optimiser: parameters that were loaded are the anchor."""
         groups = optimizer.param_groups
-        if any(id(each) in mine for group in groups for each in group["params"]):
+        if any(
+            id(parameter) in mine for group in groups for parameter in group["params"]
+        ):
             hook.remove()
             if outer.count == 0:
                 outer.restart()
@@ -89,13 +91,14 @@ def _check(model: Any, comm: Any) -> dict[str, Any]:
     # DDP hooks the parameters, whatever module is passed here
     mine = {*model.parameters()}
     wrapped = living(
-        DistributedDataParallel, lambda each: not mine.isdisjoint(each.parameters())
+        DistributedDataParallel,
+        lambda wrapper: not mine.isdisjoint(wrapper.parameters()),
     )
     return {
         "shard": check_fsdp(model, comm) if parts_of(model, FSDPModule) else {},
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "groups": [
-            dist.get_process_group_ranks(each.process_group) for each in wrapped
+            dist.get_process_group_ranks(wrapper.process_group) for wrapper in wrapped
         ],
     }
 

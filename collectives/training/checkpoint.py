@@ -40,8 +40,8 @@ def whole_state(
     saved = _saved_names(buckets)
     return {
         key: array
-        for each in buckets
-        for key, array in _state(each, saved, settings).items()
+        for bucket in buckets
+        for key, array in _state(bucket, saved, settings).items()
     }
 
 
@@ -79,12 +79,12 @@ def load_whole_state(
     tables = {name: _table_of(name, own, settings) for name, own in by_segment.items()}
     steps = {table["steps"] for table in tables.values()}
     if len(steps) > 1:
-        each = {
+        names_of_steps = {
             step: next(name for name, table in tables.items() if table["steps"] == step)
             for step in steps
         }
         raise ValueError(
-            f"the state is of different steps, {each}: expected what one state_dict() returned"
+            f"the state is of different steps, {names_of_steps}: expected what one state_dict() returned"
         )
     with restored_on_error(buckets):
         for bucket in buckets:

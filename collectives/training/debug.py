@@ -76,8 +76,8 @@ class CheckedStep(Step):
     def _accounts(self) -> list[dict[str, Any]]:
         return [
             account
-            for each in self.finished
-            for account in self._audits[each.started.bucket].accounts(each.mean)
+            for finished in self.finished
+            for account in self._audits[finished.started.bucket].accounts(finished.mean)
         ]
 
 

@@ -277,7 +277,7 @@ class GradientExchange:
         settings: of the caller, as text, which must be the same on all ranks.
         """
         step = self._run(DICT, "vectors", settings=settings)
-        return [each.mean for each in step.finished]
+        return [finished.mean for finished in step.finished]
 
     def fail(self, error: BaseException) -> NoReturn:
         """End the step under way, or the next one, as a rank that failed: `error` is raised, as in `finish`.
@@ -286,9 +286,9 @@ class GradientExchange:
         KeyboardInterrupt; for anything else TypeError is raised, and CollectiveError on
         the other ranks.
         """
-        given: Any = error
-        if not isinstance(given, BaseException):
-            error = TypeError(f"fail got {given!r}: expected an exception")
+        passed: Any = error
+        if not isinstance(passed, BaseException):
+            error = TypeError(f"fail got {passed!r}: expected an exception")
         traceback = error.__traceback__  # which a step that fails drops
         contributed = (
             error if isinstance(error, Exception) else RuntimeError(repr(error))
@@ -407,9 +407,9 @@ class GradientExchange:
             self._step.start_failed(self._buckets[0], error)
             self.fail(error)
         check_same(
-            "tensors to hold", [{"names": str(each["names"])} for each in everyone]
+            "tensors to hold", [{"names": str(answer["names"])} for answer in everyone]
         )
-        held = set(found["names"]).difference(*[each["changed"] for each in everyone])
+        held = set(found["names"]).difference(*[answer["changed"] for answer in everyone])
         if held == before:
             return held
         with all_or_none(self.comm, OPERATION):

@@ -13,7 +13,7 @@ def by_name(gradient: Any) -> tuple[str, dict[str, Any]]:
         return DICT, dict(gradient)
     if isinstance(gradient, list | tuple):
         return LIST, {
-            f"item {place} of the list": array for place, array in enumerate(gradient)
+            f"item {number} of the list": array for number, array in enumerate(gradient)
         }
     return ARRAY, {ALONE: gradient}
 
@@ -45,7 +45,9 @@ def check_same_form(
 
 
 def _remedy(name: str, names: Collection[str]) -> str:
-    other = next((each for each in names if canonical(each) == canonical(name)), None)
+    other = next(
+        (known for known in names if canonical(known) == canonical(name)), None
+    )
     if other is None:
         return "use another exchange for it; if it is held, call hold() without it"
     return f"it was registered as {other!r}; take the names of all calls from one model, wrapped or not"
@@ -53,8 +55,8 @@ def _remedy(name: str, names: Collection[str]) -> str:
 
 def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradients."""
-    given, outs = by_name(out)
-    if given != form:
+    out_form, outs = by_name(out)
+    if out_form != form:
         raise TypeError(
             f"out is {type(out).__name__}: expected {form}, as the gradients are"
         )

@@ -92,34 +92,35 @@ class Layout:
         The ranks compare tensors and settings first. Raises this rank's error on it,
         and CollectiveError on the others; CollectiveError on all if they differ.
         """
-        found = outcome_of(self._described, form, arrays)
+        described = outcome_of(self._described, form, arrays)
         # compressors and feedback may differ
         compared = "average", "small", "bucket_nbytes", "nonfinite", "basis"
         settings = {"gradients": form} | {
             name: repr(vars(self)[name]) for name in compared
         }
-        failed = isinstance(found, Exception)
+        failed = isinstance(described, Exception)
         mine: Any = (
-            found
+            described
             if failed
-            else {"tensors": signatures(found[0], form), "settings": settings}
+            else {"tensors": signatures(described[0], form), "settings": settings}
         )
         everyone = gather_objects(mine, comm, OPERATION)
         for what in "settings", "tensors":
-            check_same(what, [each[what] for each in everyone])
+            check_same(what, [answer[what] for answer in everyone])
         with all_or_none(comm, OPERATION):  # copies of the parts may fail
-            here = {pair[0].name: pair for pair in zip(*found, strict=form == DICT)}
+            here = {pair[0].name: pair for pair in zip(*described, strict=form == DICT)}
             ordered = [here[name] for name in everyone[0]["tensors"]] if here else []
-            buckets = self.named(ordered) or [self.alone(found[0])]
+            buckets = self.named(ordered) or [self.alone(described[0])]
         # of a tensor that is sent whole no votes are counted
         if self.average == CONTRIBUTORS:
-            whole = {
+            sent_whole = {
                 str(name): str(isinstance(compressor.chain()[-1], Dense))
-                for each in buckets
-                for name, compressor in each.selection.compressors.items()
+                for bucket in buckets
+                for name, compressor in bucket.selection.compressors.items()
             }
             check_same(
-                "tensors that are sent whole", gather_objects(whole, comm, OPERATION)
+                "tensors that are sent whole",
+                gather_objects(sent_whole, comm, OPERATION),
             )
         return buckets
 
@@ -129,7 +130,7 @@ class Layout:
         """Return the tensors, and a compressor for each named one."""
         tensors = describe(arrays, form)
         if form == DICT:
-            return tensors, [self._compressor(each) for each in tensors]
+            return tensors, [self._compressor(tensor) for tensor in tensors]
         if is_choice(self.compressor):
             raise TypeError(
                 f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
@@ -146,22 +147,22 @@ class Layout:
         """Return a compressor for one named tensor."""
         if tensor.size < self.small:
             return Dense()
-        given: Any = self.compressor
-        if is_choice(given):
-            given = given(tensor.name, tensor.shape)
+        compressor: Any = self.compressor
+        if is_choice(compressor):
+            compressor = compressor(tensor.name, tensor.shape)
             name = f"compressor for {tensor.name!r}"
-            check_compressor(given, name)
-            self._check_sum(given, name)
-        own: Compressor = deepcopy(given)
+            check_compressor(compressor, name)
+            self._check_sum(compressor, name)
+        own: Compressor = deepcopy(compressor)
         own.reset()
         return own
 
-    def named(self, given: Sequence[tuple[Tensor, Compressor]]) -> list[Bucket]:
+    def named(self, members: Sequence[tuple[Tensor, Compressor]]) -> list[Bucket]:
         """Return the buckets of named tensors, given with their compressors."""
         groups: list[list[tuple[Tensor, Compressor]]] = []
         small: dict[Any, list[tuple[Tensor, Compressor]]] = {}
         nbytes = 0  # of the last group
-        for tensor, compressor in given:
+        for tensor, compressor in members:
             if tensor.size < self.small:
                 small.setdefault(tensor.memory, []).append((tensor, compressor))
                 continue
@@ -175,8 +176,8 @@ class Layout:
                 nbytes = 0
             groups[-1].append((tensor, compressor))
             nbytes += size
-        return [self._bucket(each) for each in groups] + [
-            self._bucket(each, dense=True) for each in small.values()
+        return [self._bucket(group) for group in groups] + [
+            self._bucket(group, dense=True) for group in small.values()
         ]
 
     def rearranged(

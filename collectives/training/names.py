@@ -18,9 +18,9 @@ def canonical(name: str) -> str:
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """Return the canonical name of each; the names themselves if two would be the same."""
-    found = {name: canonical(name) for name in names}
+    canonical_of = {name: canonical(name) for name in names}
     return (
-        found
-        if len({*found.values()}) == len(found)
-        else {name: name for name in found}
+        canonical_of
+        if len({*canonical_of.values()}) == len(canonical_of)
+        else {name: name for name in canonical_of}
     )

@@ -116,10 +116,10 @@ def _check_between_rounds(state: Mapping[str, Array]) -> None:
 
 def _loaded(load: Load, rank: int, ranks: int) -> dict[str, Array] | None:
     """Return the state of a rank, None if it is lost; ValueError if it is of another rank, or number of ranks."""
-    given = load(rank)
-    if given is None:
+    saved = load(rank)
+    if saved is None:
         return None
-    state = {name: np.asarray(to_numpy(given[name])) for name in given}
+    state = {name: np.asarray(to_numpy(saved[name])) for name in saved}
     remedy = "load(rank) returns the state that this rank saved, and saved is the number of ranks that saved one"
     for key in _tables(state):
         check_table(

@@ -90,7 +90,10 @@ def quick(vector: SparseVector) -> Coding:
 
 def smallest(vector: SparseVector) -> Coding:
     """Return the coding with the smallest message."""
-    sizes = [(each.nbytes(vector), form) for form, each in enumerate(INDEX_FORMATS)]
+    sizes = [
+        (index_format.nbytes(vector), form)
+        for form, index_format in enumerate(INDEX_FORMATS)
+    ]
     _, least = min((size, form) for size, form in sizes if size is not None)
     return Coding(least, value_formats.smallest(vector.values.reshape(-1)))
 

@@ -14,8 +14,8 @@ from mpicomp.few_bits import BITS, BLOCKS, SCALES, FewBits, sizes
 from mpicomp.vector import MAX_LENGTH
 
 _FORMS: dict[int, tuple[int, np.dtype[Any]]] = {
-    number | wide << 3: (bits or 8 * dtype.itemsize, dtype)
-    for wide, dtype in enumerate(SCALES)
+    number | is_double << 3: (bits or 8 * dtype.itemsize, dtype)
+    for is_double, dtype in enumerate(SCALES)
     for number, bits in enumerate((*BITS, 0))
 }
 _NUMBERS = {form: number for number, form in _FORMS.items()}

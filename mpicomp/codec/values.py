@@ -113,8 +113,8 @@ class StoredBfloat16(Stored):
         return halves.astype(np.uint16)
 
     def _back(self, stored: Array) -> Array:
-        wide: Array = stored.astype(np.uint32) << np.uint32(16)
-        return super()._back(wide.view(np.float32))
+        bits: Array = stored.astype(np.uint32) << np.uint32(16)
+        return super()._back(bits.view(np.float32))
 
 
 class Runs(ValueFormat):
@@ -148,20 +148,20 @@ class Runs(ValueFormat):
         if breaks.size > most * _MOST_RUNS or (breaks.size and not stretches.all()):
             return None
         starts = [0]
-        for place in to_numpy(breaks).tolist():
+        for stretch in to_numpy(breaks).tolist():
             # the second stretch of a run is never a third magnitude
-            if place >= starts[-1] + most:
-                starts.append(place)
+            if stretch >= starts[-1] + most:
+                starts.append(stretch)
         if len(starts) > _MOST_RUNS:
             return None
         first = xp.asarray(np.array(starts))
         pair = [
-            stretches[np.minimum(first + place, stretches.size - 1)]
-            for place in range(most)
+            stretches[np.minimum(first + number, stretches.size - 1)]
+            for number in range(most)
         ]
         ordered = pair if most == 1 else [np.minimum(*pair), np.maximum(*pair)]
         columns = [
-            to_numpy(each).astype(np.int64) for each in (firsts[first], *ordered)
+            to_numpy(column).astype(np.int64) for column in (firsts[first], *ordered)
         ]
         return cls(values.dtype, most, np.stack(columns, axis=1))
 
@@ -197,26 +197,26 @@ class Runs(ValueFormat):
                 f"got runs of other bits: expected those of magnitudes of {self.dtype}, in order"
             )
         keys = _keys(self.dtype)
-        found: Array = _read_plane(section[:plane], count).astype(keys)
-        found *= keys.type(sign)
-        found |= (least := self._of_each(1, count, section))
+        decoded: Array = _read_plane(section[:plane], count).astype(keys)
+        decoded *= keys.type(sign)
+        decoded |= (least := self._of_each(1, count, section))
         if self.most == 2:
-            found ^= _read_plane(section[plane : 2 * plane], count) * (
+            decoded ^= _read_plane(section[plane : 2 * plane], count) * (
                 least ^ self._of_each(2, count, section)
             )
-        return found.view(self.dtype)
+        return decoded.view(self.dtype)
 
     def _of_each(self, column: int, count: int, like: Array) -> Array:
         """Return the bits in a column of the table for each of `count` values, or for all."""
         xp = namespace(like)
         bits = self.table[:, column].astype(_keys(self.dtype))
         counts = np.diff(self.table[:, 0], append=count)
-        found: Array = (
+        repeated: Array = (
             _repeated(xp.asarray(bits), xp.asarray(counts), count)
             if bits.size > 1
             else bits[0]
         )
-        return found
+        return repeated
 
 
 class Offsets(ValueFormat):
@@ -305,10 +305,10 @@ def format_of(number: int, message: Buffer, nbytes: int) -> ValueFormat | None:
     if number < len(VALUE_FORMATS):
         return VALUE_FORMATS[number]
     message = message[:nbytes]
-    (kind, place) = divmod(number, len(VALUE_DTYPES))
+    (kind, dtype_number) = divmod(number, len(VALUE_DTYPES))
     if kind > 5 or message.size < _PAIR.size:
         return None
-    dtype = VALUE_DTYPES[place]
+    dtype = VALUE_DTYPES[dtype_number]
     most = kind - 2
     least, last = read_fields(message[-_PAIR.size :], _PAIR)
     if kind == 5:

@@ -110,9 +110,9 @@ class AdaComp(SegmentedCompressor):
 
 def _means(largest: Array, places: Array, dtype: np.dtype[Any]) -> Array:
     """Return the mean over the bins of each segment, above zero if a bin is."""
-    found = kernels_for(largest).magnitudes_in_segments(largest, places, two=False)
-    means = found[:, 0]
-    most = found[:, 1]
+    rows = kernels_for(largest).magnitudes_in_segments(largest, places, two=False)
+    means = rows[:, 0]
+    most = rows[:, 1]
     # the sum may be infinite
     for row in np.flatnonzero(
         most > np.finfo(np.float64).max / np.diff(places).clip(1)

@@ -211,7 +211,7 @@ def join(compressors: Sequence[Compressor]) -> Compressor:
     """Return the first of some compressors for the segments of all, which `are_joinable`."""
     if len(compressors) == 1:
         return compressors[0]
-    chains = [each.chain() for each in compressors]
+    chains = [compressor.chain() for compressor in compressors]
     for first, *others in zip(*chains, strict=True):
         assert isinstance(first, SegmentedCompressor)
         first.extend(others)

@@ -64,9 +64,9 @@ class ChunkedTopK(Density, SegmentedCompressor):
         last = np.maximum(1, np.rint(self.k * rest / self.chunk)).astype(np.int64)
         k = np.full(rest.size, self.k)
         chunk = np.full(rest.size, self.chunk)
-        found = kernels_for(corrected).largest_in_segments(
+        entries = kernels_for(corrected).largest_in_segments(
             corrected, bounds, k, chunk, last, summands=summands
         )
         count = int((chunks * k + np.where(rest, last, 0)).sum())
         target = count / max(1, corrected.size)
-        return self.reported(selected(corrected, bounds, found), target=target)
+        return self.reported(selected(corrected, bounds, entries), target=target)

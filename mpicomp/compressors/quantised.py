@@ -53,20 +53,20 @@ def _to_bfloat16(values: Array) -> Array:
 def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     """Return signs with one or two magnitudes for each segment; their bits do not depend on the other segments."""
     kernels = kernels_for(values)
-    found = kernels.magnitudes_in_segments(values, bounds, two=two)
+    by_segment = kernels.magnitudes_in_segments(values, bounds, two=two)
     most = np.finfo(np.float64).max / np.diff(bounds).clip(1)
-    if (found[:, :2] <= most[:, None]).all():
-        found = found[:, 2:]
+    if (by_segment[:, :2] <= most[:, None]).all():
+        by_segment = by_segment[:, 2:]
     else:
-        found = np.array(
+        by_segment = np.array(
             [
                 _magnitudes_of(values[first:end], two=two)
                 for first, end in pairwise(bounds)
             ]
         )
-    rows = found.astype(values.dtype)
+    rows = by_segment.astype(values.dtype)
     # rounded down, it divides values of the dtype as in float64
-    away = rows[:, 2].astype(np.float64) > found[:, 2]
+    away = rows[:, 2].astype(np.float64) > by_segment[:, 2]
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
     signed: Array = kernels.with_magnitudes(values, bounds, rows)
     return signed

@@ -167,7 +167,7 @@ class SIDCo(SegmentedCompressor):
             rows = zip(_parts(some, counts), plans, strict=True)
             plans["first"] = [_first_of_gamma(*row) for row in rows]
         kernels.begin_fits(some, counts, plans, pareto=pareto, by_count=by_count)
-        found = kernels.end_fits(
+        entries = kernels.end_fits(
             corrected, bounds, plans, pareto=pareto, summands=summands
         )
         is_exact = ~np.isfinite(plans["threshold"] + plans["total"])
@@ -175,8 +175,8 @@ class SIDCo(SegmentedCompressor):
         is_short = plans["above"] < np.floor(plans["wanted"])
         is_exact |= (plans["share"] == 0) & is_short
         if is_exact.any():
-            found = self._with_largest(corrected, bounds, plans, is_exact, found)
-        positions, values = found
+            entries = self._with_largest(corrected, bounds, plans, is_exact, entries)
+        positions, values = entries
         vector = placed(positions, values, corrected.size)
         self._settle(plans, vector)
         return vector
@@ -195,11 +195,11 @@ class SIDCo(SegmentedCompressor):
         bounds: Sequence[int],
         plans: Any,
         is_exact: Array,
-        found: tuple[Array, Array],
+        entries: tuple[Array, Array],
     ) -> tuple[Array, Array]:
         """Return the entries, of some segments the largest, and set their plans; raises if one is not finite."""
-        positions = _parts(found[0], plans["kept"])
-        values = _parts(found[1], plans["kept"])
+        positions = _parts(entries[0], plans["kept"])
+        values = _parts(entries[1], plans["kept"])
         counts = self.counts(plans["size"])
         for row in np.flatnonzero(is_exact).tolist():
             dense = corrected[bounds[row] : bounds[row + 1]]
@@ -250,8 +250,8 @@ class SIDCo(SegmentedCompressor):
         """Take one stage less where too many entries were selected over a period, one more where too few."""
         ratios = self._ratios.copy()
         rows = np.flatnonzero(is_selected)
-        place = np.count_nonzero(ratios[rows], axis=1)
-        ratios[rows, place] = ratio[rows]
+        count = np.count_nonzero(ratios[rows], axis=1)
+        ratios[rows, count] = ratio[rows]
         is_over = (ratios > 0).all(axis=1)
         means = ratios.mean(axis=1)
         is_below = means < 1 - _TOLERANCE

@@ -40,8 +40,8 @@ class TopK(Density, SegmentedCompressor):
         sizes = np.diff(bounds)
         counts = self.counts(sizes)
         k = np.minimum(counts, sizes)
-        found = kernels_for(corrected).largest_in_segments(
+        entries = kernels_for(corrected).largest_in_segments(
             corrected, bounds, k, sizes.clip(1), k, summands=summands
         )
         target = int(counts.sum()) / max(1, corrected.size)
-        return self.reported(selected(corrected, bounds, found), target=target)
+        return self.reported(selected(corrected, bounds, entries), target=target)

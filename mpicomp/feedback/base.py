@@ -312,9 +312,9 @@ class Feedback(Configured):
 
     def _joined(self, gradient: Sequence[Array]) -> Array:
         """Return a gradient as one vector; parts that are not adjacent in memory are copied to a buffer."""
-        whole = adjacent(gradient)
-        if whole is not None:
-            return whole
+        vector = adjacent(gradient)
+        if vector is not None:
+            return vector
         first = gradient[0]
         buffer = self._buffer("gradient", first, self._bounds[-1], first.dtype)
         return np.concatenate(gradient, out=buffer)
