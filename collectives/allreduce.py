@@ -168,20 +168,22 @@ def run_counting(
 
 
 def choose_freely(
-    vector: SparseVector, group: Group, *, whole: bool = True
+    vector: SparseVector, group: Group, *, of_all_ranks: bool = True
 ) -> Steps[Choice]:
     """Choose an algorithm by the contributions of the ranks, with metadata as docs/contributing/costs.md says.
 
-    Two ranks need none to choose: no algorithm sends less than the vectors. whole: the
+    Two ranks need none to choose: no algorithm sends less than the vectors. of_all_ranks: the
     group contains all ranks of the communicator, so it can call MPI's own allreduce.
     """
     if group.size <= 2:
         return "recursive_doubling", NO_METADATA
     coding = group.coding(vector)
     bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
-    best = partial(algorithm_for, "sparse_allreduce", vector, group, whole=whole)
+    best = partial(
+        algorithm_for, "sparse_allreduce", vector, group, of_all_ranks=of_all_ranks
+    )
     kind = (
-        whole,
+        of_all_ranks,
         group.size,
         vector.length,
         vector.value_nbytes,
@@ -195,7 +197,7 @@ def choose_freely(
     # a sum of vectors like this one needs samples
     cut = not short and best(vector.nnz, bits=bits) not in UNSAMPLED
     metadata = yield from exchange_metadata(
-        vector, group, sampling=cut, bits=bits, whole=short or again
+        vector, group, sampling=cut, bits=bits, sends_vector=short or again
     )
     if metadata.vectors and all(
         [is_short(vector, group) for vector in metadata.vectors]
@@ -228,7 +230,7 @@ def agree_on(name: str, vector: SparseVector, group: Group) -> Steps[Choice]:
 
 def among_some(vector: SparseVector, group: Group) -> Steps[SparseVector]:
     """Sum over some of the ranks, without MPI's own allreduce, which needs all of them."""
-    name, metadata = yield from choose_freely(vector, group, whole=False)
+    name, metadata = yield from choose_freely(vector, group, of_all_ranks=False)
     return (yield from ALGORITHMS[name](vector, group, metadata))
 
 

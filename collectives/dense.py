@@ -61,7 +61,7 @@ def outlined(
         )
     else:
         copied = np.array(values, wide, order="C")
-    call.own |= {"array": copied, "beside": values.reshape(-1)[:0]}
+    call.own |= {"array": copied, "like": values.reshape(-1)[:0]}
     return outline
 
 
@@ -70,17 +70,17 @@ def mpi(
     vector: SparseVector,
     group: Group,
     array: NDArray[Any],
-    beside: Any,
+    like: Any,
     **compared: Any,
 ) -> Steps[Any]:
-    """Compare the call signatures, and sum the arrays by MPI; the sum is on the device of `beside`."""
+    """Compare the call signatures, and sum the arrays by MPI; the sum is on the device of `like`."""
     with group.turn() as turn:
         mine = array.reshape(-1)
         # first: a rank without memory for it breaks off before MPI's own sum
-        total = staging.pinned_like(mine) if on_device(beside) else np.empty_like(mine)
+        total = staging.pinned_like(mine) if on_device(like) else np.empty_like(mine)
         yield from group.compare_calls()
         yield (turn,)
         summing = group.reduce(mine, total)
     yield (summing,)
-    total = staging.to_device(total) if on_device(beside) else total
+    total = staging.to_device(total) if on_device(like) else total
     return rounded(total, vector.dtype).reshape(array.shape)

@@ -34,14 +34,14 @@ _PIECE = 2**18
 class Replica:
     """Parameters of this rank that are one vector: anchor, pseudo-gradient and momentum, one tensor after the other.
 
-    tensors: of one dtype, on one device. given: the caller's arrays by name, which are
+    tensors: of one dtype, on one device. parameters: the caller's arrays by name, which are
     written to. Parameters in bfloat16 are vectors in float32.
     """
 
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        given: Mapping[str, Any],
+        parameters: Mapping[str, Any],
         momentum: float,
     ) -> None:
         self.tensors = tensors
@@ -60,18 +60,18 @@ class Replica:
         self._memory: list[Array] = []  # of the parameters, and
         # these as vectors in C order: views where possible, else copies
         self._thetas: list[Array] = []
-        self.take_anchor(given)
+        self.take_anchor(parameters)
 
-    def take_anchor(self, given: Mapping[str, Any]) -> None:
+    def take_anchor(self, parameters: Mapping[str, Any]) -> None:
         """Take the parameters as the anchor."""
-        self.find_parameters(given)
+        self.find_parameters(parameters)
         for span, theta in zip(self._spans, self._thetas, strict=True):
             self.anchor[span] = theta
 
-    def find_parameters(self, given: Mapping[str, Any]) -> None:
+    def find_parameters(self, parameters: Mapping[str, Any]) -> None:
         """Store the parameters' current memory; raises for an array that no longer fits."""
         self._memory = [
-            tensor.writable(given[tensor.name], tensor.name, writable_memory)
+            tensor.writable(parameters[tensor.name], tensor.name, writable_memory)
             for tensor in self.tensors
         ]
         self._thetas = [_vector(memory) for memory in self._memory]
@@ -92,9 +92,9 @@ class Replica:
             tensor.name: array[span].reshape(tensor.shape) for tensor, span in pairs
         }
 
-    def subtract(self, given: Mapping[str, Any]) -> None:
+    def subtract(self, parameters: Mapping[str, Any]) -> None:
         """Compute the pseudo-gradient, theta at the start - theta: the former is the anchor, rounded to bfloat16."""
-        self.find_parameters(given)
+        self.find_parameters(parameters)
         start = self.anchor
         if any(memory.dtype == np.uint16 for memory in self._memory):
             start = start.copy()

@@ -56,14 +56,14 @@ def check_same(what: str, texts: list[dict[str, str]]) -> None:
 
 
 @contextmanager
-def all_or_none(comm: Any, operation: str, place: str = "") -> Iterator[None]:
+def all_or_none(comm: Any, operation: str, position: str = "") -> Iterator[None]:
     """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
 
     A rank whose block raised raises that error, with the block's traceback
     (`contextmanager` restores it, so no frame of the agreement holds it); the others
     raise CollectiveError, or StepSkippedError if the only errors are gradients that are
     not finite. All blocks must have started the same collectives. An interrupt is not
-    reported. operation: the name in errors. place: what this rank is about to complete;
+    reported. operation: the name in errors. position: what this rank is about to complete;
     at different places all raise CollectiveError.
     """
     error: Exception | None = None
@@ -77,36 +77,36 @@ def all_or_none(comm: Any, operation: str, place: str = "") -> Iterator[None]:
     if lost and error is None:
         error = CollectiveError(lost)
     if not ulfm.survives():
-        _raise_together(error, comm, operation, place)
+        _raise_together(error, comm, operation, position)
         return
-    sound, same = recovery.agreements_on(comm).agree(error is None, _digest(place))
+    sound, same = recovery.agreements_on(comm).agree(error is None, _digest(position))
     if not sound:
         raise error or CollectiveError(
             f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
         )
     if not same:
-        _raise_apart(operation, gather_objects(place, comm, operation))
+        _raise_apart(operation, gather_objects(position, comm, operation))
 
 
 @collective()
 def _raise_together(
-    error: Exception | None, comm: Any, operation: str, place: str
+    error: Exception | None, comm: Any, operation: str, position: str
 ) -> Call[None]:
     return Call(
-        NOTHING, comm, own={"error": error, "place": place}, operation=operation
+        NOTHING, comm, own={"error": error, "position": position}, operation=operation
     )
 
 
 @_raise_together.algorithm(compares_calls=True)
 def _agree(
-    vector: SparseVector, group: Group, error: Exception | None, place: str
+    vector: SparseVector, group: Group, error: Exception | None, position: str
 ) -> Steps[None]:
     """Sum failures and places by MPI, which is faster than messages; ranks send texts only where there is a reason.
 
     Places t of f ranks are equal if and only if f times the sum of t^2 is the square of
     their sum.
     """
-    digest = _digest(place)
+    digest = _digest(position)
     mine = np.array((error is not None, digest, digest * digest), np.int64)
     total = np.empty(3, np.int64)
     with group.turn() as turn:
@@ -118,22 +118,22 @@ def _agree(
         group.fail(error)
     if group.size * square != linear * linear:
         _raise_apart(
-            group.signature["operation"], (yield from group.gather_objects(place))
+            group.signature["operation"], (yield from group.gather_objects(position))
         )
 
 
-def _digest(place: str) -> int:
+def _digest(position: str) -> int:
     """Return 24 bits of a hash: the sum of squares over 2^14 ranks has 62."""
-    return zlib.crc32(place.encode()) >> 8
+    return zlib.crc32(position.encode()) >> 8
 
 
 def _raise_apart(operation: str, places: list[str]) -> NoReturn:
-    """Raise CollectiveError that names the ranks that are at another place than most."""
+    """Raise CollectiveError that names the ranks that are at another position than most."""
     usual = Counter(places).most_common(1)[0][0]
     odd = ", ".join(
-        f"rank {rank} is at {place}"
-        for rank, place in enumerate(places)
-        if place != usual
+        f"rank {rank} is at {position}"
+        for rank, position in enumerate(places)
+        if position != usual
     )
     raise CollectiveError(
         f"{operation}: ranks are out of step: {odd}, and the others are at {usual}: load states of one step on all "

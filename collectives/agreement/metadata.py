@@ -31,18 +31,18 @@ class Metadata:
     counts: list[int]
     length: int
     received: Sequence[SparseVector] = ()
-    whole: Sequence[bool] = ()
+    sent_whole: Sequence[bool] = ()
     bits: float = 0.0
 
     @property
     def vectors(self) -> Sequence[SparseVector]:
         """The vectors of all ranks if each sent its own, else none."""
-        return self.received if all(self.whole) else ()
+        return self.received if all(self.sent_whole) else ()
 
     def bounds(self, size: int) -> Bounds:
         """Return the bounds of the shares of `size` owners."""
         supports = [to_numpy(vector.indices) for vector in self.received]
-        ranks = enumerate(zip(supports, self.whole, strict=True))
+        ranks = enumerate(zip(supports, self.sent_whole, strict=True))
         samples = [
             sample(vector, rank, len(supports)) if is_whole else vector
             for rank, (vector, is_whole) in ranks
@@ -56,15 +56,21 @@ def exchange_metadata(
     *,
     sampling: bool = True,
     bits: float = 0.0,
-    whole: bool = False,
+    sends_vector: bool = False,
 ) -> Steps[Metadata]:
     """Exchange the metadata of all ranks. ceil(lg P) rounds of small messages.
 
     sampling: send samples for the bounds of shares. bits: of an entry's values as
-    coded. whole: send the vector itself.
+    coded. sends_vector: in place of samples.
     """
-    sent = vector if whole else samples_of(vector, group) if sampling else group.nothing
-    received = yield from group.gather(sent, pack(vector.nnz, bits, whole))
+    sent = (
+        vector
+        if sends_vector
+        else samples_of(vector, group)
+        if sampling
+        else group.nothing
+    )
+    received = yield from group.gather(sent, pack(vector.nnz, bits, sends_vector))
     vectors, fields = zip(*received, strict=True)
     counts, every_bits, wholes = unpack(fields)
     return Metadata(

@@ -49,11 +49,11 @@ def gather_votes(
 
 
 def contributors(
-    total: SparseVector, votes: Any, ranks: int, whole: Sequence[tuple[int, int]]
+    total: SparseVector, votes: Any, ranks: int, dense_ranges: Sequence[tuple[int, int]]
 ) -> Array:
     """Return the number of contributors of each entry of a sum, in its dtype, at least 1.
 
-    whole: ranges in which every rank contributes all values, including zeros. Raises
+    dense_ranges: ranges in which every rank contributes all values, including zeros. Raises
     TypeError without votes.
     """
     if votes is None:
@@ -62,7 +62,7 @@ def contributors(
             "collectives.Sum(value, votes=votes)"
         )
     counts: Array = np.maximum(votes, 1).astype(total.dtype)
-    for bounds in whole:
+    for bounds in dense_ranges:
         edges = to_device_of(np.array(bounds, total.indices.dtype), total.indices)
         first, end = np.searchsorted(total.indices, edges).tolist()
         counts[first:end] = ranks

@@ -30,7 +30,7 @@ def algorithm_for(
     group: "Group",
     entries: float,
     *,
-    whole: bool = True,
+    of_all_ranks: bool = True,
     **about: Any,
 ) -> str:
     """Return the algorithm for a vector and a group, with so many entries of each rank; see `choose` and `Case`."""
@@ -43,25 +43,29 @@ def algorithm_for(
         value_nbytes=vector.value_nbytes,
         **about,
     )
-    return _chosen(collective, case, group.link.choice, whole)
+    return _chosen(collective, case, group.link.choice, of_all_ranks)
 
 
 @lru_cache(maxsize=1024)
 # rounding takes 3 us
-def _chosen(collective: str, case: Case, links: Links, whole: bool) -> str:
-    return choose(collective, case.rounded(), links, whole=whole)
+def _chosen(collective: str, case: Case, links: Links, of_all_ranks: bool) -> str:
+    return choose(collective, case.rounded(), links, of_all_ranks=of_all_ranks)
 
 
 @lru_cache(maxsize=1024)
-def choose(collective: str, case: Case, links: Links, *, whole: bool = True) -> str:
+def choose(
+    collective: str, case: Case, links: Links, *, of_all_ranks: bool = True
+) -> str:
     """Return the algorithm with the shortest predicted time, of equally fast ones the first.
 
-    whole: these are all ranks of the communicator, so MPI's own allreduce is a
+    of_all_ranks: these are all ranks of the communicator, so MPI's own allreduce is a
     candidate.
     """
     taken = predicted(collective, case, links)
     names = [
-        name for name in taken if name != "dense_mpi" or (whole and case.value_nbytes)
+        name
+        for name in taken
+        if name != "dense_mpi" or (of_all_ranks and case.value_nbytes)
     ]
     return min(names, key=lambda name: taken[name][0])
 

@@ -330,7 +330,7 @@ class Group:
             self._keep_notification(message, source)
         if header.signature != self._digest:
             raise DisagreementError
-        if _whole(header.nbytes) != message.size:
+        if _padded(header.nbytes) != message.size:
             raise DamagedMessageError(
                 f"received a damaged message: {message.size} bytes of {header.nbytes}"
             )
@@ -384,7 +384,7 @@ class Group:
 
     def _pack_text(self, text: str, kind: int) -> Buffer:
         encoded = text.encode()
-        message = np.zeros(_whole(HEADER_NBYTES + len(encoded)), np.uint8)
+        message = np.zeros(_padded(HEADER_NBYTES + len(encoded)), np.uint8)
         return self._with_checksum(fill_text(message, encoded, kind, self._digest))
 
     def _with_checksum(self, message: Buffer) -> Buffer:
@@ -468,7 +468,7 @@ class Notifications:
 def split(buffer: Buffer) -> Iterator[Buffer]:
     """Yield the messages in a buffer one by one; DamagedMessageError if they do not fill it."""
     while buffer.size:
-        nbytes = _whole(_read_header(buffer).nbytes)
+        nbytes = _padded(_read_header(buffer).nbytes)
         if nbytes > buffer.size:
             raise DamagedMessageError(
                 f"received a damaged message: {buffer.size} bytes of {nbytes}"
@@ -494,7 +494,7 @@ def _digest(names: tuple[str, ...], values: tuple[Any, ...]) -> int:
     )
 
 
-def _whole(nbytes: int) -> int:
+def _padded(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 

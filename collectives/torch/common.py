@@ -476,14 +476,14 @@ def is_scaling(scaler: Any) -> bool:
 def living(kind: type, condition: Callable[[Any], bool]) -> list[Any]:
     """Return the objects of a kind in this process for which a condition holds, after those not in use are deleted."""
 
-    def found() -> list[Any]:
+    def living_now() -> list[Any]:
         objects = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
         return [thing for thing in objects if condition(thing)]
 
-    if not found():
+    if not living_now():
         return []
     gc.collect()
-    return found()
+    return living_now()
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:

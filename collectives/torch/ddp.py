@@ -213,9 +213,9 @@ class DDPHandle(Handle):
 
     def _end_pass(self) -> None:
         """End a backward pass after DDP has ended its own, which it queues later."""
-        after_backward(self._settle)
+        after_backward(self._conclude_pass)
 
-    def _settle(self) -> None:
+    def _conclude_pass(self) -> None:
         """Raise the error of the step; or that gradients were computed, and DDP waits for others."""
         refused = self._nonfinite_error
         self._nonfinite_error = None
@@ -284,7 +284,7 @@ class DDPHandle(Handle):
                 self._set_unused(parts)
             future.set_result(buffer)
         if not self._in_pass:  # on a rank that has joined
-            self._settle()
+            self._conclude_pass()
 
     def _set_unused(self, parts: _Parts) -> None:
         """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""

@@ -43,7 +43,7 @@ def average_residuals(exchange: GradientExchange) -> None:
             done = (
                 total
                 if isinstance(total, Exception)
-                else outcome_of(_settle, bucket, total, exchange.comm.size)
+                else outcome_of(_replace_by_mean, bucket, total, exchange.comm.size)
             )
             # it is contributed to the other sums, for which the other ranks wait
             error = error or done
@@ -65,7 +65,7 @@ def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
     )
 
 
-def _settle(bucket: Bucket, total: Array, ranks: int) -> None:
+def _replace_by_mean(bucket: Bucket, total: Array, ranks: int) -> None:
     residual = bucket.feedback.residual
     if residual is not None:
         mean = np.empty_like(residual)

@@ -128,7 +128,7 @@ class GradientExchange:
         self.compressor = copied(compressor)
         self.feedback = copied(feedback)
         self.comm = comm
-        self._place = rank_and_size(comm)
+        self._rank_and_size = rank_and_size(comm)
         self.average = average
         self.basis = basis
         self.log = log
@@ -445,7 +445,7 @@ class GradientExchange:
             gather_objects(mine, comm, f"{OPERATION}.continue_on"),
         )
         self.comm = comm
-        self._place = rank_and_size(comm)
+        self._rank_and_size = rank_and_size(comm)
         self._number = next_number(comm)
 
     @defer_interrupt
@@ -498,7 +498,7 @@ class GradientExchange:
         return step
 
     def _settings(self) -> dict[str, Any]:
-        return self._layout.settings(self._place, self.steps)
+        return self._layout.settings(self._rank_and_size, self.steps)
 
     def _new_step(self) -> Step:
         for bucket in self._buckets:
@@ -586,7 +586,7 @@ def copied(part: Any) -> Any:
 
 
 def rank_and_size(comm: Any) -> dict[str, int]:
-    """Return the place of this rank in a communicator, as states name it."""
+    """Return this rank and the number of ranks of a communicator, as states name them."""
     return {"rank": comm.rank, "ranks": comm.size}
 
 

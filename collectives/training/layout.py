@@ -76,10 +76,10 @@ class Layout:
                 "collective of sparse vectors such as sparse_allreduce"
             )
 
-    def settings(self, place: Mapping[str, int], steps: int) -> dict[str, Any]:
-        """Return what a saved state names besides the parts of each segment: its place, and settings."""
+    def settings(self, rank_and_size: Mapping[str, int], steps: int) -> dict[str, Any]:
+        """Return what a saved state names besides the parts of each segment: rank, number of ranks, and settings."""
         return {
-            **place,
+            **rank_and_size,
             "steps": steps,
             "average": self.average,
             "small": self.small,

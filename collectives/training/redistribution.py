@@ -76,9 +76,9 @@ def redistribute_state(
     state |= {
         key: _narrowed(key, state[key], dtype, rank) for key, dtype in dtypes.items()
     }
-    place = {"rank": rank, "ranks": ranks}
+    own = {"rank": rank, "ranks": ranks}
     return state | {
-        key: to_table(from_table(state[key]) | place) for key in _tables(state)
+        key: to_table(from_table(state[key]) | own) for key in _tables(state)
     }
 
 

@@ -245,9 +245,11 @@ class Step:
     def _mean(self, started: Started, received: Sum) -> Mean:
         """Return the mean of a bucket; if steps are skipped, one out of range is as a gradient that is not finite."""
         dtype = started.compressed.corrected.dtype
-        whole = started.bucket.selection.whole
+        dense_ranges = started.bucket.selection.dense_ranges
         try:
-            return started.reduction.mean(received, dtype, self._comm.size, whole)
+            return started.reduction.mean(
+                received, dtype, self._comm.size, dense_ranges
+            )
         except OverflowError as error:
             if self._nonfinite_error is not NotFiniteError:
                 raise

@@ -66,7 +66,7 @@ class Selection:
         }
 
     @property
-    def whole(self) -> list[tuple[int, int]]:
+    def dense_ranges(self) -> list[tuple[int, int]]:
         """Ranges of the vector of which every rank sends all values."""
         return [
             (self.bounds[run.first], self.bounds[run.end])

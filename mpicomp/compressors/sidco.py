@@ -178,7 +178,7 @@ class SIDCo(SegmentedCompressor):
             entries = self._with_largest(corrected, bounds, plans, is_exact, entries)
         positions, values = entries
         vector = placed(positions, values, corrected.size)
-        self._settle(plans, vector)
+        self._adapt(plans, vector)
         return vector
 
     def _plans(self, sizes: Array, dtype: Any) -> Any:
@@ -215,7 +215,7 @@ class SIDCo(SegmentedCompressor):
             plan["threshold"] = kept.min() if kept.size else 0.0
         return np.concatenate(positions), np.concatenate(values)
 
-    def _settle(self, plans: Any, vector: SparseVector) -> None:
+    def _adapt(self, plans: Any, vector: SparseVector) -> None:
         """Adapt to the results of a call, and report them."""
         kept = plans["kept"]
         is_selected = kept > 0
