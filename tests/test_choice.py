@@ -257,7 +257,7 @@ def test_the_extremes_have_an_answer():
                 for cost in costs.values()
             )
     assert choose("sparse_allreduce", bare, NEAR) != "dense_mpi"
-    few = choose("sparse_allreduce", Case(2, 100, 100, 2), NEAR, whole=False)
+    few = choose("sparse_allreduce", Case(2, 100, 100, 2), NEAR, of_all_ranks=False)
     assert few in FORMULAS["sparse_allreduce"].keys() - {"dense_mpi"}
 
 

@@ -409,7 +409,9 @@ class GradientExchange:
         check_same(
             "tensors to hold", [{"names": str(answer["names"])} for answer in everyone]
         )
-        held = set(found["names"]).difference(*[answer["changed"] for answer in everyone])
+        held = set(found["names"]).difference(
+            *[answer["changed"] for answer in everyone]
+        )
         if held == before:
             return held
         with all_or_none(self.comm, OPERATION):
