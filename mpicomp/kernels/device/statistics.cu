@@ -65,12 +65,12 @@ __device__ inline void add_all_sides(
 
 // Write the mean and the largest magnitude of each segment, Lloyd's two magnitudes, and the threshold between them: see
 // mpicomp/kernels/host/statistics.py, whose order of operations this is. A block of threads for each segment. edges: the
-// first position of each, and the length. rounds: of Lloyd's algorithm; without any all three are the mean.
+// first position of each, and its end. rounds: of Lloyd's algorithm; without any all three are the mean.
 template <typename Value>
 __device__ inline void magnitudes(const Value* values, const i64* edges, i64 rounds, double* rows) {
     SHARED(SideLanes, lanes);
-    const Value* own = values + edges[blockIdx.x];
-    const i64 size = edges[blockIdx.x + 1] - edges[blockIdx.x];
+    const i64 first = edges[2 * blockIdx.x], size = edges[2 * blockIdx.x + 1] - first;
+    const Value* own = values + first;
     double below, beyond, largest, mean = 0, ignored;
     i64 above;
     add_all_sides(lanes, own, size, __longlong_as_double(0x7ffll << 52), below, beyond, largest, above);

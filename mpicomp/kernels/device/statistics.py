@@ -65,8 +65,9 @@ def magnitudes_in_segments(
         rows = cupy.empty((segments, 5))
         rounds = LLOYD_ROUNDS if two else 0
         # of the long ones nothing is read
-        first = np.append(np.where(is_long, edges[1:], edges[:-1]), edges[-1])
-        args = values, cupy.asarray(first), rounds, rows
+        ends = np.where(is_long, edges[:-1], edges[1:])
+        table = cupy.asarray(np.stack([edges[:-1], ends], axis=1))
+        args = values, table, rounds, rows
         launch("magnitudes", [values.dtype], segments, *args)
         found = rows.get()
     for row in np.flatnonzero(is_long).tolist():
