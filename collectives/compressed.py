@@ -25,8 +25,7 @@ from collectives.runtime.messages import Steps
 from mpicomp.arrays import negated, read_only
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import check_compressor, check_selected
-from mpicomp.feedback.base import check_range
-from mpicomp.vector import SparseVector, join, merge, without_zeros
+from mpicomp.vector import SparseVector, check_range, join, merge, without_zeros
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -14,9 +14,13 @@ of Walsh and Hadamard, which needs no products, and loses as little
 (benchmarks/every_step has the cosine transform).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from mpicomp.arrays import (
     Array,
@@ -28,6 +32,7 @@ from mpicomp.arrays import (
 )
 from mpicomp.settings import to_integer
 from mpicomp.state import Configured
+from mpicomp.vector import SparseVector, check_range, split
 
 # values of a chunk, which fit the memory that a block of threads shares on a GPU
 LONGEST = 4096
@@ -66,6 +71,16 @@ class Basis(Configured):
         """Write the vector with these coefficients to `out`. coefficients, out: as of `forward`."""
         self._inverse(*_checked(coefficients, out))
 
+    def writer(self, coefficients: SparseVector, out: Array) -> Callable[[], None]:
+        """Return a function that writes the vector with these coefficients to `out`, once; it cannot fail.
+
+        Raises OverflowError for values out of range.
+        """
+        values = coefficients.to_dense()
+        self.inverse(values, values)
+        check_range(values, "mean out of the basis")
+        return partial(np.copyto, out, values)
+
     def _forward(self, vector: Array, out: Array) -> None:
         raise NotImplementedError(f"{type(self).__name__} has no _forward(vector, out)")
 
@@ -101,6 +116,53 @@ class Hadamard(Basis):
 
     def _inverse(self, coefficients: Array, out: Array) -> None:
         self._forward(coefficients, out)
+
+    def writer(self, coefficients: SparseVector, out: Array) -> Callable[[], None]:
+        """Return a function that writes the vector with these coefficients, by chunks that stay in the cache."""
+        values = coefficients.values
+        most = np.abs(values).max(initial=0) if not on_device(values) else np.inf
+        is_in_range = float(most) * self.chunk < np.finfo(out.dtype).max
+        if not is_in_range or out.dtype == np.float16:
+            return super().writer(coefficients, out)
+        write: Callable[[], None] = kernels_for(out).hadamard_writer(
+            coefficients.indices, values, out, self.chunk
+        )
+        return write
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """A sparse vector of coefficients in a basis, which is transformed by segment. edges: of the segments."""
+
+    vector: SparseVector
+    basis: Basis
+    edges: Sequence[int]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.vector.dtype
+
+    def to_array(self) -> Array:
+        """Return the values as a new vector."""
+        values: Array = np.empty_like(self.vector.values, shape=self.vector.length)
+        parts = [values[first:end] for first, end in pairwise(self.edges)]
+        self.writer(parts)()
+        return values
+
+    def writer(self, parts: Sequence[Array]) -> Callable[[], None]:
+        """Return a function that writes the values to vectors of the segments' sizes, once: it cannot fail.
+
+        Raises OverflowError for values out of range.
+        """
+        pairs = zip(split(self.vector, self.edges), parts, strict=True)
+        writers = [self.basis.writer(own, part) for own, part in pairs]
+
+        def write() -> None:
+            for writer in writers:
+                writer()
+
+        return write
 
 
 def runs(edges: Sequence[int], chunk: int) -> Iterator[slice]:

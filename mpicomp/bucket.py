@@ -21,13 +21,13 @@ from mpicomp.arrays import (
     to_values,
     widened_values,
 )
-from mpicomp.bases import Basis, runs
+from mpicomp.bases import Basis, Coefficients, runs
 from mpicomp.coded import CodedSum, Uncoded
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
 from mpicomp.tensors import ALONE, Tensor
-from mpicomp.vector import SparseVector, split
+from mpicomp.vector import SparseVector, check_range, split
 
 Mean = SparseVector | Array | CodedSum
 Write = Callable[[], None]  # allocates nothing, and cannot fail
@@ -157,9 +157,16 @@ class Bucket:
             self._buffer = first.xp.empty(self.length, dtype)
         return self._buffer
 
-    def values(self, mean: Mean) -> Array:
-        """Return the values of a mean of coefficients, as a new array of the gradients' dtype."""
+    def out_of_basis(self, mean: Mean) -> Mean | Coefficients:
+        """Return a mean of coefficients as one of values; of a sparse one, they are transformed where they are written.
+
+        Raises OverflowError for values out of range.
+        """
         assert self.basis is not None, "without a basis a mean has values"
+        dtype = self.tensors[0].dtype
+        is_by_tensor = len(self.edges) == len(self.bounds)
+        if isinstance(mean, SparseVector) and is_by_tensor and mean.dtype == dtype:
+            return Coefficients(mean, self.basis, self.edges)
         if isinstance(mean, CodedSum):
             values = mean.to_array()
         elif isinstance(mean, SparseVector):
@@ -168,7 +175,9 @@ class Bucket:
             values = mean.copy()
         for run in runs(self.edges, self.basis.chunk):
             self.basis.inverse(values[run], values[run])
-        return converted(values, self.tensors[0].dtype)
+        values = converted(values, dtype)
+        check_range(values, "mean out of the basis")
+        return values
 
     def outputs(self, outs: Mapping[str, Any]) -> dict[str, Array]:
         """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others."""
@@ -182,10 +191,10 @@ class Bucket:
         }
 
     def dense_results(
-        self, mean: Mean, given: Mapping[str, Array]
+        self, mean: Mean | Coefficients, given: Mapping[str, Array]
     ) -> tuple[dict[str, Any], list[Write]]:
         """Return new arrays by tensor name, and functions that write to them and to the buffers that are given."""
-        if isinstance(mean, CodedSum):
+        if isinstance(mean, CodedSum | Coefficients):
             return self._to_decode(mean, given)
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
@@ -215,7 +224,7 @@ class Bucket:
         return results, writes
 
     def _to_decode(
-        self, mean: CodedSum, given: Mapping[str, Array]
+        self, mean: CodedSum | Coefficients, given: Mapping[str, Array]
     ) -> tuple[dict[str, Any], list[Write]]:
         """Return new arrays without values, by tensor name, and a function that decodes to them and to the buffers."""
         new = {}

@@ -680,3 +680,22 @@ def _out_of_range(index: Any, length: int) -> ValueError:
     return ValueError(
         f"index {index} is out of range: expected 0 <= index < length = {length}"
     )
+
+
+def check_range(values: Array | SparseVector, what: str) -> None:
+    """Raise OverflowError if a value is not finite. what: of the values, in the error."""
+    try:
+        if isinstance(values, SparseVector):
+            values.check_finite()
+        else:
+            kernels_for(values).raise_not_finite(values)
+    except ValueError:
+        raise out_of_range(what, values.dtype) from None
+
+
+def out_of_range(what: str, dtype: np.dtype[Any]) -> OverflowError:
+    """Return the error for values that are not finite. what: they are."""
+    remedy = "scale the gradients down"
+    if dtype.itemsize < 8:
+        remedy += f", or use float{16 * dtype.itemsize}"
+    return OverflowError(f"the {what} leaves the range of {dtype}: {remedy}")

@@ -8,7 +8,8 @@ from devices import cupy_for_tests
 from scipy.linalg import hadamard
 from strategies import DTYPES
 
-from mpicomp import Basis, Hadamard
+from mpicomp import Basis, Hadamard, SparseVector
+from mpicomp.kernels import host
 
 LENGTHS = 0, 1, 2, 3, 7, 31, 64, 97, 256, 257, 1009
 
@@ -152,3 +153,37 @@ def test_a_basis_of_ones_own_has_both_methods():
     for transform in Nothing(4).forward, Nothing(4).inverse:
         with pytest.raises(NotImplementedError, match="Nothing has no"):
             transform(np.zeros(3), np.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("chunk", [1, 4, 64, 256, 4096])
+@pytest.mark.parametrize("length", [0, 1, 100, 5000, 9000])
+@pytest.mark.parametrize("long", [0, 1 << 30])
+def test_entries_are_transformed_as_a_dense_vector_is(dtype, chunk, length, long):
+    """Also where the array does not begin at a cache line; nothing around it changes."""
+    rng = np.random.default_rng(length)
+    dense = rng.standard_normal(length).astype(dtype)
+    dense[rng.random(length) < 0.9] = 0
+    vector = SparseVector.from_dense(dense)
+    expected = np.empty_like(dense)
+    host.hadamard(dense, expected, chunk)
+    for start in (0, 3):
+        around = np.full(length + 8, 7, dtype)
+        out = around[start : start + length]
+        host.hadamard_writer(
+            vector.indices, vector.values, out, chunk, long=long, threads=2
+        )()
+        assert out.tobytes() == expected.tobytes()
+        assert (around[:start] == 7).all()
+        assert (around[start + length :] == 7).all()
+
+
+def test_coefficients_whose_sums_may_be_out_of_range_are_transformed_before_they_are_written():
+    basis = Hadamard(chunk=4)
+    out = np.zeros(4, np.float32)
+    large = np.full(4, np.finfo(np.float32).max / 3, np.float32)
+    with pytest.raises(OverflowError, match="out of the basis"):
+        basis.writer(SparseVector.from_dense(large), out)
+    large[1:] = 0
+    basis.writer(SparseVector.from_dense(large), out)()
+    assert (out == large[0] / 2).all()

@@ -16,7 +16,8 @@ from collectives.training import GradientExchange
 from collectives.training.exchange import check_between_steps
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.bucket import Bucket
-from mpicomp.feedback.base import accumulation_dtype, check_range
+from mpicomp.feedback.base import accumulation_dtype
+from mpicomp.vector import check_range
 
 OPERATION = "average_residuals"  # what the ranks' agreement is called in errors
 

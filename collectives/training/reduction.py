@@ -15,10 +15,15 @@ from collectives.runtime.collective import Collective, Declaration, Sum
 from mpicomp.arrays import Array, converted, kernels_for, on_device, widened_values
 from mpicomp.bucket import Mean
 from mpicomp.coded import CodedSum
-from mpicomp.feedback.base import check_range, out_of_range
 from mpicomp.few_bits import BITS
 from mpicomp.settings import to_choice
-from mpicomp.vector import SparseVector, from_all_values, widened
+from mpicomp.vector import (
+    SparseVector,
+    check_range,
+    from_all_values,
+    out_of_range,
+    widened,
+)
 
 # average: by the number of ranks that sent an entry; the mean's sign
 CONTRIBUTORS = "contributors"

@@ -25,11 +25,11 @@ from collectives.training.reduction import (
 )
 from collectives.training.statistics import Statistics
 from mpicomp.arrays import Array, check_apart, kernels_for
+from mpicomp.bases import Coefficients
 from mpicomp.bucket import Bucket, Compressed, Mean, Write
 from mpicomp.coded import CodedSum
 from mpicomp.compressors.base import Snapshot, restore
 from mpicomp.errors import NotFiniteError, StepSkippedError
-from mpicomp.feedback.base import check_range
 from mpicomp.vector import SparseVector, from_all_values
 
 OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
@@ -367,12 +367,12 @@ def _results_of(
     bucket = started.bucket
     is_sign = started.reduction.average == SIGN
     if form == "dense":
+        values: Any = mean
         if bucket.basis is not None:
-            mean = bucket.values(mean)
-            check_range(mean, "mean out of the basis")
+            values = bucket.out_of_basis(mean)
         if is_sign:
-            mean = signs(mean)
-        return bucket.dense_results(mean, started.buffers)
+            values = signs(values)
+        return bucket.dense_results(values, started.buffers)
     if form == "sparse" and (
         bucket.basis is not None or started.reduction.declared.takes_uncoded
     ):
@@ -396,9 +396,9 @@ def _results_of(
     return dict(zip(bucket.names_of_tensors, parts, strict=True)), []
 
 
-def signs(mean: Mean) -> Any:
+def signs(mean: Mean | Coefficients) -> Any:
     """Return the signs of a mean, 1, -1 or 0; of an array in its place."""
-    if isinstance(mean, CodedSum):
+    if isinstance(mean, CodedSum | Coefficients):
         mean = mean.to_array()
     if isinstance(mean, SparseVector):
         mean = mean.with_values(mean.values.copy())

@@ -29,7 +29,7 @@ from mpicomp.compressors.selection import Selection
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Check, Configured, kind_of_array
 from mpicomp.tensors import Tensor
-from mpicomp.vector import SparseVector, from_all_values
+from mpicomp.vector import SparseVector, check_range, from_all_values
 
 Dtypes = dict[str, np.dtype[Any]]
 
@@ -393,25 +393,6 @@ def check_feedback(feedback: Any) -> None:
             f"feedback is {got}: expected an object such as ErrorFeedback() or NoFeedback(), or of a class of your own "
             "that derives from mpicomp.Feedback"
         )
-
-
-def check_range(values: Array | SparseVector, what: str) -> None:
-    """Raise OverflowError if a value is not finite. what: of the values, in the error."""
-    try:
-        if isinstance(values, SparseVector):
-            values.check_finite()
-        else:
-            kernels_for(values).raise_not_finite(values)
-    except ValueError:
-        raise out_of_range(what, values.dtype) from None
-
-
-def out_of_range(what: str, dtype: np.dtype[Any]) -> OverflowError:
-    """Return the error for values that are not finite. what: they are."""
-    remedy = "scale the gradients down"
-    if dtype.itemsize < 8:
-        remedy += f", or use float{16 * dtype.itemsize}"
-    return OverflowError(f"the {what} leaves the range of {dtype}: {remedy}")
 
 
 def _check_values(feedback: Any, array: Array | None) -> Array | None:

@@ -16,10 +16,10 @@ from mpicomp.arrays import Array, kernels_for, negated
 from mpicomp.coded import Uncoded
 from mpicomp.compressors.base import write_sum
 from mpicomp.compressors.selection import Selection
-from mpicomp.feedback.base import Dtypes, Feedback, check_range
+from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.settings import to_bool, to_number
 from mpicomp.tensors import Tensor
-from mpicomp.vector import SparseVector, split
+from mpicomp.vector import SparseVector, check_range, split
 
 
 class ErrorFeedback(Feedback):

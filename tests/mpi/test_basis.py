@@ -45,7 +45,7 @@ def residual_in_values(exchange):
     """Return the residual of this rank, out of the basis, by name."""
     found = {}
     for bucket in exchange.buckets:
-        values = bucket.values(bucket.feedback.residual)
+        values = bucket.out_of_basis(bucket.feedback.residual)
         for tensor, (first, end) in zip(
             bucket.tensors, pairwise(bucket.bounds), strict=True
         ):
@@ -116,7 +116,7 @@ def test_mass_is_conserved_within_rounding_in_any_basis_with_quantised_coefficie
 
 def residual_of(exchange):
     (bucket,) = exchange.buckets
-    return bucket.values(bucket.feedback.residual)
+    return bucket.out_of_basis(bucket.feedback.residual)
 
 
 @pytest.mark.parametrize("average", [True, "contributors", "sign"])

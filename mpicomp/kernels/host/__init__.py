@@ -68,7 +68,7 @@ from mpicomp.kernels.host.streaming import (
     multiply,
     quotient,
 )
-from mpicomp.kernels.host.transforms import hadamard, signs
+from mpicomp.kernels.host.transforms import hadamard, hadamard_writer, signs
 
 __all__ = [
     "PLAN",
@@ -93,6 +93,7 @@ __all__ = [
     "from_offsets",
     "gather",
     "hadamard",
+    "hadamard_writer",
     "inspect",
     "largest",
     "largest_in_segments",

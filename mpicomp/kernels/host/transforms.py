@@ -7,13 +7,18 @@ number of threads. The stages below 64 are done in registers; of the others two
 together, so that a chunk of 256 in the first-level cache is passed over twice.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
-from mpicomp.kernels.host.instructions import WORD, butterflies
-from mpicomp.threads import in_pieces
+from mpicomp.kernels.host.instructions import LINE, WORD, butterflies, store_line
+from mpicomp.kernels.host.streaming import LONG, values_before_line
+from mpicomp.threads import in_pieces, number_of_pieces
+
+_ROOM = 1 << 11  # values that stay in the first-level cache
 
 
 def hadamard(
@@ -40,6 +45,39 @@ def hadamard(
     if not is_wide:
         with np.errstate(over="ignore"):  # beyond the range of float16: infinity
             out[...] = result
+
+
+def hadamard_writer(
+    indices: Array,
+    values: Array,
+    out: Array,
+    chunk: int,
+    *,
+    threads: int | None = None,
+    long: int = LONG,
+) -> Callable[[], None]:
+    """Return a function that writes what `hadamard` makes of a sparse vector to `out`, once, and allocates nothing.
+
+    indices: sorted; values: float32 or float64; out: 1-d contiguous, of the vector's
+    length and the values' dtype. long: the least bytes of `out` for stores that bypass
+    the cache. chunk, threads: as for `hadamard`.
+    """
+    powers = range(chunk.bit_length())
+    scales = np.array([_scale(power) for power in powers], out.dtype)
+    entries = as_writable(indices), as_writable(values)
+    past = out.nbytes >= long
+    rooms = [
+        np.empty(max(chunk, _ROOM), out.dtype)
+        for _ in range(number_of_pieces(out.size, threads))
+    ]
+
+    def transform(start: int, end: int) -> None:
+        _of_entries(*entries, out, start, end, chunk, scales, rooms.pop(), past)
+
+    def write() -> None:
+        in_pieces(transform, out.size, threads, step=max(chunk, WORD))
+
+    return write
 
 
 def signs(values: Array, *, threads: int | None = None) -> None:
@@ -70,6 +108,38 @@ def _hadamard(values, out, chunk, scales):  # type: ignore[no-untyped-def]
         end = values.size - (values.size - start) % chunk
         _transform(values, out, start, end, chunk, scales[place])
         start = end
+
+
+@jit
+def _of_entries(indices, values, out, start, end, chunk, scales, room, past):  # type: ignore[no-untyped-def]
+    """Transform chunks of a sparse vector from `start` to `end`, as many together as a buffer holds."""
+    entry, place = np.searchsorted(indices, start), 0
+    while 1 << place < chunk:
+        place += 1
+    while start < end:
+        while chunk > end - start:
+            chunk, place = chunk >> 1, place - 1
+        size = min(room.size, end - start) // chunk * chunk
+        room[:size] = 0
+        while entry < indices.size and indices[entry] < start + size:
+            room[indices[entry] - start] = values[entry]
+            entry += 1
+        _transform(room, room, 0, size, chunk, scales[place])
+        _put(room, out, start, size, past)
+        start += size
+
+
+@single
+def _put(room, out, start, size, past):  # type: ignore[no-untyped-def]
+    """Write values of the buffer to `out` from `start` on; `past` the cache, if they are whole lines."""
+    step = LINE // out.itemsize
+    lines = np.int64(0)
+    if past and values_before_line(out[start:]) == 0:
+        lines = size // step
+    for j in range(lines):
+        store_line(room, j * step, out, start + j * step)
+    for j in range(lines * step, size):
+        out[start + j] = room[j]
 
 
 @single
