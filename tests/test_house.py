@@ -161,7 +161,7 @@ BUDGET = {
     "wide assignments": 1,
     "tool tokens": 21110,
     "classes": 99,
-    "functions": 1500,
+    "functions": 1510,
     "private nouns": 40,
     "closure modules": 21,
     "closure tokens": 27550,

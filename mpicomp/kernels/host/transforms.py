@@ -72,7 +72,8 @@ def hadamard_writer(
     ]
 
     def transform(start: int, end: int) -> None:
-        _of_entries(*entries, out, start, end, chunk, scales, rooms.pop(), past)
+        first = np.searchsorted(indices, start)
+        _of_entries(*entries, first, out, start, end, chunk, scales, rooms.pop(), past)
 
     def write() -> None:
         in_pieces(transform, out.size, threads, step=max(chunk, WORD))
@@ -111,9 +112,12 @@ def _hadamard(values, out, chunk, scales):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _of_entries(indices, values, out, start, end, chunk, scales, room, past):  # type: ignore[no-untyped-def]
-    """Transform chunks of a sparse vector from `start` to `end`, as many together as a buffer holds."""
-    entry, place = np.searchsorted(indices, start), 0
+def _of_entries(indices, values, entry, out, start, end, chunk, scales, room, past):  # type: ignore[no-untyped-def]
+    """Transform chunks of a sparse vector from `start` to `end`, as many together as a buffer holds.
+
+    entry: the first one at or after `start`.
+    """
+    place = 0
     while 1 << place < chunk:
         place += 1
     while start < end:
