@@ -160,7 +160,7 @@ BUDGET = {
     "density": 8.0,
     "wide assignments": 1,
     "tool tokens": 21110,
-    "classes": 99,
+    "classes": 100,
     "functions": 1510,
     "private nouns": 40,
     "closure modules": 21,
