@@ -56,6 +56,25 @@ contents = {  # the pages in their order; those that are not here come last
     ],
 }
 
+searched = {  # words by which the search finds a page first
+    "slow_links": [
+        "quantization",
+        "outer step",
+        "global parameters",
+        "learning rate",
+        "federated",
+        "DiLoCo",
+        "Muon",
+    ],
+    "frameworks": ["DDP", "FSDP", "bfloat16", "mixed precision"],
+    "reliability": ["timeout", "hang", "fault tolerance", "CollectiveError"],
+    "collectives": ["allreduce", "allgather"],
+    "compressors": ["sparsification"],
+    "performance": ["speedup"],
+    "exchange": ["checkpoint"],
+    "devices": ["CUDA"],
+}
+
 html_theme = "furo"
 html_title = f"mpicomp {release}"
 html_theme_options = {"navigation_with_keys": True}

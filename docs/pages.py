@@ -2,7 +2,8 @@
 
 Sphinx knows the files below docs/ only. A link to another file of the repository
 becomes a download of it, and one to a folder its text. The front page gets the list of
-pages of conf.py, which would be noise on GitHub.
+pages of conf.py, and each page the words of it by which the search finds that page first;
+both would be noise on GitHub.
 """
 
 import re
@@ -42,10 +43,19 @@ def list_of_pages(contents: dict[str, list[str]], root: Path) -> str:
     return "\n\n".join(trees)
 
 
+def with_words(text: str, words: list[str]) -> str:
+    """Return a page with words for the index below its title."""
+    title, _, rest = text.partition("\n")
+    entries = ", ".join(f"!{word}" for word in words)  # !: before other results
+    return f"{title}\n\n```{{index}} {entries}\n```\n{rest}"
+
+
 def rewrite(app: Any, page: str, source: list[str]) -> None:
     """Rewrite the source of a page."""
     root = Path(app.srcdir)
     source[0] = to_downloads(source[0], (root / page).parent, root)
+    if page in app.config.searched:
+        source[0] = with_words(source[0], app.config.searched[page])
     if page == "index":
         source[0] += "\n" + list_of_pages(app.config.contents, root) + "\n"
 
@@ -53,5 +63,6 @@ def rewrite(app: Any, page: str, source: list[str]) -> None:
 def setup(app: Any) -> dict[str, bool]:
     """Register the extension with Sphinx."""
     app.add_config_value("contents", {}, "env")
+    app.add_config_value("searched", {}, "env")
     app.connect("source-read", rewrite)
     return {"parallel_read_safe": True}

@@ -386,6 +386,16 @@ def test_the_pages_for_users_are_short():
     assert len(re.sub(r"\]\([^)]*\)", "]", "\n".join(prose)).split()) <= 7_500
 
 
+def test_a_word_of_the_search_is_of_one_page_that_exists():
+    searched = runpy.run_path(str(DOCS / "conf.py"))["searched"]
+    assert all((DOCS / f"{page}.md").is_file() for page in searched)
+    words = [word for words in searched.values() for word in words]
+    assert len(words) == len(set(words))
+    add = runpy.run_path(str(DOCS / "pages.py"))["with_words"]
+    page = add("# Title\n\nText.\n", ["hang", "outer step"])
+    assert page == "# Title\n\n```{index} !hang, !outer step\n```\n\nText.\n"
+
+
 def test_every_figure_is_on_a_page():
     shown = "".join(page.read_text() for page in PAGES)
     assert [
