@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "schedule: a rank sends to the wrong parent",
         "collectives/planning/schedule.py",
-        "(place & (place - 1))",
-        "(place & (place - 2))",
+        "(distance_from_root & (distance_from_root - 1))",
+        "(distance_from_root & (distance_from_root - 2))",
         "tests/test_schedule.py",
     ),
     Mutant(
@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "commit: a rank keeps a step that another one could not",
         "collectives/agreement/all_or_none.py",
-        "    _raise_together(error, comm, operation, place)\n",
-        "    error is None or _raise_together(error, comm, operation, place)\n",
+        "    _raise_together(error, comm, operation, position)\n",
+        "    error is None or _raise_together(error, comm, operation, position)\n",
         f"{ON_RANKS} tests/mpi/test_faults_of_a_step.py",
     ),
     Mutant(
