@@ -125,13 +125,20 @@ def entries_in_bins(
             raise_not_finite(each)
     scales = np.ascontiguousarray(magnitudes(largest, places), values.dtype)
     ends = np.cumsum(sum(entries for _, entries, _ in found))
-    positions = np.empty(int(ends[-1]), index)
-    signed = np.empty(int(ends[-1]), values.dtype)
+    marks = [piece for pieces, *_ in found for piece in pieces]
+    positions, signed = _signed(marks, ends, scales)
+    return positions, signed.astype(dtype, copy=False), ends
+
+
+def _signed(marks: Sequence[Array], ends: Array, scales: Array) -> tuple[Array, Array]:
+    """Return the positions that are marked, in order, and the magnitudes of their segments with their signs."""
+    positions = np.empty(int(ends[-1]), marks[0].dtype)
+    signed = np.empty(int(ends[-1]), scales.dtype)
     count = 0
-    for piece in (each for pieces, *_ in found for each in pieces):
+    for piece in marks:
         _write(piece, ends, scales, positions, signed, count)
         count += piece.size
-    return positions, signed.astype(dtype, copy=False), ends
+    return positions, signed
 
 
 _SEGMENT = np.dtype(

@@ -228,12 +228,12 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
             beyond = min(first + chunk, close)
             size = beyond - first
             k = segment["k"] if size == segment["chunk"] else segment["last"]
+            # of a part, if there are summands
+            b = array_at(values, address, close - origin)
+            b = b[first - origin : beyond - origin]
             if floor == integer(1) and size >= _SAMPLED:
                 sampled = min(_SAMPLE, size // 4)
                 if address != 0:
-                    b = array_at(values, address, close - origin)[
-                        first - origin : beyond - origin
-                    ]
                     _sample_sums(a[first:beyond], vector.factor, b, sums[:sampled])
                 else:
                     _sample(bits[first:beyond], sample[:sampled])
@@ -245,9 +245,6 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
                     compact(piece, mask, floor, first, places, candidates)[0]
                 )
             else:
-                b = array_at(values, address, close - origin)[
-                    first - origin : beyond - origin
-                ]
                 summed = a[first:beyond], vector.factor, b, values[first:beyond], piece
                 found = np.int64(
                     _add_and_compact(
@@ -267,20 +264,10 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
             threshold, ties = integer(0), np.int64(0)
             if found > k:
                 threshold, ties = _kth_largest(candidates[:found], mask, width, k, keys)
-            count, _ = keep_at(
-                places[:found],
-                candidates[:found],
-                mask,
-                threshold,
-                ties,
-                positions,
-                kept,
-                count,
-            )
-            floor, safe = (
-                integer(max(1, np.int64(threshold) - margin)),
-                integer(max(1, np.int64(threshold) - slack)),
-            )
+            entries = places[:found], candidates[:found]
+            count, _ = keep_at(*entries, mask, threshold, ties, positions, kept, count)
+            floor = integer(max(1, np.int64(threshold) - margin))
+            safe = integer(max(1, np.int64(threshold) - slack))
     return count
 
 
