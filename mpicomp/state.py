@@ -29,6 +29,12 @@ POSITIONS = "positions"
 ONE = [slice(None)]  # the span of the only segment, of any length
 
 
+_ADDRESS = (
+    " at 0x"  # in the repr of functions, and of objects without a repr of their own
+)
+_GENERATORS = {"Generator", "RandomState", "Random"}
+
+
 class Configured:
     """Base class of compressors, feedback and bases: settings that `repr` shows, and a state.
 
@@ -52,6 +58,27 @@ class Configured:
                 # a method of that name is no setting
                 settings[parameter.name] = "?" if ismethod(value) else value
         return settings
+
+    def check_settings(self) -> None:
+        """Raise TypeError for what two processes cannot compare, or what a step that fails cannot restore."""
+        kind = type(self).__name__
+        for name, value in self._settings().items():
+            if isinstance(value, str) and value == "?":
+                raise TypeError(
+                    f"{kind} has no attribute {name!r}: store every constructor argument in an attribute of the same "
+                    "name, by which states compare settings"
+                )
+            if _ADDRESS in repr(value):
+                raise TypeError(
+                    f"{name} of {kind} is {value!r}, which other processes cannot compare: expected a value that repr "
+                    "shows, such as a number or a text"
+                )
+        for name, value in vars(self).items():
+            if _GENERATORS.intersection(each.__name__ for each in type(value).__mro__):
+                raise TypeError(
+                    f"{name} of {kind} is a generator of random numbers, which is neither restored after a step that "
+                    "fails nor saved: draw from np.random.default_rng([seed, step]), with step in `state`"
+                )
 
     def __repr__(self) -> str:
         shown = ", ".join(

@@ -270,8 +270,10 @@ def write_sum(summands: Summands, out: Array) -> None:
 
 
 def check_compressor(compressor: Any, name: str = "compressor") -> None:
-    """Raise TypeError unless this is a compressor; for a class or a function with the remedy."""
+    """Raise TypeError unless this is a compressor whose settings can be compared; for a class or a function too."""
     if isinstance(compressor, Compressor):
+        for part in compressor.chain():
+            part.check_settings()
         return
     if isinstance(compressor, type) and issubclass(compressor, Compressor):
         got = f"the class {compressor.__name__}"

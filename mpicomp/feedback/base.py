@@ -382,8 +382,10 @@ class Feedback(Configured):
 
 
 def check_feedback(feedback: Any) -> None:
-    """Raise TypeError unless this is a feedback."""
-    if not isinstance(feedback, Feedback):
+    """Raise TypeError unless this is a feedback whose settings can be compared."""
+    if isinstance(feedback, Feedback):
+        feedback.check_settings()
+    else:
         got = (
             f"the class {feedback.__name__}"
             if isinstance(feedback, type)

@@ -1,0 +1,120 @@
+"""A compressor of one's own that draws random numbers, by the pattern of docs/contributing/own_compressor.md."""
+
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from collectives import GradientExchange
+from mpicomp import CollectiveError, Compressor, MomentumCorrection
+from mpicomp.compressors import expect_integer
+from mpicomp.compressors.common import at_positions, finite_vector
+
+pytestmark = pytest.mark.small_groups
+
+SHAPES = {"weight": (30, 4), "bias": (40,)}
+
+
+class Sampled(Compressor):
+    """Select `count` positions at random, others in each step."""
+
+    state = {"step": expect_integer(0)}
+
+    def __init__(self, count, seed):
+        self.count = count
+        self.seed = seed
+        self.step = 0
+
+    def compress(self, corrected, *, gradient=None):
+        dense = finite_vector(corrected)
+        generator = np.random.default_rng([*self.seed, self.step])
+        positions = np.sort(generator.choice(dense.size, self.count, replace=False))
+        self.step += 1
+        return self.reported(at_positions(dense, positions))
+
+
+def made(comm, seed=1):
+    def choose(name, shape):
+        return Sampled(10, (seed, comm.rank, crc32(name.encode())))
+
+    return GradientExchange(comm, choose, small=0)
+
+
+def gradients(comm, step):
+    generator = np.random.default_rng([step, comm.rank])
+    return {
+        name: generator.integers(1, 9, shape).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def test_draws_are_repeated_after_a_step_that_failed_and_in_a_resumed_run(comm):
+    exchange, twin, resumed = made(comm), made(comm), made(comm)
+    for step in range(3):
+        twin(gradients(comm, step))
+    for step in range(3):
+        if step == 2:
+            bad = gradients(comm, step)
+            bad["bias"][0] = np.nan if comm.rank == comm.size - 1 else 1
+            with pytest.raises((ValueError, CollectiveError), match="nan"):
+                exchange(bad)
+            resumed.register(gradients(comm, 0))
+            resumed.load_state_dict(exchange.state_dict())
+        mean = exchange(gradients(comm, step))
+    np.testing.assert_equal(resumed(gradients(comm, 2)), mean)
+    for each in (exchange, resumed):
+        np.testing.assert_equal(each.state_dict(), twin.state_dict())
+
+
+def test_tensors_ranks_and_steps_have_draws_of_their_own(comm):
+    exchange = made(comm)
+    drawn = []
+    for _ in range(2):
+        exchange({name: np.ones(40, np.float32) for name in SHAPES})
+        drawn += [np.flatnonzero(exchange.buckets[0].feedback.residual == 0).tolist()]
+    everywhere = comm.allgather(drawn)
+    assert len({str(each) for rank in everywhere for each in rank}) == 2 * comm.size
+
+
+def test_a_state_of_another_seed_is_refused(comm):
+    exchange, other = made(comm), made(comm, seed=2)
+    for each in (exchange, other):
+        each(gradients(comm, 0))
+    with pytest.raises(ValueError, match=r"seed=\(1, .*seed=\(2, "):
+        other.load_state_dict(exchange.state_dict())
+
+
+class Forgetful(Sampled):
+    def __init__(self, count, random_seed):
+        super().__init__(count, (random_seed,))
+
+
+class Stateful(Sampled):
+    def __init__(self, count, seed):
+        super().__init__(count, seed)
+        self.draws = np.random.default_rng(seed)
+
+
+class Kept(MomentumCorrection):
+    def __init__(self, rule):
+        super().__init__(0.9)
+        self.rule = rule
+
+
+@pytest.mark.exactly(1)
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((Forgetful(1, 2),), "Forgetful has no attribute 'random_seed': store every"),
+        ((Stateful(1, (2,)),), "draws of Stateful is a generator of random numbers"),
+        ((Sampled(1, lambda: 1),), "seed of Sampled is <function .*cannot compare"),
+        ((Sampled(1, (1,)), Kept(lambda: 1)), "rule of Kept is <function"),
+    ],
+)
+def test_what_states_cannot_compare_or_restore_is_refused(comm, arguments, match):
+    with pytest.raises(TypeError, match=match):
+        GradientExchange(comm, *arguments)
+    if len(arguments) == 1:
+        exchange = GradientExchange(comm, lambda name, shape: arguments[0], small=0)
+        with pytest.raises(TypeError, match=match):
+            exchange(gradients(comm, 0))
