@@ -108,3 +108,15 @@ def test_a_damaged_file_in_a_folder_that_cannot_be_written_costs_one_warning(
     for file in files(declared(), "nbi"):
         file.write_bytes(b"")
     assert len(warned(declared())) == 1
+
+
+@pytest.mark.parametrize("declare", [compiled.inner, compiled.single])
+def test_only_what_python_calls_has_machine_code(declare):
+    part = declare(lambda number: number + 1)
+    kernel = compiled.njit(lambda number: part(part(number)))
+    assert kernel(1) == 3
+    (signature,) = part.signatures
+    name = part.overloads[signature].fndesc.llvm_func_name
+    assert not part.overloads[signature].library.get_pointer_to_function(name)
+    assert part(1.5) == 2.5
+    assert part.signatures == [signature]

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable
-from mpicomp.kernels.host.compiled import inner, jit, single
+from mpicomp.kernels.host.compiled import jit, single
 from mpicomp.kernels.host.instructions import (
     LINE,
     WORD,
@@ -246,7 +246,7 @@ def _mark(  # type: ignore[no-untyped-def]
     return count, end
 
 
-@inner
+@single
 def _mark_tile(  # type: ignore[no-untyped-def]
     length,
     size,
@@ -363,7 +363,7 @@ def _write(found, ends, magnitudes, positions, signed, first):  # type: ignore[n
             _write_each(piece, magnitudes[row], positions[own], signed[own])
 
 
-@inner
+@single
 def _write_each(found, magnitude, positions, signed):  # type: ignore[no-untyped-def]
     for i in range(found.size):
         positions[i] = ~found[i] if found[i] < 0 else found[i]

@@ -1,10 +1,11 @@
 """How kernels are compiled: by Numba, at the first call, and kept in a folder for the next process.
 
-A kernel that Python calls is declared with `jit`; one that only kernels call with
-`inner`: without files, as the code of the caller contains its own; and one that is
-called in one place with `single`, unless LLVM has to see its loop alone. A function
-costs 0.1 to 0.5 s of compiling, and a version of it for other types as much again: a
-position that begins with 0 is an ``np.int64(0)``.
+A kernel that Python calls is declared with `jit`. One that only kernels call has no
+machine code of its own, and no files: Numba writes LLVM's code, which is linked into
+that of the kernels. With `inner` LLVM optimises it before that, for loops that it
+vectorises only alone; with `single`, which takes half the time, in each place that
+calls it. A version for other types costs as much again: a position that begins with 0
+is an ``np.int64(0)``.
 
 Kernels hold no references to arrays (`_nrt`), so they allocate nothing and return no
 arrays; and a division by zero is not an error.
@@ -15,10 +16,14 @@ system, files of another program) costs the time to compile, and one warning.
 
 import os
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 from numba import config, njit
 from numba.core import caching
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.registry import CPUDispatcher
 
 VARIABLE = "NUMBA_CACHE_DIR"
 
@@ -36,13 +41,70 @@ def jit(function: Any) -> Any:
 
 
 def inner(function: Any) -> Any:
-    """Return a kernel that only kernels call."""
-    return njit(_nrt=False, **_OPTIONS)(function)
+    """Return a kernel that only kernels call, and that LLVM optimises first."""
+    return _linked(function, forceinline=False)
 
 
 def single(function: Any) -> Any:
-    """Return a kernel that one place of one kernel calls; it is compiled as a part of that."""
-    return njit(_nrt=False, inline="always", **_OPTIONS)(function)
+    """Return a kernel that only kernels call, and that becomes a part of each place that does."""
+    return _linked(function, forceinline=True)
+
+
+def _linked(function: Any, *, forceinline: bool) -> Any:
+    kernel = njit(
+        _nrt=False,
+        no_cpython_wrapper=True,
+        forceinline=forceinline,
+        pipeline_class=_Part,
+        **_OPTIONS,
+    )(function)
+    kernel.__class__ = _Linked
+    return kernel
+
+
+class _Linked(CPUDispatcher):  # type: ignore[misc]
+    """A function without machine code; called by Python it is one of Python."""
+
+    def __call__(self, *given: Any) -> Any:
+        """Return what the function of Python does."""
+        return self.py_func(*given)
+
+
+class _Part(Compiler):  # type: ignore[misc]
+    """Numba's compiler, which writes to a library without machine code."""
+
+    def define_pipelines(self) -> Any:
+        """Return the steps; the last one takes the library that is given."""
+        state = self.state
+        name = state.func_id.func_qualname
+        alone = not state.flags.forceinline
+        state.library = _Library(state.targetctx.codegen(), name, alone)
+        return super().define_pipelines()
+
+
+class _Library(JITCodeLibrary):  # type: ignore[misc]
+    """Code that is linked into other libraries.
+
+    alone: LLVM optimises it before that, with more than the first passes.
+    """
+
+    # only what Python calls needs its globals
+    codegen = SimpleNamespace(set_env=lambda name, environment: None)
+
+    def __init__(self, codegen: Any, name: str, alone: bool) -> None:
+        super().__init__(codegen, name)
+        self._alone = alone
+
+    def _optimize_final_module(self) -> None:
+        if self._alone:
+            super()._optimize_final_module()
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Return no address."""
+        return 0
 
 
 class _Files(caching.FunctionCache):  # type: ignore[misc]

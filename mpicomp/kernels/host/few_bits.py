@@ -604,7 +604,7 @@ def _pack(fields, bits, codes, byte, block):  # type: ignore[no-untyped-def]
         _insert(width, codes, byte, fields, field * width, codes, byte, shift)
 
 
-@inner
+@single
 def _decode(codes, scales, i, base, at, out, place, work, sizes, rounds):  # type: ignore[no-untyped-def]
     """Write the values of block i, added to those of `base` from `at` on, to `out` from `place` on."""
     bits, block, _, stored, _ = sizes
@@ -705,7 +705,7 @@ def _step_of(c, largest, top, cut, numbers):  # type: ignore[no-untyped-def]
     return scale if scale >= least else number(0)
 
 
-@inner
+@single
 def _rounded(c, magnitude, cut, numbers):  # type: ignore[no-untyped-def]
     """Return a magnitude of 2 or 1 bits, rounded to nearest."""
     step, coarse, _, most = numbers

@@ -179,7 +179,7 @@ def _take(a, factor, parts, edges, ends, taken):  # type: ignore[no-untyped-def]
             )
 
 
-@inner
+@single
 def _add(one, factor, other, is_sum, into):  # type: ignore[no-untyped-def]
     if is_sum:
         for j in range(into.size):
@@ -281,7 +281,7 @@ def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
         lanes[2 * _LANES + j] += squares
 
 
-@inner
+@single
 def _excess(entries, total, squares, share, pareto):  # type: ignore[no-untyped-def]
     """Return the excess that a share of the entries is expected to exceed, by a fit of their sums.
 

@@ -383,7 +383,7 @@ def _accumulate(indices, values, starts, ends, tile, words, out_indices, out_val
     return count
 
 
-@inner
+@single
 def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
     """Return the lowest remaining index of the lists; -1 if none is left."""
     lowest = np.int64(-1)
@@ -393,7 +393,7 @@ def _lowest(indices, starts, ends):  # type: ignore[no-untyped-def]
     return lowest
 
 
-@inner
+@single
 def _add_tile(indices, values, starts, ends, base, tile, words):  # type: ignore[no-untyped-def]
     """Add the entries in the tile that begins at `base`, list after list; move `starts` past them.
 
@@ -411,7 +411,7 @@ def _add_tile(indices, values, starts, ends, base, tile, words):  # type: ignore
         starts[p] = i
 
 
-@inner
+@single
 def _take_tile(tile, words, base, out_indices, out_values, count):  # type: ignore[no-untyped-def]
     """Append the entries of the tile in index order, and clear the tile; return the new count."""
     one, six = np.uint64(1), np.uint64(6)

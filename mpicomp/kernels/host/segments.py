@@ -281,7 +281,7 @@ def _next_margin(margin, slack, found, k):  # type: ignore[no-untyped-def]
     return margin
 
 
-@inner
+@single
 def _sample(bits, sample):  # type: ignore[no-untyped-def]
     stride = bits.size // sample.size
     for i in range(0, sample.size, _RUN):
@@ -297,7 +297,7 @@ def _sample_sums(a, factor, b, some):  # type: ignore[no-untyped-def]
             some[i + j] = factor * a[i * stride + j] + b[i * stride + j]
 
 
-@inner
+@single
 def _foreseen(sample, mask, width, k, size, sigmas, keys):  # type: ignore[no-untyped-def]
     """Return a magnitude that a few more than `k` of `size` are expected to reach; 1 if that would be nearly all.
 

@@ -18,7 +18,7 @@ from mpicomp.kernels.host.bits import (
     empty_together,
     extremes,
 )
-from mpicomp.kernels.host.compiled import inner, jit
+from mpicomp.kernels.host.compiled import jit, single
 from mpicomp.kernels.host.instructions import WORD, lowest, ones, reaching
 from mpicomp.threads import in_pieces
 
@@ -338,7 +338,7 @@ def _first_reaching(bits, mask, floor):  # type: ignore[no-untyped-def]
     return -1
 
 
-@inner
+@single
 def _store(bits, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
     """Append the positions and values at the bits set in `found`, counted from `start`; return the new count.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, address
 from mpicomp.kernels.host.bits import as_writable
-from mpicomp.kernels.host.compiled import inner, jit
+from mpicomp.kernels.host.compiled import jit, single
 from mpicomp.kernels.host.instructions import LINE, array_at, store_sum
 from mpicomp.threads import in_pieces
 
@@ -134,7 +134,7 @@ def _in_order(array: Array) -> bool:
     return array.flags.c_contiguous and array.flags.aligned
 
 
-@inner
+@single
 def values_before_line(out):  # type: ignore[no-untyped-def]
     """Return the number of values before the first whole cache line of an array."""
     return min(out.size, -np.int64(out.ctypes.data) % LINE // out.itemsize)
@@ -156,7 +156,7 @@ def _add_parts(start, end, a, factor, edges, starts, sign, out):  # type: ignore
             )
 
 
-@inner
+@single
 def add_line_by_line(a, factor, b, sign, out):  # type: ignore[no-untyped-def]
     """Add line by line of `out`."""
     step, head = LINE // out.itemsize, values_before_line(out)

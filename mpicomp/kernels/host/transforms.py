@@ -184,7 +184,7 @@ def _two_stages(out, first, stride, scale):  # type: ignore[no-untyped-def]
         out[b], out[d] = (other + another) * scale, (other - another) * scale
 
 
-@inner
+@single
 def _stage(out, first, stride, scale):  # type: ignore[no-untyped-def]
     """Do the butterflies of a stride, in twice as many values from `first` on."""
     for i in range(stride):
