@@ -15,6 +15,7 @@ from mpicomp import (
     SparseVector,
     TopK,
 )
+from mpicomp.feedback.base import check_range
 
 World = MPI.COMM_SELF
 
@@ -286,3 +287,19 @@ def test_names_of_a_model_that_is_wrapped_on_one_side_are_told():
             KeyError, match=r"'bias' is none of .*: use another exchange"
         ):
             exchange({"bias": np.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [
+        (np.float16, "down, or use float32"),
+        (np.float32, "down, or use float64"),
+        (np.float64, "down"),
+    ],
+)
+def test_values_out_of_range_name_a_wider_dtype(dtype, remedy):
+    with pytest.raises(
+        OverflowError,
+        match=f"the sum leaves the range of float.*: scale the gradients {remedy}$",
+    ):
+        check_range(np.array([1, np.inf], dtype), "sum")

@@ -167,7 +167,7 @@ class Faults:
             return f"this rank waited in {operation}{_elsewhere(mine)}: {others}"
         if mine["round"]:
             return f"{operation} stopped {where}: {others}"
-        return f"{operation} was called too late on rank {self._rank}: {others}"
+        return f"{operation} was called on rank {self._rank} after the deadline of the others: {others}"
 
     def _absent(self) -> str:
         """Return the ranks that sent no notice; if all did, which rank waits for which."""
@@ -180,6 +180,8 @@ class Faults:
             f"rank {rank} waits in round {notice['round']} of {notice['operation']} for {_named(notice['for'])}"
             + _elsewhere(notice)
             for rank, notice in sorted(self._notices.items())
+            # one that came late waits for nobody
+            if notice["waited"] or notice["for"] or notice["round"]
         )
 
     def _after(self, word: str) -> str:

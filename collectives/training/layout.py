@@ -72,8 +72,8 @@ class Layout:
         """Raise ValueError unless the collective can sum what a compressor selects."""
         if self.takes_arrays and not isinstance(compressor.chain()[-1], Dense):
             raise ValueError(
-                f"{name} is {compressor!r}, and the collective sums all values of arrays: expected Dense(), or a "
-                "collective of sparse vectors such as sparse_allreduce"
+                f"{name} is {compressor!r}, and the collective sums all values of arrays, as bits= does: expected "
+                "Dense(), or a collective of sparse vectors such as sparse_allreduce"
             )
 
     def settings(self, rank_and_size: Mapping[str, int], steps: int) -> dict[str, Any]:
