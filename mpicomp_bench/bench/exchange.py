@@ -25,7 +25,7 @@ GradientExchange with error feedback, by what it returns: a SparseVector (sparse
 mean in a given array (out=), or in a new one. With --tensors the gradient is that of a model: its
 tensors by name, each selected separately, beside one vector of the same length. With --compressors
 the rows are whole steps with those, settled, on layers of different scales. With --methods the rows
-are whole steps by the methods of `mpicomp explain --train`: few-bits-4 is bits=4,
+are whole steps by the methods of `mpicomp explain --train`, and a copy: few-bits-4 is bits=4,
 in-basis-two-bit-8 coefficients in a basis; of local-few-bits-10 a row is the exchange after ten
 steps. All calls are interleaved; a time is that of the slowest rank, from a common start. The floor
 is one read of the gradient by all ranks at the same time.
@@ -90,7 +90,9 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
     floor = read_once(gradient)
     if options.methods:
         shapes = TENSORS.get(options.model, {"gradient": gradient.shape})
-        steps = [method_step(comm, gradient, shapes, name) for name in options.methods]
+        copy = partial(np.copyto, np.empty_like(gradient), gradient)
+        steps = [Contestant("a copy of the gradient", copy)]
+        steps += [method_step(comm, gradient, shapes, name) for name in options.methods]
         yield from compare(steps, dense, options.repeats, comm, floor=floor)
         return
     for density in options.density:
@@ -212,7 +214,9 @@ def method_step(
         parameters = tensors_of(gradient.copy(), shapes)
         return local_round(comm, parameters, name, f"{name}, a round")
     exchange = construct(name, comm, rate=0.1, momentum=0.9)
-    return Contestant(name, partial(exchange, tensors_of(gradient, shapes)))
+    buffers = tensors_of(np.empty_like(gradient), shapes)
+    step = partial(exchange, tensors_of(gradient, shapes), out=buffers)
+    return Contestant(f"{name}, mean in out=", step)
 
 
 def local_round(

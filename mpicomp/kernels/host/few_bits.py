@@ -309,14 +309,14 @@ def _rounds(bits: int) -> int | None:
 
 
 def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-    """Return buffers: values of a group of blocks and a line; errors, -0.0 and fields of a block; scales of a group.
+    """Return buffers: values of a group of blocks and a line; errors of a group; -0.0 and fields of a block; scales.
 
     -0.0 changes no value that is added to it.
     """
     group = max(block, _ROOM)
     values, errors, nothing = (
         _from_a_line(size, dtype)
-        for size in (group + LINE // dtype.itemsize, block, block)
+        for size in (group + LINE // dtype.itemsize, group, block)
     )
     nothing[...] = -0.0
     low, high = np.empty((2, group // block), dtype)
@@ -539,16 +539,12 @@ def _to_codes(  # type: ignore[no-untyped-def]
 ):
     """Write the codes of the blocks in the buffer, and the errors; of a block that is not finite the values."""
     bits, block = sizes[0], sizes[1]
-    room, spare, _, fields, low, high = work
+    room, errors, _, fields, low, high = work
     real = room.dtype.type
     a, step, decay, scale = own
     for start in range(0, size, block):
-        i, some = start // block, min(block, size - start)
+        i = start // block
         is_finite = low[i] < np.inf
-        errors, place = spare, 0
-        streams = past and _begins_line(rejected, at + start)
-        if some == block and is_finite and not streams:
-            errors, place = rejected, at + start
         if rounds is None:
             is_normal = real(0) < low[i] < np.inf
             inverse = real(1) / low[i] if is_normal else real(0)
@@ -560,7 +556,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
                 room,
                 start,
                 errors,
-                place,
+                start,
                 fields,
                 0,
                 inverse,
@@ -573,25 +569,21 @@ def _to_codes(  # type: ignore[no-untyped-def]
             middle = real(0.5) * low[i] + real(0.5) * high[i]
             threshold = middle if bits == 2 else real(np.inf)
             _to_signs(block, room, start, fields, 0, threshold)
-            _add_signs(block, room, start, fields, 0, errors, place, -low[i], -high[i])
+            _add_signs(block, room, start, fields, 0, errors, start, -low[i], -high[i])
         _pack(fields, bits, codes, (number + i) * (block * bits // 8), block)
         if not is_finite:
             _add_scaled(
-                some,
+                min(block, size - start),
                 a,
                 (at + start) * step,
                 part,
                 begin + start,
-                rejected,
-                at + start,
+                errors,
+                start,
                 decay,
                 scale,
             )
-        elif some < block:
-            _scaled(some, spare, 0, rejected, at + start, real(1))
-        elif streams:
-            for j in range(0, block, LINE // spare.itemsize):
-                store_line(spare, j, rejected, at + start + j)
+    _put(errors[:size], rejected[at:], past, True)
 
 
 @single
@@ -681,11 +673,6 @@ def _put(values, out, past, is_last):  # type: ignore[no-untyped-def]
         return size
     _scaled(size - end, values, end, values, 0, one)
     return end
-
-
-@inner
-def _begins_line(array, place):  # type: ignore[no-untyped-def]
-    return (np.int64(array.ctypes.data) + place * array.itemsize) % LINE == 0
 
 
 @single
