@@ -25,7 +25,7 @@ GradientExchange with error feedback, by what it returns: a SparseVector (sparse
 mean in a given array (out=), or in a new one. With --tensors the gradient is that of a model: its
 tensors by name, each selected separately, beside one vector of the same length. With --compressors
 the rows are whole steps with those, settled, on layers of different scales. With --methods the rows
-are whole steps by the methods of `mpicomp explain --train`, and a copy: few-bits-4 is bits=4,
+are whole steps by the methods of `mpicomp explain --train` that write to out=, and a copy: few-bits-4 is bits=4,
 in-basis-two-bit-8 coefficients in a basis; of local-few-bits-10 a row is the exchange after ten
 steps. All calls are interleaved; a time is that of the slowest rank, from a common start. The floor
 is one read of the gradient by all ranks at the same time.
@@ -216,7 +216,7 @@ def method_step(
     exchange = construct(name, comm, rate=0.1, momentum=0.9)
     buffers = tensors_of(np.empty_like(gradient), shapes)
     step = partial(exchange, tensors_of(gradient, shapes), out=buffers)
-    return Contestant(f"{name}, mean in out=", step)
+    return Contestant(name, step)
 
 
 def local_round(
