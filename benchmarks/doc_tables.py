@@ -41,6 +41,7 @@ sys.path += [
 
 import losses
 import results
+from cold import FIRST_STEPS
 from cold import shown as first_steps
 from rendering import table
 from tables import table as of_experiment
@@ -339,6 +340,16 @@ def methods() -> list[str]:
     return table(["method", "what is sent", "exchange, or hook", "`OuterLoop`"], cells)
 
 
+def first() -> list[str]:
+    """Return the seconds of the first step of a method, and of that in a later process: the least and the most."""
+    rows = [row for row in loaded("cold")["rows"] if row["method"] in FIRST_STEPS]
+    cells = []
+    for column in ("seconds", "from_files"):
+        seconds = [row[column] for row in rows]
+        cells.append(f"{min(seconds):.1f} to {max(seconds):.1f} s")
+    return table(["the first step", "in each process after that"], [cells])
+
+
 def hook() -> list[str]:
     """Return the table of where the time of a step goes."""
     return results.where(loaded("hook")["rows"])
@@ -446,7 +457,7 @@ def gpu_calls() -> list[str]:
 TABLES = {
     "docs/devices.md": {"gpu-selection": gpu_selection},
     "docs/contributing/gpu.md": {"gpu-calls": gpu_calls, "gpu-step": gpu_step},
-    "docs/performance.md": {"large": large},
+    "docs/performance.md": {"large": large, "first": first},
     "docs/contributing/measurements.md": {
         "steps": lambda: times(STEPS),
         "tensors": lambda: times(TENSORS, "-tensors"),

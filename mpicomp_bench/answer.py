@@ -53,7 +53,7 @@ OVERLAPS = (
     "behind the backward pass as far as possible, {chosen} {seconds:.3g} s. Time both."
 )
 START = """\
-Start: mpirun -n RANKS python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch
+Start: mpirun -n RANKS --bind-to none python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch
 NumPy and JAX: the same exchange, by mean = exchange(gradient), or outer = OuterLoop(exchange, parameters, every=10)
 (docs/exchange.md, docs/slow_links.md, docs/frameworks.md#jax-and-numpy)
 """
