@@ -181,7 +181,7 @@ class Faults:
             + _elsewhere(notice)
             for rank, notice in sorted(self._notices.items())
             # one that came late waits for nobody
-            if notice["waited"] or notice["for"] or notice["round"]
+            if any(notice[key] for key in ("waited", "for", "round", "elsewhere"))
         )
 
     def _after(self, word: str) -> str:
