@@ -102,7 +102,7 @@ def sparse_remedy(array: Any) -> str | None:
         return None
     if type(array).__module__.startswith("scipy.sparse"):
         return (
-            "for one row or column use SparseVector.from_scipy(m), for the gradient m.T @ delta of a CSR batch: "
+            "for a row of CSR use SparseVector.from_entries(m.indices, m.data, m.shape[1]), for its m.T @ delta "
             "c = np.unique(m.indices), SparseVector(c, m[:, c].T @ delta, m.shape[1]); m.toarray() makes a dense array"
         )
     if str(getattr(array, "layout", "")).startswith("torch.sparse"):

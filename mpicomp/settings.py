@@ -92,13 +92,11 @@ def to_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def to_choice(
-    name: str, value: Any, choices: Iterable[Any], *, remedy: str = ""
-) -> Any:
+def to_choice(name: str, value: Any, choices: Iterable[Any]) -> Any:
     """Return the one of `choices` (str, int, bool or None) that equals a setting of its type: 1 is not True."""
     plain = value.item() if isinstance(value, np.generic) else value
     known = list(choices)
     for choice in known:
         if type(plain) is type(choice) and plain == choice:
             return choice
-    raise ValueError(f"{name} is {value!r}: expected one of {known}{remedy}")
+    raise ValueError(f"{name} is {value!r}: expected one of {known}")

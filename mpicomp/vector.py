@@ -179,44 +179,6 @@ class SparseVector:
             length,
         )
 
-    @classmethod
-    def from_scipy(cls, matrix: Any) -> "SparseVector":
-        """Return the entries of a SciPy sparse matrix or array with one row or one column, of any format.
-
-        Repeated entries are added, as by `from_entries`. Raises ValueError for another
-        shape.
-        """
-        entries = matrix.tocoo()
-        *rows, columns = entries.shape
-        if rows in ([], [1]):
-            return cls.from_entries(entries.col, entries.data, columns)
-        if columns == 1:
-            return cls.from_entries(entries.row, entries.data, rows[0])
-        raise ValueError(
-            f"got shape {entries.shape}: expected a row or column, as m[[0]]; {sparse_remedy(matrix)}"
-        )
-
-    def to_scipy(self) -> Any:
-        """Return the vector as a CSR matrix of SciPy: one row of `length` columns, or `length` rows of its width.
-
-        Raises TypeError for a vector on a device.
-        """
-        from scipy.sparse import csr_matrix
-
-        if on_device(self.values):
-            raise TypeError("the vector is on a device: copy its arrays to the host")
-        if self.width is None:
-            return csr_matrix(
-                (self.values, self.indices, [0, self.nnz]), (1, self.length)
-            )
-        counts = np.zeros(self.length + 1, np.int64)
-        counts[self.indices + 1] = self.width
-        columns = np.tile(np.arange(self.width), self.nnz)
-        return csr_matrix(
-            (self.values.reshape(-1), columns, counts.cumsum()),
-            (self.length, self.width),
-        )
-
     def to_dense(self, out: Array | None = None) -> Array:
         """Return the dense vector, shape (length,) or (length, width).
 
@@ -422,13 +384,7 @@ class SparseVector:
     def divide(self, positions: Array) -> tuple["SparseVector", "SparseVector"]:
         """Return the entries at `positions` (intp, increasing: numbers of entries), and the other entries."""
         divide = kernels_for(self.values).divide
-        indices, values, other_indices, other_values = divide(
-            self.indices, self.values, positions
-        )
-        trusted = SparseVector.trusted
-        return trusted(indices, values, self.length), trusted(
-            other_indices, other_values, self.length
-        )
+        return _pair(divide(self.indices, self.values, positions), self.length)
 
     def filled(self, first: int, end: int) -> "SparseVector":
         """Return the vector with an entry, zero or not, at each of first, ..., end - 1, which include its indices."""
@@ -570,12 +526,15 @@ def top_k(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
         nothing = SparseVector.empty(vector.length, vector.dtype, like=vector.values)
         return (vector.copy(), nothing) if k else (nothing, vector.copy())
     divide_largest = kernels_for(vector.values).divide_largest
-    indices, values, other_indices, other_values = divide_largest(
-        vector.indices, vector.values, k
-    )
+    return _pair(divide_largest(vector.indices, vector.values, k), vector.length)
+
+
+def _pair(arrays: Sequence[Array], length: int) -> tuple[SparseVector, SparseVector]:
+    """Return two vectors of indices, values, other indices and other values."""
+    indices, values, other_indices, other_values = arrays
     trusted = SparseVector.trusted
-    return trusted(indices, values, vector.length), trusted(
-        other_indices, other_values, vector.length
+    return trusted(indices, values, length), trusted(
+        other_indices, other_values, length
     )
 
 

@@ -35,4 +35,5 @@ def test_a_compressor_or_bits(arguments, error, message):
 
 
 def test_all_values_in_few_bits_may_be_said_twice():
-    GradientExchange(MPI.COMM_SELF, Dense(), bits=4)
+    exchange = GradientExchange(MPI.COMM_SELF, Dense(), bits=4)
+    assert isinstance(exchange.compressor, Dense)

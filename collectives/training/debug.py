@@ -26,21 +26,9 @@ from mpicomp.vector import SparseVector, from_all_values, split
 class CheckedStep(Step):
     """A step that is checked; errors name its number and the rank."""
 
-    def __init__(
-        self,
-        comm: Any,
-        number: int,
-        exchange: int,
-        *,
-        reduction: Reduction,
-        nonfinite_error: type[ValueError] | None,
-    ) -> None:
+    def __init__(self, *exchange: Any, nonfinite_error: Any, **settings: Any) -> None:
         super().__init__(
-            comm,
-            number,
-            exchange,
-            reduction=reduction,
-            nonfinite_error=nonfinite_error or ValueError,
+            *exchange, nonfinite_error=nonfinite_error or ValueError, **settings
         )
         self._audits: dict[Bucket, Audit] = {}
 

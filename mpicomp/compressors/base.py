@@ -220,15 +220,9 @@ def join(compressors: Sequence[Compressor]) -> Compressor:
 
 def are_joinable(one: Compressor, other: Compressor) -> bool:
     """Return whether one object serves segments of both: they differ in varying settings only."""
-    ours = one.chain()
-    theirs = other.chain()
-    if len(ours) != len(theirs):
-        return False
-    for part, second in zip(ours, theirs, strict=True):
-        shared = _shared_settings(part)
-        if shared is None or shared != _shared_settings(second):
-            return False
-    return True
+    ours = [_shared_settings(part) for part in one.chain()]
+    theirs = [_shared_settings(part) for part in other.chain()]
+    return None not in ours and ours == theirs
 
 
 def _shared_settings(part: Compressor) -> list[Any] | None:

@@ -87,7 +87,7 @@ BAD_VECTORS = {
     "SciPy's sparse matrix": (
         scipy.sparse.csr_array(np.eye(1, 9)),
         TypeError,
-        "use SparseVector.from_scipy",
+        "use SparseVector.from_entries",
     ),
     "nothing": (
         None,
