@@ -60,13 +60,13 @@ STATIONS = [
     ("compress", "select entries:\na SparseVector", "mpicomp/compressors/", False),
     (
         "exchange",
-        "rounds of messages\nbetween the ranks",
+        "rounds of\nmessages",
         "collectives/gtopk.py, ...",
         True,
     ),
     (
         "prepare",
-        "mean, new residual;\nall that can fail",
+        "mean, residual:\nall that can fail",
         "collectives/training/",
         False,
     ),
@@ -76,7 +76,7 @@ STATIONS = [
         "collectives/agreement/",
         True,
     ),
-    ("commit", "mean to the caller,\nresidual stays", "collectives/training/", False),
+    ("commit", "mean returned,\nresidual kept", "collectives/training/", False),
 ]
 
 
@@ -113,7 +113,7 @@ def draw_rooms(path: Path) -> None:
 
 def draw_gradient(path: Path) -> None:
     """Draw a gradient in one step, from left to right."""
-    figure, axes = canvas(11, 2.9, (-0.2, 15.5), (-1.6, 2.9))
+    figure, axes = canvas(8.6, 2.9, (-0.2, 15.5), (-1.6, 2.9))
     for place, (name, what, where, together) in enumerate(STATIONS):
         x = 2.2 * place
         box(axes, x, 0, 1.8, 1.7, COLOURS["ranks" if together else "rank"])
@@ -121,8 +121,15 @@ def draw_gradient(path: Path) -> None:
         axes.text(
             x + 0.9, 0.62, what, ha="center", va="center", size=7.2, linespacing=1.4
         )
+        path_in_lines = where.replace("/", "/\n", 1)
         axes.text(
-            x + 0.9, -0.3, where, ha="center", va="center", size=6.4, family="monospace"
+            x + 0.9,
+            -0.35,
+            path_in_lines,
+            ha="center",
+            va="center",
+            size=7,
+            family="monospace",
         )
         if place:
             arrow(axes, x - 0.4, 0.85, x, 0.85)
@@ -132,13 +139,13 @@ def draw_gradient(path: Path) -> None:
             axes.text(x + 0.9, 2.55, "other ranks", ha="center", size=7)
     axes.annotate(
         "",
-        (3.1, -0.6),
-        (14.1, -0.6),
+        (3.1, -0.75),
+        (14.1, -0.75),
         arrowprops={"arrowstyle": "->", "connectionstyle": "bar,fraction=-0.035"},
     )
     axes.text(
         8.6,
-        -1.4,
+        -1.5,
         "the residual: entries not sent, for the next step",
         ha="center",
         size=7.5,
