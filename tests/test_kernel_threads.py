@@ -62,15 +62,12 @@ def dense_calls(values, other, number):
         yield host.end_fits(room, bounds, plans, pareto=True, summands=given, **options)
         yield total.copy(), plans
         if np.isfinite(values).all():
-            settings = (
-                bounds,
-                [9, 70, 3],
-                lambda largest, places: np.arange(3, dtype=largest.dtype),
+            bins = bounds, [9, 70, 3]
+            given = values, 0.3
+            yield from host.entries_in_bins(
+                room, parts, *bins, summand=given, **options
             )
-            yield host.entries_in_bins(
-                room, parts, *settings, summand=(values, 0.3), **options
-            )
-            yield host.entries_in_bins(values, parts, *settings, **options)
+            yield from host.entries_in_bins(values, parts, *bins, **options)
             yield total.copy()
         yield host.add_parts(values, 0.3, parts, room, long=0, **options)
         yield total.copy()

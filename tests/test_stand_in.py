@@ -72,7 +72,7 @@ def test_what_cupy_does_not_take_is_refused(cupy):
 MOST = {
     "top-k": (TopK(0.01), 5, 1),
     "chunks": (ChunkedTopK(64, 4096), 2, 1),
-    "AdaComp": (AdaComp(50), 9, 2),
+    "AdaComp": (AdaComp(50), 4, 1),
     "aggregation-aware": (AggregationAware(0.01), 23, 4),
     "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 5, 2),
     **{

@@ -14,15 +14,14 @@ vector that is not zero, its largest entry is sent. Messages are those of `mpico
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import Report, SegmentedCompressor, Summands
-from mpicomp.compressors.common import mean_and_largest, placed
+from mpicomp.compressors.common import known
 from mpicomp.settings import to_integer
-from mpicomp.vector import SparseVector, merge
+from mpicomp.vector import SparseVector
 
 _REMEDY = (
     "AdaComp needs the new gradient too: take ErrorFeedback() or NoFeedback(), or call compress(corrected, "
@@ -73,27 +72,13 @@ class AdaComp(SegmentedCompressor):
                 raise ValueError(
                     f"gradient has {part.size} values: expected {size} as in corrected"
                 )
-        scales = np.zeros(len(parts), corrected.dtype)
-
-        def magnitudes(largest: Array, places: Array) -> Array:
-            scales[:] = _means(largest, places, corrected.dtype)
-            return scales
-
         kernels = kernels_for(corrected)
         bins = np.broadcast_to(self.bin_size, sizes.shape).tolist()
-        indices, values, places = kernels.entries_in_bins(
-            corrected, parts, bounds, bins, magnitudes, summand=summand
+        found, scales = kernels.entries_in_bins(
+            corrected, parts, bounds, bins, summand=summand
         )
-        vector = SparseVector.trusted(indices, values, corrected.size)
-        counts = np.diff(places)
-        # the new gradient cancels the largest entry of every bin
-        for row in np.flatnonzero((scales != 0) & (counts == 0)).tolist():
-            first = bounds[row]
-            positions, largest = kernels.largest(corrected[first : bounds[row + 1]], 1)
-            value = np.copysign(scales[row], largest)
-            vector = merge(vector, placed(positions + first, value, corrected.size))
-            counts[row] = 1
-        self._report(vector, counts, sizes, scales)
+        vector = known(corrected.size, bounds, found)
+        self._report(vector, np.diff(found.places), sizes, scales)
         return vector
 
     def _report(
@@ -106,19 +91,3 @@ class AdaComp(SegmentedCompressor):
             self.reported(vector, float(threshold[0]))
         else:
             self.report = Report(density, density, nbytes, threshold)
-
-
-def _means(largest: Array, places: Array, dtype: np.dtype[Any]) -> Array:
-    """Return the mean over the bins of each segment, above zero if a bin is."""
-    rows = kernels_for(largest).magnitudes_in_segments(largest, places, two=False)
-    means = rows[:, 0]
-    most = rows[:, 1]
-    # the sum may be infinite
-    for row in np.flatnonzero(
-        most > np.finfo(np.float64).max / np.diff(places).clip(1)
-    ):
-        means[row] = mean_and_largest(largest[places[row] : places[row + 1]])[0]
-    scales: Array = means.astype(dtype)
-    # as the mean with many bins of zeros
-    scales[(scales == 0) & (most > 0)] = np.finfo(dtype).smallest_subnormal
-    return scales

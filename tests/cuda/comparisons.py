@@ -236,10 +236,15 @@ def select(device, cupy, values, bounds, k, chunk, last, *, summands=None):
     rows = bounds, k, chunk, last
     expected = host.largest_in_segments(dense, *rows, summands=summands)
     ours = device.largest_in_segments(sent, *rows, summands=given)
+    assert_same_entries(ours, expected, values.size)
+    assert_same(sent.get(), dense)
+
+
+def assert_same_entries(ours, expected, length):
+    """Fail unless two selections have the same entries, and what the device knows of them is right."""
     assert_same(here(ours[:2]), expected[:2])
     assert ours.places == expected.places
-    assert_same(sent.get(), dense)
-    disorder, not_finite, *ends = host.inspect(*expected[:2], values.size)
+    disorder, not_finite, *ends = host.inspect(*expected[:2], length)
     if ours.facts is not None:
         known = ours.facts[0], ours.facts[1] >= 0, *ours.facts[2:]
         assert known == (disorder, not_finite >= 0, *ends)
@@ -259,12 +264,6 @@ def rows_only(device):
 
 
 def entries_of_bins(device, cupy):
-    def magnitudes(largest, places):
-        kernels = device if isinstance(largest, cupy.ndarray) else host
-        return kernels.magnitudes_in_segments(largest, places, two=False)[:, 0].astype(
-            largest.dtype
-        )
-
     for dtype, (bounds, bins) in product(
         DTYPES, (([0, 0], [9]), ([0, 7, 7, 300, 2900], [7, 5, 50, 500]))
     ):
@@ -281,14 +280,15 @@ def entries_of_bins(device, cupy):
                         continue
                     out, sent = values.copy(), cupy.asarray(values)
                     given = summand and (cupy.asarray(summand[0]), summand[1])
-                    rest = bounds, bins, magnitudes
-                    found = device.entries_in_bins(
+                    rest = bounds, bins
+                    ours, scales = device.entries_in_bins(
                         sent, there(cupy, parts), *rest, summand=given
                     )
-                    assert_same(
-                        here(found),
-                        host.entries_in_bins(out, parts, *rest, summand=summand),
+                    expected, means = host.entries_in_bins(
+                        out, parts, *rest, summand=summand
                     )
+                    assert_same(scales, means)
+                    assert_same_entries(ours, expected, out.size)
                     assert_same(sent.get(), out)
 
 

@@ -59,6 +59,10 @@ RUNS = {
         [COMMON, SELECTION, "chunks.cu", SEGMENTS, "fitting.cu"],
         [comparisons.excesses],
     ),
+    "bins.cu": (
+        [COMMON, SELECTION, "statistics.cu", "bins.cu"],
+        [comparisons.entries_of_bins],
+    ),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
     "transforms.cu": ([COMMON, "transforms.cu"], [comparisons.hadamard_transforms]),
 }

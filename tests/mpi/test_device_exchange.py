@@ -18,6 +18,7 @@ from collectives import (
     traffic,
 )
 from mpicomp import (
+    AdaComp,
     AggregationAware,
     ChunkedTopK,
     CollectiveError,
@@ -279,6 +280,7 @@ STEPS = {
     "top-k": (lambda: TopK(0.01), 10, 2),
     "chunks": (lambda: ChunkedTopK(4, 256), 7, 2),
     "chunks, two bits": (lambda: Quantised(ChunkedTopK(4, 256), "two_bit"), 14, 3),
+    "AdaComp": (lambda: AdaComp(50), 12, 2),
 }
 
 

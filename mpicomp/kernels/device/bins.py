@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import cupy
 import numpy as np
 
+from mpicomp.arrays import address, index_dtype
+from mpicomp.kernels import NOTHING, Selected
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
     THREADS,
@@ -13,12 +15,12 @@ from mpicomp.kernels.device.compiling import (
     launch,
     zeros,
 )
-from mpicomp.kernels.device.merging import add_parts
+from mpicomp.kernels.device.segments import Column, running_totals, table_of
 from mpicomp.kernels.device.selection import raise_not_finite
-from mpicomp.kernels.host.bins import Magnitudes
 from mpicomp.kernels.host.bits import FORMATS
 
 _WARPS = THREADS // 32
+_MARKED = 32  # values of a word
 
 
 def entries_in_bins(
@@ -26,74 +28,109 @@ def entries_in_bins(
     parts: Sequence[Array],
     bounds: Sequence[int],
     bins: Sequence[int],
-    magnitudes: Magnitudes,
     *,
     summand: tuple[Array, float] | None = None,
     threads: int | None = None,
-) -> tuple[Array, Array, np.ndarray]:
-    """Return the entries of bins, as `mpicomp.kernels.host.entries_in_bins` does; the last array in host memory.
+) -> tuple[Selected, Column]:
+    """Return the entries of bins, as `mpicomp.kernels.host.entries_in_bins` does; the magnitudes in host memory.
 
-    magnitudes: called with the maxima on the device, and places in host memory, where
-    it returns the magnitudes. threads: ignored. Two launches, whatever the number of
-    segments, and those of the sum.
+    threads: ignored. Four launches and one wait, whatever the number of segments.
     """
+    form = FORMATS[values.dtype]
+    keys = values.view(form.keys)
+    edges = np.asarray(bounds, np.int64)
+    sizes = np.diff(edges)
+    some = np.flatnonzero(sizes)
+    scales = np.zeros(sizes.size, values.dtype)
+    places = [0] * edges.size
+    index = index_dtype(values.size)
+    if not some.size:
+        return Selected(
+            cupy.empty(0, index), values[:0].copy(), places, NOTHING
+        ), scales
+    lengths = np.asarray(bins)[some]
+    words = in_tiles(lengths, _MARKED)
+    numbers = in_tiles(sizes[some], lengths)
+    before = running_totals(numbers)
+    marked = running_totals(numbers * words)
+    addends = np.array([address(part) for part in parts], np.int64)[some]
+    table = edges[some], edges[some + 1], before, marked, lengths, words, addends
+    rows = table_of(*table)
+    count = some.size
+    total = int(before[-1])
+    blocks = in_tiles(total, THREADS)
+    # bad, the first position inverted, the last one, selected entries and magnitudes of each segment
+    report, sum_of_all, ticket, states = zeros(3 + 2 * count, 1, 1, blocks)
+    magnitudes = report[3 + count :].view(form.keys)
+    largest = cupy.empty(total, form.keys)
+    counts = cupy.empty(total, np.uint32)
+    marks = cupy.empty(int(marked[-1]), np.uint32)
+    a, factor, out = keys, 0, None
     if summand is not None:
-        add_parts(*summand, parts, values)
-    form, edges = FORMATS[values.dtype], np.asarray(bounds, np.int64)
-    places = np.append(0, np.cumsum(-(-np.diff(edges) // bins)))
-    if not values.size:
-        return cupy.empty(0, np.int32), values[:0].copy(), places
-    addends, count = (
-        parts[0] if len(parts) == 1 else cupy.concatenate(list(parts)),
-        int(places[-1]),
-    )
-    table = cupy.asarray(np.concatenate([edges, places, np.asarray(bins, np.int64)]))
-    there = (
-        table[: edges.size],
-        table[edges.size : 2 * edges.size],
-        table[2 * edges.size :],
-        edges.size - 1,
+        a = summand[0].view(form.keys)
+        number = np.float64(values.dtype.type(summand[1]))
+        factor = int(number.view(np.uint64))
+        out = keys
+    limits = int(form.mask), int(form.infinity)
+    launch(
+        "mark_in_bins",
+        [form.keys],
+        min(MOST_BLOCKS, in_tiles(total, _WARPS)),
+        a,
+        factor,
+        out,
+        rows,
         count,
-    )
-    keys, largest = (
-        (values.view(form.keys), addends.view(form.keys)),
-        cupy.empty(count, values.dtype),
-    )
-    whole = zeros(count + 1)[0].view(np.int64)
-    counts, blocks = whole[1:], min(MOST_BLOCKS, in_tiles(count, _WARPS))
-    bad = cupy.zeros(1, np.uint64)
-    args = (
-        *keys,
-        *there,
-        form.mask,
-        int(form.infinity),
-        largest.view(form.keys),
+        *limits,
+        largest,
         counts,
-        bad,
+        marks,
+        report,
     )
-    launch("bin_maxima", [form.keys], blocks, *args)
-    ends = cupy.cumsum(whole)
-    *before, failed = (
-        cupy.concatenate([ends[there[1]], bad.view(np.int64)]).get().tolist()
+    launch(
+        "mean_of_bins",
+        [form.keys],
+        count,
+        keys,
+        rows,
+        limits[0],
+        largest,
+        counts,
+        marks,
+        magnitudes,
+        report[3:],
+        report,
     )
-    if failed:
+    said = report.get()
+    if said[0]:
         for each in (values, *parts):
             raise_not_finite(each)
-    signs = cupy.asarray(magnitudes(largest, places))
-    positions, found = (
-        cupy.empty(before[-1], np.int64),
-        cupy.empty(before[-1], values.dtype),
-    )
-    written = counts, ends[1:], signs.view(form.keys), positions, found.view(form.keys)
+    scales[some] = said[3 + count :].view(values.dtype)[:count]
+    ends = np.zeros(edges.size, np.int64)
+    ends[some + 1] = said[3 : 3 + count]
+    places = np.cumsum(ends).tolist()
+    entries = places[-1]
+    positions = cupy.empty(entries, index)
+    found = cupy.empty(entries, form.keys)
+    if not entries:
+        return Selected(positions, found.view(values.dtype), places, NOTHING), scales
     launch(
-        "bin_entries",
-        [form.keys],
+        "entries_of_bins",
+        [index, form.keys],
         blocks,
-        *keys,
-        *there,
-        form.mask,
-        largest.view(form.keys),
-        *written,
+        keys,
+        rows,
+        count,
+        limits[0],
+        counts,
+        marks,
+        magnitudes,
+        sum_of_all,
+        ticket,
+        states,
+        blocks,
+        positions,
+        found,
     )
-    short = positions.astype(np.int32) if values.size < 1 << 31 else positions
-    return short, found, np.array(before)
+    facts = -1, -1, int(~said[1]), int(said[2])
+    return Selected(positions, found.view(values.dtype), places, facts), scales

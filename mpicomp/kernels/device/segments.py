@@ -190,8 +190,8 @@ def _in_chunks(
     """Select from each chunk by a block of threads."""
     mask, width, infinity = vector.limits
     whole, rest = np.divmod(end - first, chunk)
-    before = _before(whole + (rest > 0))
-    rows = _table(first, end, before, chunk, k, last, addend)
+    before = running_totals(whole + (rest > 0))
+    rows = table_of(first, end, before, chunk, k, last, addend)
     room = int((whole * k + np.where(rest, last, 0)).sum())
     count = first.size
     chunks = int(before[-1])
@@ -236,7 +236,7 @@ def _in_long_chunks(
     """Select from each chunk as from a segment of its own."""
     numbers = in_tiles(end - first, chunk)
     rows = np.repeat(np.arange(first.size), numbers)
-    before = _before(numbers)
+    before = running_totals(numbers)
     offset = (np.arange(rows.size) - before[rows]) * chunk[rows]
     starts = first[rows] + offset
     ends = np.minimum(starts + chunk[rows], end[rows])
@@ -307,11 +307,11 @@ class _Run(NamedTuple):
         keys = vector.form.keys
         mask, width, infinity = vector.limits
         count = self.first.size
-        tiles = _before(in_tiles(self.end - self.first, _TILES[keys.itemsize]))
+        tiles = running_totals(in_tiles(self.end - self.first, _TILES[keys.itemsize]))
         jobs, digits = _jobs(room, keys.itemsize, width)
-        places = _before(digits)
-        before = _before(jobs)
-        rows = _table(
+        places = running_totals(digits)
+        before = running_totals(jobs)
+        rows = table_of(
             self.first, self.end, tiles, before, self.k, rank, self.addend, places
         )
         blocks = in_tiles(int(tiles[-1]), _COMPACTED)
@@ -369,7 +369,7 @@ class _Run(NamedTuple):
         )
         words = report.get()
         reached = np.diff(words[_SAID : _SAID + count + 1]).astype(np.int64)
-        ends = _before(np.minimum(reached, self.k))
+        ends = running_totals(np.minimum(reached, self.k))
         chosen = positions, kept, ends, words[:_SAID].tolist()
         return chosen, words[_SAID + count + 1 :], reached
 
@@ -398,12 +398,12 @@ def _jobs(room: Column, itemsize: int, width: int) -> tuple[Column, Column]:
     return np.where(is_shared, tiles * (digits + 1), 1), np.where(is_shared, words, 0)
 
 
-def _before(counts: Column) -> Column:
+def running_totals(counts: Column) -> Column:
     """Return the sum of the counts before each, and at last of all."""
     return np.append(0, np.cumsum(counts))
 
 
-def _table(*columns: Column) -> Array:
+def table_of(*columns: Column) -> Array:
     """Return rows on the device; a column with one more number than there are rows has it in a row behind the last."""
     table = np.zeros((columns[0].size + 1, len(columns)), np.int64)
     for number, column in enumerate(columns):

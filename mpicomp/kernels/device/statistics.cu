@@ -10,9 +10,10 @@ struct SideLanes {
     i64 above[LANES];
 };
 
-// Add up a block of values up to a threshold and above it, find the largest, and count those above it: into lane 0.
+// Add up a block of values, over a divisor, up to a threshold and above it, find the largest, and count those above it: into lane 0.
 template <typename Value>
-__device__ inline void add_sides(SideLanes& lanes, const Value* values, i64 size, i64 block, double threshold) {
+__device__ inline void add_sides(
+    SideLanes& lanes, const Value* values, i64 size, i64 block, double threshold, double divisor = 1) {
     const int j = threadIdx.x;
     double below = 0, beyond = 0, largest = 0;
     i64 above = 0, first = block * LANES * ROWS + j;
@@ -20,6 +21,7 @@ __device__ inline void add_sides(SideLanes& lanes, const Value* values, i64 size
     for (int row = 0; row < ROWS; ++row) {
         i64 place = first + row * LANES;
         double value = place < size ? (double)widened(values[place]) : 0.0, x = value < 0 ? -value : value;
+        if (divisor != 1) x /= divisor;
         bool is_above = x > threshold;
         below += is_above ? 0.0 : x;
         beyond += is_above ? x : 0.0;
@@ -53,10 +55,10 @@ __device__ inline void block_sides(const Value* values, i64 size, u64 threshold,
 template <typename Value>
 __device__ inline void add_all_sides(
     SideLanes& lanes, const Value* values, i64 size, double threshold, double& below, double& beyond, double& largest,
-    i64& above) {
+    i64& above, double divisor = 1) {
     below = beyond = largest = 0, above = 0;
     for (i64 block = 0; block * LANES * ROWS < size; ++block) {
-        add_sides(lanes, values, size, block, threshold);
+        add_sides(lanes, values, size, block, threshold, divisor);
         below += lanes.below[0], beyond += lanes.beyond[0], above += lanes.above[0];
         largest = greater(largest, lanes.largest[0]);
         __syncthreads();
@@ -108,7 +110,8 @@ __device__ inline void with_magnitudes(
     KERNEL block_sides_##name(const Value* values, i64 size, u64 threshold, double* rows) {                         \
         block_sides(values, size, threshold, rows);                                                                 \
     }                                                                                                               \
-    KERNEL magnitudes_##name(const Value* values, const i64* edges, i64 rounds, double* rows) {                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) magnitudes_##name(                                     \
+        const Value* values, const i64* edges, i64 rounds, double* rows) {                                          \
         magnitudes(values, edges, rounds, rows);                                                                    \
     }
 SIDES(f2, Half)

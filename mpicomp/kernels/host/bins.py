@@ -7,11 +7,13 @@ others. The magnitude of the entries depends on all bins: a second pass, over th
 entries, writes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array
+from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import jit, single
 from mpicomp.kernels.host.instructions import (
@@ -26,6 +28,8 @@ from mpicomp.kernels.host.instructions import (
     sums_reaching,
 )
 from mpicomp.kernels.host.selection import first_not_finite, raise_not_finite
+from mpicomp.kernels.host.selection import largest as find_largest
+from mpicomp.kernels.host.statistics import magnitudes_in_segments, sides
 from mpicomp.kernels.host.streaming import (
     add_line_by_line,
     add_parts,
@@ -39,34 +43,29 @@ _ROOM = 1 << 22
 _WORDS = 512  # of 64 values in a tile, except in longer bins
 _AT_ONCE = 8  # entries: stored without branches
 
-Magnitudes = Callable[[Array, Array], Array]
-
 
 def entries_in_bins(
     values: Array,
     parts: Sequence[Array],
     bounds: Sequence[int],
     bins: Sequence[int],
-    magnitudes: Magnitudes,
     *,
     summand: tuple[Array, float] | None = None,
     threads: int | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Selected, Array]:
     """Return the positions where |values + parts| reaches the maximum of |values| in a bin, with signed magnitudes.
 
     values: 1-d contiguous float16, float32 or float64. parts: 1-d contiguous, of that
     dtype, one for each segment; they are added in float64. bounds: the first position
     of each segment, and the length. bins: for each segment the number of values in a
-    bin; the last bin may be shorter. Zeros are not selected. magnitudes(largest,
-    places): returns the magnitude of each segment's entries, from the maximum of each
-    bin, and the first bin of each segment, and at last the number of bins. summand: (a,
-    scale); `values` is first overwritten by ``scale * a + parts``, in the same pass;
-    the product is rounded before it is added. threads: as for `largest`.
+    bin; the last bin may be shorter. Zeros are not selected. summand: (a, scale);
+    `values` is first overwritten by ``scale * a + parts``, in the same pass; the
+    product is rounded before it is added. threads: as for `largest`.
 
-    Returns positions (int32, or int64 of vectors beyond its range), their magnitudes
-    with the signs of the values, and the first entry of each segment, and at last the
-    number of entries. Raises ValueError naming the first of `values`, else of a part,
-    that is NaN or infinite.
+    Returns the entries, and the magnitude of each segment, the mean of the maxima of
+    its bins, above zero if one is; an entry has it with the sign of its value. If none
+    is selected of a segment that is not zero, its largest is. Raises ValueError naming
+    the first of `values`, else of a part, that is NaN or infinite.
     """
     dtype = values.dtype
     edges = np.asarray(bounds, np.int64)
@@ -123,11 +122,20 @@ def entries_in_bins(
     if first_not_finite(largest) >= 0 or any(bad[0] for *_, bad in found):
         for each in (values, *parts):
             raise_not_finite(each)
-    scales = np.ascontiguousarray(magnitudes(largest, places), values.dtype)
+    means = _means(largest, places, dtype)
+    scales = means.astype(values.dtype)
     ends = np.cumsum(sum(entries for _, entries, _ in found))
     marks = [piece for pieces, *_ in found for piece in pieces]
     positions, signed = _signed(marks, ends, scales)
-    return positions, signed.astype(dtype, copy=False), ends
+    for row in np.flatnonzero((scales != 0) & (np.diff(ends) == 0)).tolist():
+        first = bounds[row]
+        place, most = find_largest(values[first : bounds[row + 1]], 1)
+        at = int(ends[row])
+        positions = np.insert(positions, at, place + first)
+        signed = np.insert(signed, at, np.copysign(scales[row], most))
+        ends[row + 1 :] += 1
+    entries = Selected(positions, signed.astype(dtype, copy=False), ends.tolist())
+    return entries, means
 
 
 def _signed(marks: Sequence[Array], ends: Array, scales: Array) -> tuple[Array, Array]:
@@ -139,6 +147,23 @@ def _signed(marks: Sequence[Array], ends: Array, scales: Array) -> tuple[Array, 
         _write(piece, ends, scales, positions, signed, count)
         count += piece.size
     return positions, signed
+
+
+def _means(largest: Array, places: Array, dtype: np.dtype[Any]) -> Array:
+    """Return the mean of the maxima of the bins of each segment in a dtype, above zero if one is."""
+    found = magnitudes_in_segments(largest, places.tolist(), two=False)
+    means = found[:, 0]
+    most = found[:, 1]
+    counts = np.diff(places).clip(1)
+    # the sum may be infinite
+    for row in np.flatnonzero(most > np.finfo(np.float64).max / counts).tolist():
+        own = largest[places[row] : places[row + 1]]
+        if not np.isfinite(sides(own, np.inf).sum_below):
+            means[row] = min(sides(own / own.size, np.inf).sum_below, most[row])
+    scales: Array = means.astype(dtype)
+    # as the mean with many bins of zeros
+    scales[(scales == 0) & (most > 0)] = np.finfo(dtype).smallest_subnormal
+    return scales
 
 
 _SEGMENT = np.dtype(
