@@ -42,65 +42,25 @@ def entries_in_bins(
     sizes = np.diff(edges)
     some = np.flatnonzero(sizes)
     scales = np.zeros(sizes.size, values.dtype)
-    places = [0] * edges.size
     index = index_dtype(values.size)
     if not some.size:
-        return Selected(
-            cupy.empty(0, index), values[:0].copy(), places, NOTHING
-        ), scales
-    lengths = np.asarray(bins)[some]
-    words = in_tiles(lengths, _MARKED)
-    numbers = in_tiles(sizes[some], lengths)
-    before = running_totals(numbers)
-    marked = running_totals(numbers * words)
-    addends = np.array([address(part) for part in parts], np.int64)[some]
-    table = edges[some], edges[some + 1], before, marked, lengths, words, addends
-    rows = table_of(*table)
+        nothing = cupy.empty(0, index), values[:0].copy()
+        return Selected(*nothing, [0] * edges.size, NOTHING), scales
+    table, total, words = _table(edges, some, np.asarray(bins), parts)
     count = some.size
-    total = int(before[-1])
     blocks = in_tiles(total, THREADS)
     # bad, the first position inverted, the last one, selected entries and magnitudes of each segment
-    report, sum_of_all, ticket, states = zeros(3 + 2 * count, 1, 1, blocks)
+    report, *scanned = zeros(3 + 2 * count, 1, 1, blocks)
     magnitudes = report[3 + count :].view(form.keys)
     largest = cupy.empty(total, form.keys)
-    counts = cupy.empty(total, np.uint32)
-    marks = cupy.empty(int(marked[-1]), np.uint32)
-    a, factor, out = keys, 0, None
-    if summand is not None:
-        a = summand[0].view(form.keys)
-        number = np.float64(values.dtype.type(summand[1]))
-        factor = int(number.view(np.uint64))
-        out = keys
-    limits = int(form.mask), int(form.infinity)
-    launch(
-        "mark_in_bins",
-        [form.keys],
-        min(MOST_BLOCKS, in_tiles(total, _WARPS)),
-        a,
-        factor,
-        out,
-        rows,
-        count,
-        *limits,
-        largest,
-        counts,
-        marks,
-        report,
-    )
-    launch(
-        "mean_of_bins",
-        [form.keys],
-        count,
-        keys,
-        rows,
-        limits[0],
-        largest,
-        counts,
-        marks,
-        magnitudes,
-        report[3:],
-        report,
-    )
+    marked = cupy.empty(total, np.uint32), cupy.empty(words, np.uint32)
+    sums = _summed(values, summand)
+    mask = int(form.mask)
+    marking = *sums, table, count, mask, int(form.infinity), largest, *marked, report
+    warps = min(MOST_BLOCKS, in_tiles(total, _WARPS))
+    launch("mark_in_bins", [form.keys], warps, *marking)
+    meaning = keys, table, mask, largest, *marked, magnitudes, report[3:], report
+    launch("mean_of_bins", [form.keys], count, *meaning)
     said = report.get()
     if said[0]:
         for each in (values, *parts):
@@ -109,28 +69,37 @@ def entries_in_bins(
     ends = np.zeros(edges.size, np.int64)
     ends[some + 1] = said[3 : 3 + count]
     places = np.cumsum(ends).tolist()
-    entries = places[-1]
-    positions = cupy.empty(entries, index)
-    found = cupy.empty(entries, form.keys)
-    if not entries:
-        return Selected(positions, found.view(values.dtype), places, NOTHING), scales
-    launch(
-        "entries_of_bins",
-        [index, form.keys],
-        blocks,
-        keys,
-        rows,
-        count,
-        limits[0],
-        counts,
-        marks,
-        magnitudes,
-        sum_of_all,
-        ticket,
-        states,
-        blocks,
-        positions,
-        found,
-    )
-    facts = -1, -1, int(~said[1]), int(said[2])
+    positions = cupy.empty(places[-1], index)
+    found = cupy.empty(places[-1], form.keys)
+    facts = NOTHING
+    if places[-1]:
+        facts = -1, -1, int(~said[1]), int(said[2])
+        writing = *marked, magnitudes, *scanned, blocks, positions, found
+        dtypes = [index, form.keys]
+        launch("entries_of_bins", dtypes, blocks, keys, table, count, mask, *writing)
     return Selected(positions, found.view(values.dtype), places, facts), scales
+
+
+def _table(
+    edges: Column, some: Column, bins: Column, parts: Sequence[Array]
+) -> tuple[Array, int, int]:
+    """Return a row for each of some segments, which are not empty, and the numbers of bins and of words of marks."""
+    lengths = bins[some]
+    words = in_tiles(lengths, _MARKED)
+    numbers = in_tiles(edges[some + 1] - edges[some], lengths)
+    before = running_totals(numbers)
+    marked = running_totals(numbers * words)
+    addends = np.array([address(part) for part in parts], np.int64)[some]
+    rows = edges[some], edges[some + 1], before, marked, lengths, words, addends
+    return table_of(*rows), int(before[-1]), int(marked[-1])
+
+
+def _summed(
+    values: Array, summand: tuple[Array, float] | None
+) -> tuple[Array, int, Array | None]:
+    """Return what is read as bits, the bits of its factor as a float64, and where the sum is written, if there is one."""
+    keys = FORMATS[values.dtype].keys
+    if summand is None:
+        return values.view(keys), 0, None
+    factor = np.float64(values.dtype.type(summand[1]))
+    return summand[0].view(keys), int(factor.view(np.uint64)), values.view(keys)
