@@ -97,7 +97,7 @@ def _table(
 def _summed(
     values: Array, summand: tuple[Array, float] | None
 ) -> tuple[Array, int, Array | None]:
-    """Return what is read as bits, the bits of its factor as a float64, and where the sum is written, if there is one."""
+    """Return what is read, as bits, its factor as those of a float64, and where a sum is written, if there is one."""
     keys = FORMATS[values.dtype].keys
     if summand is None:
         return values.view(keys), 0, None
