@@ -54,13 +54,13 @@ def outlined(
     outline: an empty vector with length and dtype of the values, for the call
     signature.
     """
-    wide = np.promote_types(values.dtype, np.float32)
+    kind = np.promote_types(values.dtype, np.float32)
     if on_device(values):
         copied = staging.to_pinned(
-            namespace(values).ascontiguousarray(values.astype(wide, copy=False))
+            namespace(values).ascontiguousarray(values.astype(kind, copy=False))
         )
     else:
-        copied = np.array(values, wide, order="C")
+        copied = np.array(values, kind, order="C")
     call.own |= {"array": copied, "like": values.reshape(-1)[:0]}
     return outline
 

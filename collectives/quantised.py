@@ -116,10 +116,10 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
     Raises TypeError or ValueError for bad arguments; values that are not finite are
     found by the algorithms.
     """
-    given = call.contribution
-    if isinstance(given, Uncoded):
-        return _stored(call, given, lambda total: (total, given.errors))
-    values = contiguous(to_values(given))
+    contribution = call.contribution
+    if isinstance(contribution, Uncoded):
+        return _stored(call, contribution, lambda total: (total, contribution.errors))
+    values = contiguous(to_values(contribution))
     flat = values.reshape(-1)
     out = call.own["out"]
     if out is None:
@@ -133,8 +133,8 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
             return out  # type: ignore[no-any-return]
         shape = values.shape
         return (
-            like(room.reshape(shape), original=given),
-            like(rejected.reshape(shape), original=given),
+            like(room.reshape(shape), original=contribution),
+            like(rejected.reshape(shape), original=contribution),
         )
 
     return _stored(call, Uncoded([flat], rejected), decoded)
@@ -144,15 +144,15 @@ def _stored(
     call: Call[Any], uncoded: Uncoded, convert: Callable[[CodedSum], Any]
 ) -> SparseVector:
     """Store values in a call, and how its result is made of their sum; return the vector for its signature."""
-    wide = uncoded.widened()
+    widened = uncoded.widened()
 
     def finish(result: Result) -> Any:
         total, errors = result
-        if wide is not uncoded:
+        if widened is not uncoded:
             uncoded.errors[...] = rounded(errors, uncoded.dtype)
         return convert(total)
 
-    call.own = {"uncoded": wide}
+    call.own = {"uncoded": widened}
     call.finish = finish
     size = uncoded.errors.size
     return SparseVector.empty(size, uncoded.dtype, like=uncoded.errors)
@@ -164,16 +164,16 @@ def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
         raise TypeError(
             f"out is {type(out).__name__}: expected a tuple of two arrays, for the total and for rejected"
         )
-    total, rejected = (writable_vector(each) for each in out)
-    for each in (total, rejected):
-        if (each.size, each.dtype, on_device(each)) != (
+    total, rejected = (writable_vector(array) for array in out)
+    for array in (total, rejected):
+        if (array.size, array.dtype, on_device(array)) != (
             values.size,
             values.dtype,
             on_device(values),
         ):
             raise ValueError(
-                f"out has {each.size} values of {each.dtype}: expected {values.size} of {values.dtype}, in the memory "
-                "of the array"
+                f"out has {array.size} values of {array.dtype}: expected {values.size} of {values.dtype}, in the "
+                "memory of the array"
             )
     check_apart([total, rejected])
     check_apart([total, values])
@@ -240,7 +240,7 @@ def shares_of_sum(
     first, end = ranges[group.rank]
     size = (end - first) * block
     if any(
-        (each.size, each.bits, each.block) != (size, bits, block) for each in others
+        (other.size, other.bits, other.block) != (size, bits, block) for other in others
     ):
         raise DamagedMessageError(
             f"received a damaged message: not {size} values in {bits} bits"

@@ -181,33 +181,33 @@ class Bucket:
 
     def outputs(self, outs: Mapping[str, Any]) -> dict[str, Array]:
         """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others."""
-        given = (
+        pairs = (
             [(tensor, outs.get(tensor.name)) for tensor in self.tensors] if outs else []
         )
         return {
-            each.name: each.writable(out, f"out for {each.name}")
-            for each, out in given
+            tensor.name: tensor.writable(out, f"out for {tensor.name}")
+            for tensor, out in pairs
             if out is not None
         }
 
     def dense_results(
-        self, mean: Mean | Coefficients, given: Mapping[str, Array]
+        self, mean: Mean | Coefficients, outs: Mapping[str, Array]
     ) -> tuple[dict[str, Any], list[Write]]:
         """Return new arrays by tensor name, and functions that write to them and to the buffers that are given."""
         if isinstance(mean, CodedSum | Coefficients):
-            return self._to_decode(mean, given)
+            return self._to_decode(mean, outs)
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
-        if not given:
-            whole: Any = mean
+        if not outs:
+            vector: Any = mean
             if isinstance(mean, SparseVector):
-                whole = self.tensors[0].xp.zeros(self.length, mean.dtype)
-                kernels_for(whole).scatter(whole, mean.indices, mean.values)
-            return self._wrapped(self._split(whole)), []
-        buffers = [given.get(tensor.name) for tensor in self.tensors]
+                vector = self.tensors[0].xp.zeros(self.length, mean.dtype)
+                kernels_for(vector).scatter(vector, mean.indices, mean.values)
+            return self._wrapped(self._split(vector)), []
+        buffers = [outs.get(tensor.name) for tensor in self.tensors]
         joined = None
-        if len(given) == len(buffers):
-            joined = adjacent([*given.values()])
+        if len(outs) == len(buffers):
+            joined = adjacent([*outs.values()])
         if joined is not None:
             return {}, [partial(write_mean, joined, mean)]
         results = {}
@@ -224,21 +224,21 @@ class Bucket:
         return results, writes
 
     def _to_decode(
-        self, mean: CodedSum | Coefficients, given: Mapping[str, Array]
+        self, mean: CodedSum | Coefficients, outs: Mapping[str, Array]
     ) -> tuple[dict[str, Any], list[Write]]:
         """Return new arrays without values, by tensor name, and a function that decodes to them and to the buffers."""
         new = {}
-        if len(given) < len(self.tensors):
-            whole = self.tensors[0].xp.empty(self.length, mean.dtype)
-            new = dict(zip(self.names_of_tensors, self._split(whole), strict=True))
-        vectors = {**new, **given}
+        if len(outs) < len(self.tensors):
+            vector = self.tensors[0].xp.empty(self.length, mean.dtype)
+            new = dict(zip(self.names_of_tensors, self._split(vector), strict=True))
+        vectors = {**new, **outs}
         write = mean.writer([vectors[name] for name in self.names_of_tensors])
         results = self._wrapped([*new.values()]) if new else {}
-        return {name: results[name] for name in results.keys() - given.keys()}, [write]
+        return {name: results[name] for name in results.keys() - outs.keys()}, [write]
 
-    def _split(self, whole: Array) -> list[Array]:
+    def _split(self, vector: Array) -> list[Array]:
         """Return the parts of a vector that belong to each tensor, as views."""
-        return [whole[first:end] for first, end in pairwise(self.bounds)]
+        return [vector[first:end] for first, end in pairwise(self.bounds)]
 
     def _wrapped(self, parts: Sequence[Array]) -> dict[str, Any]:
         """Return vectors of all tensors as the caller's arrays, by name."""
@@ -264,13 +264,17 @@ class Bucket:
 
     def ahead(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the points at which to evaluate the next gradient, by name; see `Feedback.ahead`."""
-        given = [parameters[tensor.name] for tensor in self.tensors]
-        values = [to_values(each) for each in given]
-        whole = self.feedback.ahead(
-            np.concatenate([each.reshape(-1) for each in values])
+        arrays = [parameters[tensor.name] for tensor in self.tensors]
+        values = [to_values(array) for array in arrays]
+        point = self.feedback.ahead(
+            np.concatenate([value.reshape(-1) for value in values])
         )
         rows = zip(
-            self.tensors, np.split(whole, self.bounds[1:-1]), values, given, strict=True
+            self.tensors,
+            np.split(point, self.bounds[1:-1]),
+            values,
+            arrays,
+            strict=True,
         )
         return {
             tensor.name: like(part.reshape(value.shape), original)

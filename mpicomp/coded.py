@@ -121,7 +121,7 @@ class Uncoded:
         kernels_for(self.errors).quantise_parts(
             self.parts,
             self.residual,
-            [(each.codes, each.scales) for each in others],
+            [(other.codes, other.scales) for other in others],
             into.bits,
             into.block,
             into.codes,

@@ -149,10 +149,10 @@ class Replica:
         if isinstance(mean, SparseVector):
             self._move_part(mean, self.anchor, self.velocity, rate, nesterov=nesterov)
             return
-        for place, values in self._pieces_of(mean):
-            velocity = None if self.velocity is None else self.velocity[place]
+        for piece, values in self._pieces_of(mean):
+            velocity = None if self.velocity is None else self.velocity[piece]
             self._move_part(
-                values, self.anchor[place], velocity, rate, nesterov=nesterov
+                values, self.anchor[piece], velocity, rate, nesterov=nesterov
             )
 
     def _pieces_of(self, mean: Array | CodedSum) -> Iterator[tuple[slice, Array]]:

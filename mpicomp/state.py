@@ -74,7 +74,7 @@ class Configured:
                     "shows, such as a number or a text"
                 )
         for name, value in vars(self).items():
-            if _GENERATORS.intersection(each.__name__ for each in type(value).__mro__):
+            if _GENERATORS.intersection(base.__name__ for base in type(value).__mro__):
                 raise TypeError(
                     f"{name} of {kind} is a generator of random numbers, which is neither restored after a step that "
                     "fails nor saved: draw from np.random.default_rng([seed, step]), with step in `state`"

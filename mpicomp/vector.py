@@ -593,19 +593,19 @@ def _is_canonical(indices: Any, values: Any, length: Any) -> bool:
     )
 
 
-def _array(given: Any) -> Array:
+def _array(array_like: Any) -> Array:
     """Return an array from an input of `to_array`, a list or a number."""
     is_known = (
-        type(given) is np.ndarray
-        or on_device(given)
-        or is_array(given)
-        or sparse_remedy(given)
+        type(array_like) is np.ndarray
+        or on_device(array_like)
+        or is_array(array_like)
+        or sparse_remedy(array_like)
     )
-    return to_array(given if is_known else np.asarray(given))
+    return to_array(array_like if is_known else np.asarray(array_like))
 
 
-def _checked_values(given: Any) -> Array:
-    values = _array(given)
+def _checked_values(array_like: Any) -> Array:
+    values = _array(array_like)
     if values.ndim not in (1, 2):
         raise ValueError(
             f"values have shape {values.shape}: expected (entries,), or (entries, width) for rows"
@@ -617,8 +617,8 @@ def _checked_values(given: Any) -> Array:
     return contiguous(to_values(values))
 
 
-def _checked_indices(given: Any, length: int) -> Array:
-    indices = _array(given)
+def _checked_indices(array_like: Any, length: int) -> Array:
+    indices = _array(array_like)
     if indices.ndim != 1:
         raise ValueError(f"indices have shape {indices.shape}: expected one dimension")
     if indices.size and indices.dtype.kind not in "iu":

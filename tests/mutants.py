@@ -124,8 +124,8 @@ MUTANTS = [
     Mutant(
         "sums: only the error of the first bucket counts",
         "collectives/training/step.py",
-        "for each in (error, *outcomes) if",
-        "for each in (error, *outcomes[:1]) if",
+        "for outcome in (error, *outcomes) if",
+        "for outcome in (error, *outcomes[:1]) if",
         f"{ON_RANKS} tests/mpi/test_faults_of_a_step.py",
     ),
     Mutant(

@@ -389,16 +389,16 @@ class GradientExchange:
         changes then.
         """
         check_between_steps(self)
-        found = outcome_of(self._to_hold, names, changed)
-        is_error = isinstance(found, Exception)
+        proposal = outcome_of(self._to_hold, names, changed)
+        is_error = isinstance(proposal, Exception)
         before = {name for bucket in self._held for name in bucket.names}
         try:
             call = f"{OPERATION}.hold"
             if not is_error:
-                call += f"({', '.join(found['names'][:3])})"
-                ended = sorted(before.difference(found["names"]))
+                call += f"({', '.join(proposal['names'][:3])})"
+                ended = sorted(before.difference(proposal["names"]))
                 call += f" after hold({', '.join(ended[:3])})" if ended else ""
-            everyone = gather_objects(found, self.comm, call)
+            everyone = gather_objects(proposal, self.comm, call)
         # the other ranks may be in a step, and have taken this call for its first sum
         except Exception as error:
             if not self._buckets:
@@ -409,7 +409,7 @@ class GradientExchange:
         check_same(
             "tensors to hold", [{"names": str(answer["names"])} for answer in everyone]
         )
-        held = set(found["names"]).difference(
+        held = set(proposal["names"]).difference(
             *[answer["changed"] for answer in everyone]
         )
         if held == before:

@@ -151,26 +151,30 @@ class OuterLoop:
             self.momentum = to_number("momentum", momentum, least=0, below=1)
             self.nesterov = to_bool("nesterov", nesterov)
             self._check_settings()
-            self._form, given = self._given()
-            self._first.update(untied(given))
+            self._form, current = self._named_parameters()
+            self._first.update(untied(current))
             self._trained = {
-                name for name in {*self._first.values()} if _is_trained(given[name])
+                name for name in {*self._first.values()} if _is_trained(current[name])
             }
             trained = {f"parameter {name}": "trained" for name in self._trained}
             return self._settings() | trained
 
         def copy_parameters() -> str:
-            _, given = self._given()
+            _, current = self._named_parameters()
             self._replicas = [
-                Replica(bucket.tensors, given, self.momentum)
+                Replica(bucket.tensors, current, self.momentum)
                 for bucket in exchange.buckets
             ]
             return self._digest()
 
         check_same(f"settings of {OPERATION}", self._gather(settings))
-        _, given = self._given()
+        _, current = self._named_parameters()
         exchange.register(
-            {name: given[name] for name, first in self._first.items() if name == first}
+            {
+                name: current[name]
+                for name, first in self._first.items()
+                if name == first
+            }
         )
         self._check_anchors(self._gather(copy_parameters))
 
@@ -192,8 +196,8 @@ class OuterLoop:
         """
         anchors = {
             name: view
-            for each in self._replicas
-            for name, view in each.by_tensor(each.anchor).items()
+            for replica in self._replicas
+            for name, view in replica.by_tensor(replica.anchor).items()
         }
         views = {name: read_only(anchors[first]) for name, first in self._first.items()}
         return in_form(self._form, views, views)
@@ -214,13 +218,13 @@ class OuterLoop:
         False.
         """
         self.count += 1
-        place = self.count % self.every
+        steps_into_round = self.count % self.every
         with np.errstate(all="ignore"):  # they may be set differently by rank
-            if self._in_flight and place != self.delay:
+            if self._in_flight and steps_into_round != self.delay:
                 self.exchange.progress()
-            if place == 0:
+            if steps_into_round == 0:
                 self._start()
-            if self._in_flight and place == self.delay:
+            if self._in_flight and steps_into_round == self.delay:
                 return self._finish()
         return False
 
@@ -257,9 +261,9 @@ class OuterLoop:
             raise RuntimeError(
                 f"got restart() after step {self.count}: expected it before the first one"
             )
-        _, given = self._given()
-        for each in self._replicas:
-            each.take_anchor(given)
+        _, parameters = self._named_parameters()
+        for replica in self._replicas:
+            replica.take_anchor(parameters)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's loop and its exchange: arrays by name, for np.savez.
@@ -313,16 +317,16 @@ class OuterLoop:
 
         def load_own() -> dict[str, str]:
             before.update(self.exchange.state_dict())
-            given = dict(state() if callable(state) else state)
+            saved = dict(state() if callable(state) else state)
             if same_settings:
                 check_table(
-                    "the state", given.get(TABLE, ()), self._settings(), OTHER_LOOP
+                    "the state", saved.get(TABLE, ()), self._settings(), OTHER_LOOP
                 )
-            loaded.update(self._checked_state(given))
+            loaded.update(self._checked_state(saved))
             self._find_parameters()
             of_exchange = {
                 key.removeprefix(EXCHANGE): array
-                for key, array in given.items()
+                for key, array in saved.items()
                 if key.startswith(EXCHANGE)
             }
             self.exchange.load_state_dict(of_exchange, same_settings=same_settings)
@@ -385,22 +389,22 @@ class OuterLoop:
             for name in ("every", "rate", "momentum", "nesterov", "delay")
         }
 
-    def _given(self) -> tuple[str, dict[str, Any]]:
+    def _named_parameters(self) -> tuple[str, dict[str, Any]]:
         """Return the form of the parameters, and those of this round by name."""
         return by_name(
             self._parameters() if isroutine(self._parameters) else self._parameters
         )
 
     def _find_parameters(self) -> None:
-        _, given = self._given()
-        for each in self._replicas:
-            each.find_parameters(given)
+        _, parameters = self._named_parameters()
+        for replica in self._replicas:
+            replica.find_parameters(parameters)
 
     def _gather(self, call: Callable[[], Any]) -> list[Any]:
         return gather_results(call, self.exchange.comm, OPERATION)
 
     def _digest(self) -> str:
-        return _digest([to_numpy(each.anchor) for each in self._replicas])
+        return _digest([to_numpy(replica.anchor) for replica in self._replicas])
 
     def _check_anchors(self, digests: list[str]) -> None:
         """Raise on all ranks if their digests of the anchor differ; names the minority."""
@@ -430,31 +434,35 @@ class OuterLoop:
         if self._checked or not self.rounds:
             self._check_anchors(self._gather(self._digest))
         try:
-            _, given = self._given()
-            for each in self._replicas:
-                each.subtract(given)
-            frozen = {name for name in self._trained if not _is_trained(given[name])}
+            _, parameters = self._named_parameters()
+            for replica in self._replicas:
+                replica.subtract(parameters)
+            frozen = {
+                name for name in self._trained if not _is_trained(parameters[name])
+            }
         except Exception as error:  # whatever it is: the other ranks must learn of it
             self.exchange.fail(error)
         return frozen
 
     def _hold(self, names: set[str]) -> None:
         """Leave out those of these parameters that no rank has changed in this round; the others take part."""
-        changed = {name for each in self._replicas for name in each.changed(names)}
+        changed = {
+            name for replica in self._replicas for name in replica.changed(names)
+        }
         self._rearrange(self.exchange.hold(names, changed))
 
     def _rearrange(self, held: set[str]) -> None:
         """Leave out parameters, as the exchange does now."""
         if held == self._held:
             return
-        _, given = self._given()
+        _, parameters = self._named_parameters()
         before = self._arrays(in_flight=True)
         replicas = list[Replica]()
         try:
             self._gather(
                 lambda: replicas.extend(
-                    Replica(each.tensors, given, self.momentum)
-                    for each in self.exchange.buckets
+                    Replica(bucket.tensors, parameters, self.momentum)
+                    for bucket in self.exchange.buckets
                 )
             )
         except Exception:
@@ -466,9 +474,9 @@ class OuterLoop:
             array[...] = before[name]
 
     def _send(self) -> None:
-        for each in self._replicas:
-            if each.tensors[0].name not in self._held:
-                self.exchange.start_together(each.deltas)
+        for replica in self._replicas:
+            if replica.tensors[0].name not in self._held:
+                self.exchange.start_together(replica.deltas)
         self._in_flight = True
 
     def _finish(self) -> bool:
@@ -486,11 +494,11 @@ class OuterLoop:
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
         # without those that are held, at the end
-        for each, mean in zip(self._replicas, means, strict=False):
-            each.end_round(
+        for replica, mean in zip(self._replicas, means, strict=False):
+            replica.end_round(
                 mean, self.rate, nesterov=self.nesterov, delayed=self.delay > 0
             )
-        staging.complete(each.tensors[0].xp for each in self._replicas)
+        staging.complete(replica.tensors[0].xp for replica in self._replicas)
         if not self.rate:
             self.exchange.reset()
         self.rounds += 1
@@ -503,8 +511,8 @@ class OuterLoop:
         """Return the arrays of each tensor to save, by name; not copied."""
         return {
             key: array
-            for each in self._replicas
-            for key, array in each.arrays(in_flight=in_flight).items()
+            for replica in self._replicas
+            for key, array in replica.arrays(in_flight=in_flight).items()
         }
 
     def _checked_state(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,8 +133,12 @@ class Step:
             with all_or_none(self._comm, OPERATION, position):
                 self.start(buckets, is_complete=True, error=error)
                 sums = self._sums(error)
-                check_apart([array for each in self.started for array in each.written])
-                finished = [self._finish(each, total, form) for each, total in sums]
+                check_apart(
+                    [array for started in self.started for array in started.written]
+                )
+                finished = [
+                    self._finish(started, total, form) for started, total in sums
+                ]
                 results = self._results(buckets, finished, form)
                 zeroed = [] if finished else self._zeroed(buckets)
             self.finished = finished
@@ -167,8 +171,8 @@ class Step:
 
     def advance(self) -> None:
         """Advance the buckets in flight, without waiting."""
-        for each in self.started:
-            if isinstance(each.outcome, Request) and not each.outcome.test():
+        for started in self.started:
+            if isinstance(started.outcome, Request) and not started.outcome.test():
                 break  # what is in flight advances together
 
     def _is_full(self, bucket: Bucket) -> bool:
@@ -225,13 +229,15 @@ class Step:
         """Wait for all sums and return them, none if the step is skipped; raise the first error that is no skip."""
         began = perf_counter()
         outcomes = []
-        for each in self.started:
-            outcome = each.outcome
+        for started in self.started:
+            outcome = started.outcome
             if isinstance(outcome, Request):
                 outcome = outcome_of(outcome.wait)
             outcomes.append(outcome)
         self._communicating += perf_counter() - began
-        errors = [each for each in (error, *outcomes) if isinstance(each, Exception)]
+        errors = [
+            outcome for outcome in (error, *outcomes) if isinstance(outcome, Exception)
+        ]
         for each_error in errors:
             if not isinstance(each_error, StepSkippedError):
                 raise each_error
@@ -287,8 +293,8 @@ class Step:
     ) -> dict[str, Any]:
         """Return the results by name; of a step that is skipped, zeros or vectors without entries."""
         results = dict(self._outs)
-        for each in finished:
-            results |= each.results
+        for ended in finished:
+            results |= ended.results
         if finished or form == "vectors":
             return results
         for tensor in [tensor for bucket in buckets for tensor in bucket.tensors]:
@@ -318,9 +324,9 @@ class Step:
     ) -> None:
         """Commit all buckets and write to output buffers, complete on any stream of a device; cannot fail."""
         began = perf_counter()
-        for each in finished:
-            each.started.bucket.feedback.commit()
-            for write in each.writes:
+        for ended in finished:
+            ended.started.bucket.feedback.commit()
+            for write in ended.writes:
                 write()
         for vector in zeroed:
             vector.fill(0)
@@ -330,8 +336,8 @@ class Step:
     def undo(self) -> None:
         """Restore the compressors, and drop what was prepared and what holds errors."""
         restore(self.snapshots)
-        for each in self.started:
-            each.bucket.feedback.discard()
+        for started in self.started:
+            started.bucket.feedback.discard()
         self.started = []
 
     def end(self, error: BaseException) -> None:
@@ -345,12 +351,12 @@ class Step:
 
     def statistics(self, residual_norm: float | None) -> Statistics:
         """Return the statistics of a step that was kept."""
-        sent = [each.started.compressed.sizes for each in self.finished]
+        sent = [ended.started.compressed.sizes for ended in self.finished]
         return Statistics(
-            length=sum([each.started.bucket.length for each in self.finished]),
+            length=sum([ended.started.bucket.length for ended in self.finished]),
             sent=sum([entries for entries, _ in sent]),
-            received=sum([each.entries for each in self.finished]),
-            rejected=sum([each.rejected for each in self.finished]),
+            received=sum([ended.entries for ended in self.finished]),
+            rejected=sum([ended.rejected for ended in self.finished]),
             nbytes=sum([nbytes for _, nbytes in sent]),
             compress_seconds=self._compressing,
             communicate_seconds=self._communicating,

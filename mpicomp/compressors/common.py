@@ -104,17 +104,17 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
     return placed(positions, values, dense.size)
 
 
-def known(length: int, bounds: Sequence[int], found: Selected) -> SparseVector:
+def known(length: int, bounds: Sequence[int], entries: Selected) -> SparseVector:
     """Return the vector of entries that a kernel selected, and all that it knows of them."""
-    vector = SparseVector.trusted(found.indices, found.values, length)
-    if found.facts is not None:
-        vector.remember(bounds, found.places, found.facts)
+    vector = SparseVector.trusted(entries.indices, entries.values, length)
+    if entries.facts is not None:
+        vector.remember(bounds, entries.places, entries.facts)
     return vector
 
 
-def selected(dense: Array, bounds: Sequence[int], found: Selected) -> SparseVector:
+def selected(dense: Array, bounds: Sequence[int], entries: Selected) -> SparseVector:
     """Return the largest entries of a dense vector, which a kernel found; ValueError if a value is not finite."""
-    vector = known(dense.size, bounds, found)
+    vector = known(dense.size, bounds, entries)
     try:
         vector.check_finite()
     except ValueError:
