@@ -12,6 +12,7 @@
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json
     mpirun -n 4 python -m mpi4py benchmarks/training/train.py ...  # docs/contributing/accuracy.md: all of it
     make gpu-evidence                                                    # on a machine with a GPU
+    python benchmarks/gpu_costs.py --architecture sm_90 --json docs/results/gpu_costs.json
     python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9 E10    # and so benchmarks/papers/README.md
     python benchmarks/doc_tables.py
 
@@ -454,9 +455,41 @@ def gpu_calls() -> list[str]:
     return table(heads, lines)
 
 
+def gpu_costs() -> list[str]:
+    """Return the table of steps on a device: launches and waits for numbers of tensors, bytes, time of the host."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in loaded("gpu_costs")["steps"]:
+        by_name.setdefault(row["call"], []).append(row)
+    lines = []
+    for name, rows in by_name.items():
+        counts = [f"{row['launches']}, {row['waits']}" for row in rows]
+        reads = f"{max(row['reads'] for row in rows):.1f}"
+        longer = f"{rows[1]['host_us'] / rows[0]['host_us']:.1f}"
+        lines.append([name, *counts, reads, longer])
+    heads = [f"{row['tensors']} tensors" for row in rows]
+    heads[0] = "one vector: launches, waits"
+    return table(["step, P = 1, `out=`", *heads, "reads", "host, 54 over one"], lines)
+
+
+def gpu_instructions() -> list[str]:
+    """Return the table of the machine code of kernels: instructions a value, registers, spilled bytes."""
+    lines = [
+        [f"`{row['kernel']}`"]
+        + [str(row[name]) for name in ("instructions", "registers", "spilled")]
+        for row in loaded("gpu_costs")["instructions"]
+    ]
+    heads = ["kernel", "instructions a value", "registers", "spilled bytes"]
+    return table(heads, lines)
+
+
 TABLES = {
     "docs/devices.md": {"gpu-selection": gpu_selection},
-    "docs/contributing/gpu.md": {"gpu-calls": gpu_calls, "gpu-step": gpu_step},
+    "docs/contributing/gpu.md": {
+        "gpu-calls": gpu_calls,
+        "gpu-step": gpu_step,
+        "gpu-costs": gpu_costs,
+        "gpu-instructions": gpu_instructions,
+    },
     "docs/performance.md": {"large": large, "first": first},
     "docs/contributing/measurements.md": {
         "steps": lambda: times(STEPS),

@@ -38,17 +38,23 @@ def nvcc(source, architecture):
 
 def nvrtc(library, source, architecture):
     """Return what the assembler tells of a source compiled by NVRTC, which is what CuPy compiles with."""
-    return _by_nvrtc(library, source, architecture)[0]
+    return log_and_cubin(library, source, architecture)[0]
 
 
 def instructions(source):
     """Return the source as PTX, by NVRTC."""
-    return _by_nvrtc(nvrtc_libraries()[0], source, "sm_80")[1]
+    return _by_nvrtc(nvrtc_libraries()[0], source, "sm_80")[1].decode()
+
+
+def log_and_cubin(library, source, architecture):
+    """Return what the assembler tells of a source compiled by NVRTC, and the machine code."""
+    log, _, cubin = _by_nvrtc(library, source, architecture)
+    return log, cubin
 
 
 @cache
 def _by_nvrtc(path, source, architecture):
-    """Return the log and the PTX of a source."""
+    """Return the log, the PTX and the machine code of a source."""
     options = [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
     library, program = ctypes.CDLL(str(path)), ctypes.c_void_p()
     assert (
@@ -59,17 +65,21 @@ def _by_nvrtc(path, source, architecture):
     )
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     error = library.nvrtcCompileProgram(program, len(options), given)
-    log = _text(program, library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog)
-    assert error == 0, log
-    return log, _text(program, library.nvrtcGetPTXSize, library.nvrtcGetPTX)
+    log = _bytes(program, library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog)
+    assert error == 0, log.decode()
+    return (
+        log.decode(),
+        _bytes(program, library.nvrtcGetPTXSize, library.nvrtcGetPTX),
+        _bytes(program, library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN),
+    )
 
 
-def _text(program, ask_size, ask):
+def _bytes(program, ask_size, ask):
     size = ctypes.c_size_t()
     assert ask_size(program, ctypes.byref(size)) == 0
-    text = ctypes.create_string_buffer(size.value)
-    assert ask(program, text) == 0
-    return text.value.decode()
+    found = ctypes.create_string_buffer(size.value)
+    assert ask(program, found) == 0
+    return found.raw
 
 
 def nvrtc_libraries():

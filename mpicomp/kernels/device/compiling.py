@@ -101,7 +101,7 @@ def launch(
     name, dtypes: the kernel's name, and the dtypes at its end. args: arrays
     (contiguous, else ValueError), integers, and None for no array. The driver's call
     costs the host 0.2 us by CuPy, 2 by cuda.bindings, 10 with arguments that either
-    packs; see benchmarks/launches.py.
+    packs; see docs/contributing/gpu.md.
     """
     key = runtime.getDevice(), name, *dtypes
     plans: dict[Any, Any] = vars(_plans)

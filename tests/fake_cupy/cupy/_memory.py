@@ -45,6 +45,7 @@ class Arena:
         )
         self._next = 0
         self._free: dict[int, list[int]] = defaultdict(list)
+        self._sizes: dict[int, int] = {}  # of blocks that are in use, by their offsets
 
     def allocate(self, nbytes: int) -> "Memory":
         size = max(GRAIN, 1 << max(0, nbytes - 1).bit_length())
@@ -55,6 +56,7 @@ class Arena:
             if self._next > SIZE:
                 raise MemoryError("the fake device is full")
         self._poison(offset, min(size, max(nbytes, 1)))
+        self._sizes[offset] = nbytes
         memory = Memory(self, offset, nbytes)
         weakref.finalize(memory, self._release, offset, size, nbytes)
         return memory
@@ -64,11 +66,16 @@ class Arena:
 
     def _release(self, offset: int, size: int, nbytes: int) -> None:
         self._poison(offset, nbytes)
+        del self._sizes[offset]
         self._free[size].append(offset)
 
     def has(self, pointer: int) -> bool:
         """Return whether a number is an address that the device gives away."""
         return self.shown <= pointer < self.shown + SIZE
+
+    def bytes_at(self, pointer: int) -> int:
+        """Return the bytes of the block that begins at an address; 0 if none does."""
+        return self._sizes.get(pointer - self.shown, 0)
 
     def hidden(self, pointer: int) -> int:
         """Return where the memory behind a device's pointer really is."""

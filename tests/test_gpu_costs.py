@@ -1,0 +1,45 @@
+"""What a step starts on a device and waits for does not depend on the number of tensors: benchmarks/gpu_costs.py."""
+
+import gpu_costs
+import pytest
+from devices import real_cupy
+
+pytestmark = pytest.mark.skipif(
+    real_cupy() is not None, reason="there is a GPU, and no stand-in"
+)
+
+# Launches and waits of a step at P = 1, for 1, 54 and 160 tensors: they only fall.
+MOST = {
+    "Top-k": ((10, 2), (114, 2), (326, 2)),
+    "bits=4": ((8, 3), (8, 3), (8, 3)),
+    "chunks, two bits": ((10, 3), (117, 3), (329, 3)),
+    "SIDCo": ((13, 4), (442, 5), (1290, 5)),
+    "AdaComp": ((17, 4), (179, 5), (497, 5)),
+}
+
+
+@pytest.mark.parametrize("tensors", gpu_costs.TENSORS)
+@pytest.mark.parametrize("name", gpu_costs.STEPS)
+def test_a_step_starts_and_waits_for_few_things(name, tensors):
+    launches, waits = MOST[name][gpu_costs.TENSORS.index(tensors)]
+    counts, recorder, _ = gpu_costs.last(name, tensors, 160 * 512, 3)
+    assert counts.launches <= launches, counts
+    assert counts.synchronisations <= waits, counts
+    assert recorder.bytes > 4 * 160 * 512
+
+
+def test_a_path_is_the_shortest_of_those_with_most_wide_accesses():
+    code = """
+        0000 ISETP.NE.AND P0, PT, R0, RZ, PT
+        0010 @P0 BRA 0x40
+        0020 LDG.E R1, desc[UR4][R2.64]
+        0030 BRA 0x60
+        0040 LDG.E.128 R4, desc[UR4][R2.64]
+        0050 FADD R1, R4, R5
+        0060 @!P1 BRA 0x60
+        0070 EXIT
+        0080 BRA 0x80
+    """
+    lines = [line.split(maxsplit=1) for line in code.strip().splitlines()]
+    parsed = [(int(place, 16), text) for place, text in lines]
+    assert gpu_costs.shortest(parsed) == 6
