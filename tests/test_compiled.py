@@ -110,7 +110,7 @@ def test_a_damaged_file_in_a_folder_that_cannot_be_written_costs_one_warning(
     assert len(warned(declared())) == 1
 
 
-@pytest.mark.parametrize("declare", [compiled.inner, compiled.single])
+@pytest.mark.parametrize("declare", [compiled.inner, compiled.single, compiled.loop])
 def test_only_what_python_calls_has_machine_code(declare):
     part = declare(lambda number: number + 1)
     kernel = compiled.njit(lambda number: part(part(number)))

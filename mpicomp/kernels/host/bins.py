@@ -15,7 +15,7 @@ import numpy as np
 from mpicomp.arrays import Array
 from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, as_writable
-from mpicomp.kernels.host.compiled import jit, single
+from mpicomp.kernels.host.compiled import jit, loop, single
 from mpicomp.kernels.host.instructions import (
     LINE,
     WORD,
@@ -333,7 +333,7 @@ def _mark_tile(  # type: ignore[no-untyped-def]
     return number, line
 
 
-@jit
+@loop
 def _store(first, number, words, found):  # type: ignore[no-untyped-def]
     """Store the positions of the entries of a tile that begins at `first`, and return how many there are.
 

@@ -2,9 +2,9 @@
 
 A kernel that Python calls is declared with `jit`. One that only kernels call has no
 machine code of its own, and no files: Numba writes LLVM's code, which is linked into
-that of the kernels. With `inner` LLVM optimises it before that, for loops that it
-vectorises only alone; with `single`, which takes half the time, in each place that
-calls it. A version for other types costs as much again: a position that begins with 0
+that of the kernels. With `inner` LLVM optimises it there, and with `single` in each
+place that calls it; with `loop` also before that, for loops that it vectorises only
+alone. A version for other types costs as much again: a position that begins with 0
 is an ``np.int64(0)``.
 
 Kernels hold no references to arrays (`_nrt`), so they allocate nothing and return no
@@ -14,6 +14,7 @@ Whatever fails in reading or writing the files (a torn file, a full or read-only
 system, files of another program) costs the time to compile, and one warning.
 """
 
+import gc
 import os
 import warnings
 from types import SimpleNamespace
@@ -27,12 +28,28 @@ from numba.core.registry import CPUDispatcher
 
 VARIABLE = "NUMBA_CACHE_DIR"
 
+# passes for closures, contexts, comprehensions, array expressions and functions that are
+# inlined by Numba
+_NEEDLESS = {
+    "WithLifting",
+    "InlineClosureLikes",
+    "RewriteSemanticConstants",
+    "RewriteDynamicRaises",
+    "MakeFunctionToJitFunction",
+    "InlineInlinables",
+    "FindLiterallyCalls",
+    "LiteralUnroll",
+    "LiteralPropagationSubPipelinePass",
+    "InlineOverloads",
+    "NopythonRewrites",
+    "DumpParforDiagnostics",
+}
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def jit(function: Any) -> Any:
     """Return a kernel, compiled at its first use and cached on disk; not cached, with a warning, without a folder."""
-    kernel = njit(_nrt=False, **_OPTIONS)(function)
+    kernel = njit(_nrt=False, pipeline_class=_Kernel, **_OPTIONS)(function)
     try:
         kernel._cache = _Files(function)
     except RuntimeError:  # in a read-only installation, with no home folder
@@ -41,21 +58,26 @@ def jit(function: Any) -> Any:
 
 
 def inner(function: Any) -> Any:
-    """Return a kernel that only kernels call, and that LLVM optimises first."""
-    return _linked(function, forceinline=False)
+    """Return a kernel that only kernels call."""
+    return _linked(function, passes=0)
 
 
 def single(function: Any) -> Any:
-    """Return a kernel that only kernels call, and that becomes a part of each place that does."""
-    return _linked(function, forceinline=True)
+    """Return a kernel that becomes a part of each place of a kernel that calls it."""
+    return _linked(function, passes=1, forceinline=True)
 
 
-def _linked(function: Any, *, forceinline: bool) -> Any:
+def loop(function: Any) -> Any:
+    """Return a kernel that only kernels call, which LLVM optimises alone first."""
+    return _linked(function, passes=2)
+
+
+def _linked(function: Any, *, passes: int, forceinline: bool = False) -> Any:
     kernel = njit(
         _nrt=False,
         no_cpython_wrapper=True,
         forceinline=forceinline,
-        pipeline_class=_Part,
+        pipeline_class=type("_Part", (_Part,), {"passes": passes}),
         **_OPTIONS,
     )(function)
     kernel.__class__ = _Linked
@@ -70,33 +92,62 @@ class _Linked(CPUDispatcher):  # type: ignore[misc]
         return self.py_func(*given)
 
 
-class _Part(Compiler):  # type: ignore[misc]
-    """Numba's compiler, which writes to a library without machine code."""
+class _Kernel(Compiler):  # type: ignore[misc]
+    """Numba's compiler without the passes that change no kernel."""
+
+    def compile_extra(self, function: Any) -> Any:
+        """Compile without looking for garbage meanwhile; Numba lets one thread compile at a time."""
+        is_on = gc.isenabled()
+        gc.disable()
+        try:
+            return super().compile_extra(function)
+        finally:
+            if is_on:
+                gc.enable()
 
     def define_pipelines(self) -> Any:
-        """Return the steps; the last one takes the library that is given."""
+        """Return the passes."""
+        (passes,) = super().define_pipelines()
+        passes.passes = [
+            each for each in passes.passes if each[0].__name__ not in _NEEDLESS
+        ]
+        passes.finalize()
+        return [passes]
+
+
+class _Part(_Kernel):
+    """The compiler of what only kernels call: it writes to a library without machine code."""
+
+    passes: int
+
+    def define_pipelines(self) -> Any:
+        """Return the passes; the last one takes the library that is given."""
         state = self.state
         name = state.func_id.func_qualname
-        alone = not state.flags.forceinline
-        state.library = _Library(state.targetctx.codegen(), name, alone)
+        state.library = _Library(state.targetctx.codegen(), name, self.passes)
         return super().define_pipelines()
 
 
 class _Library(JITCodeLibrary):  # type: ignore[misc]
     """Code that is linked into other libraries.
 
-    alone: LLVM optimises it before that, with more than the first passes.
+    passes: of LLVM before that: 0, 1 for those over functions, 2 for all.
     """
 
     # only what Python calls needs its globals
     codegen = SimpleNamespace(set_env=lambda name, environment: None)
 
-    def __init__(self, codegen: Any, name: str, alone: bool) -> None:
+    def __init__(self, codegen: Any, name: str, passes: int) -> None:
         super().__init__(codegen, name)
-        self._alone = alone
+        self._passes = passes
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+        if self._passes > 0:
+            super()._optimize_functions(module)
 
     def _optimize_final_module(self) -> None:
-        if self._alone:
+        if self._passes > 1:
             super()._optimize_final_module()
 
     def _finalize_final_module(self) -> None:
@@ -179,7 +230,7 @@ def _warn(problem: str) -> None:
     _problems.append(problem)
     if len(_problems) == 1:
         warnings.warn(
-            f"Numba {problem}, so each process compiles kernels, which takes up to half a minute: set {VARIABLE} to a "
+            f"Numba {problem}, so each process compiles kernels, which takes seconds: set {VARIABLE} to a "
             "writable folder, such as /tmp/numba",
             RuntimeWarning,
             stacklevel=3,

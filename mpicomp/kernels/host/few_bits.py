@@ -37,7 +37,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, address
 from mpicomp.kernels.host.bits import as_writable
-from mpicomp.kernels.host.compiled import inner, jit, single
+from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.instructions import (
     LINE,
     array_at,
@@ -728,7 +728,7 @@ def _magnitudes(c, size, rounds, y, nothing):  # type: ignore[no-untyped-def]
     return low, high
 
 
-@inner
+@loop
 def _sum_up_to(c, threshold, share, y, nothing):  # type: ignore[no-untyped-def]
     """Return the sum of shares of the magnitudes up to a threshold, in an order that serves vectors and warps.
 
@@ -745,7 +745,7 @@ def _sum_up_to(c, threshold, share, y, nothing):  # type: ignore[no-untyped-def]
     return y[0]
 
 
-@inner
+@loop
 def _count_above(c, threshold):  # type: ignore[no-untyped-def]
     above = np.int32(0)
     for j in range(c.size):

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
-from mpicomp.kernels.host.compiled import inner, jit, single
+from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.fused import _add_and_compact
 from mpicomp.kernels.host.instructions import WORD, array_at
 from mpicomp.kernels.host.segments import Summands, as_vector
@@ -179,7 +179,7 @@ def _take(a, factor, parts, edges, ends, taken):  # type: ignore[no-untyped-def]
             )
 
 
-@single
+@inner
 def _add(one, factor, other, is_sum, into):  # type: ignore[no-untyped-def]
     if is_sum:
         for j in range(into.size):
@@ -265,7 +265,7 @@ def _sums(values, threshold, lanes, rest):  # type: ignore[no-untyped-def]
     return entries, total, squares
 
 
-@inner
+@loop
 def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
     """Add eight values to each lane. Separate from the other loops, which makes it simpler to vectorise."""
     for j in range(_LANES):
@@ -281,7 +281,7 @@ def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
         lanes[2 * _LANES + j] += squares
 
 
-@single
+@inner
 def _excess(entries, total, squares, share, pareto):  # type: ignore[no-untyped-def]
     """Return the excess that a share of the entries is expected to exceed, by a fit of their sums.
 

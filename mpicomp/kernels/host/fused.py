@@ -12,7 +12,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_together
-from mpicomp.kernels.host.compiled import jit, single
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import WORD, lowest, store_sum_reaching
 from mpicomp.kernels.host.selection import (
     Found,
@@ -158,7 +158,7 @@ def _add_and_compact(a, factor, b, out, bits, mask, floor, first, positions, kep
     ), out.size
 
 
-@single
+@inner
 def _add_each(  # type: ignore[no-untyped-def]
     a, factor, b, out, bits, start, end, mask, floor, first, positions, kept, count
 ):

@@ -18,7 +18,7 @@ import numpy as np
 from mpicomp.arrays import Array, index_dtype
 from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable
-from mpicomp.kernels.host.compiled import inner, jit, single
+from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.fused import _add_and_compact, add_largest
 from mpicomp.kernels.host.instructions import WORD, array_at
 from mpicomp.kernels.host.selection import (
@@ -297,7 +297,7 @@ def _sample_sums(a, factor, b, some):  # type: ignore[no-untyped-def]
             some[i + j] = factor * a[i * stride + j] + b[i * stride + j]
 
 
-@single
+@inner
 def _foreseen(sample, mask, width, k, size, sigmas, keys):  # type: ignore[no-untyped-def]
     """Return a magnitude that a few more than `k` of `size` are expected to reach; 1 if that would be nearly all.
 
@@ -344,7 +344,7 @@ def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
     return threshold, k - above
 
 
-@inner
+@loop
 def _count_reaching(keys, floor):  # type: ignore[no-untyped-def]
     count = np.int32(0)
     for i in range(keys.size):

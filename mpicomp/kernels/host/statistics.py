@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable
-from mpicomp.kernels.host.compiled import inner, jit, single
+from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.threads import in_pieces
 
 _LANES = 256
@@ -205,7 +205,7 @@ def _magnitudes(values, edges, rounds, lanes, found):  # type: ignore[no-untyped
         )
 
 
-@single
+@inner
 def _sides_of(values, threshold, lanes):  # type: ignore[no-untyped-def]
     """Return the sums of magnitudes up to the threshold and above it, the largest, and the number above."""
     below, beyond, largest, above = 0.0, 0.0, 0.0, 0
@@ -231,7 +231,7 @@ def _sides_of(values, threshold, lanes):  # type: ignore[no-untyped-def]
     return below, beyond, largest, above
 
 
-@inner
+@loop
 def _add_sides_of_row(row, threshold, lanes):  # type: ignore[no-untyped-def]
     """Add one value to each lane. Separate from the other loops, which makes it simpler to vectorise."""
     above = 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable
-from mpicomp.kernels.host.compiled import inner, jit, single
+from mpicomp.kernels.host.compiled import jit, loop, single
 from mpicomp.kernels.host.instructions import LINE, WORD, butterflies, store_line
 from mpicomp.kernels.host.streaming import LONG, values_before_line
 from mpicomp.threads import in_pieces, number_of_pieces
@@ -172,7 +172,7 @@ def _transform(values, out, start, end, chunk, scale):  # type: ignore[no-untype
             _stage(out, np.uint64(begin), np.uint64(stride), scale)
 
 
-@inner
+@loop
 def _two_stages(out, first, stride, scale):  # type: ignore[no-untyped-def]
     """Do the butterflies of a stride and of twice the stride, in four times as many values from `first` on."""
     for i in range(stride):
