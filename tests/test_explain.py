@@ -20,6 +20,7 @@ from collectives.planning.choice import dense_seconds
 from collectives.planning.formulas import FORMULAS, ON_NODES, Case
 from collectives.planning.links import NETWORKS, links_of
 from mpicomp import SparseVector
+from mpicomp.coded import Uncoded
 from mpicomp_bench import advice, main
 from mpicomp_bench.explain import COMPUTES, FEW_BITS, HALVED
 from mpicomp_bench.network import Network
@@ -162,15 +163,11 @@ def test_sums_in_few_bits_are_predicted_with_the_rounds_and_bytes_of_the_network
             assert (name, per_node) == ("node_lanes", 1)
             continue
         simulated = Network(ranks, network)
-        own = {"bits": bits, "block": 256, "array": np.ones(length, "f4")}
 
-        def run(rank, group, steps=steps, own=own):
-            return steps(
-                SparseVector.empty(length),
-                group,
-                **own,
-                out=(np.empty(length, "f4"), np.empty(length, "f4")),
-            )
+        def run(rank, group, steps=steps):
+            ones = Uncoded([np.ones(length, "f4")], np.empty(length, "f4"))
+            vector = SparseVector.empty(length)
+            return steps(vector, group, bits=bits, block=256, uncoded=ones)
 
         _, rounds = simulated.run(run, length=length)
         row = rows["quantised_allreduce", f"{name}, {bits} bits"]
