@@ -43,7 +43,6 @@ from mpicomp.kernels.host.instructions import (
     array_at,
     bits_of,
     number_of,
-    store_line,
 )
 from mpicomp.kernels.host.lanes import (
     lanewise,
@@ -57,7 +56,7 @@ from mpicomp.kernels.host.lanes import (
 from mpicomp.kernels.host.streaming import (
     LONG,
     addresses,
-    values_before_line,
+    put,
 )
 from mpicomp.threads import in_pieces, number_of_pieces
 
@@ -583,7 +582,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
                 decay,
                 scale,
             )
-    _put(errors[:size], rejected[at:], past, True)
+    put(errors[:size], rejected[at:], past, True)
 
 
 @single
@@ -649,30 +648,9 @@ def _dequantise(  # type: ignore[no-untyped-def]
             kept += some
             if kept + block > values.size or number == high - 1:
                 is_last = number == high - 1
-                count = _put(values[:kept], out[done:], past, is_last)
+                count = put(values[:kept], out[done:], past, is_last)
                 done += count
                 kept -= count
-
-
-@single
-def _put(values, out, past, is_last):  # type: ignore[no-untyped-def]
-    """Write values to `out`, and return how many; `past` the cache whole lines.
-
-    Unless they are the last, the values of a line that is not whole move to the front.
-    """
-    step, head, size = LINE // out.itemsize, values.size, values.size
-    one = out.dtype.type(1)
-    if past:
-        head = min(head, values_before_line(out))
-    end = head + (size - head) // step * step
-    _scaled(head, values, 0, out, 0, one)
-    for j in range(head, end, step):
-        store_line(values, j, out, j)
-    if is_last:
-        _scaled(size - end, values, end, out, end, one)
-        return size
-    _scaled(size - end, values, end, values, 0, one)
-    return end
 
 
 @single

@@ -15,7 +15,7 @@ import numpy as np
 from mpicomp.arrays import Array, address
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import jit, single
-from mpicomp.kernels.host.instructions import LINE, array_at, store_sum
+from mpicomp.kernels.host.instructions import LINE, array_at, store_line, store_sum
 from mpicomp.threads import in_pieces
 
 LONG = 1 << 20  # bytes; a shorter vector may be in the cache when it is read next
@@ -138,6 +138,29 @@ def _in_order(array: Array) -> bool:
 def values_before_line(out):  # type: ignore[no-untyped-def]
     """Return the number of values before the first whole cache line of an array."""
     return min(out.size, -np.int64(out.ctypes.data) % LINE // out.itemsize)
+
+
+@single
+def put(values, out, past, is_last):  # type: ignore[no-untyped-def]
+    """Write values of a buffer to `out`, and return how many; `past` the cache whole lines.
+
+    Unless they are the last, the values of a line that is not whole move to the front.
+    """
+    step, head, size = LINE // out.itemsize, values.size, values.size
+    if past:
+        head = min(head, values_before_line(out))
+    end = head + (size - head) // step * step
+    for j in range(head):
+        out[j] = values[j]
+    for j in range(head, end, step):
+        store_line(values, j, out, j)
+    if is_last:
+        for j in range(end, size):
+            out[j] = values[j]
+        return size
+    for j in range(end, size):
+        values[j - end] = values[j]
+    return end
 
 
 @jit

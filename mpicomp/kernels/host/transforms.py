@@ -14,8 +14,8 @@ import numpy as np
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import jit, loop, single
-from mpicomp.kernels.host.instructions import LINE, WORD, butterflies, store_line
-from mpicomp.kernels.host.streaming import LONG, values_before_line
+from mpicomp.kernels.host.instructions import WORD, butterflies
+from mpicomp.kernels.host.streaming import LONG, put
 from mpicomp.threads import in_pieces, number_of_pieces
 
 _ROOM = 1 << 11  # values that stay in the first-level cache
@@ -129,21 +129,8 @@ def _of_entries(indices, values, entry, out, start, end, chunk, scales, room, pa
             room[indices[entry] - start] = values[entry]
             entry += 1
         _transform(room, room, 0, size, chunk, scales[place])
-        _put(room, out, start, size, past)
+        put(room[:size], out[start:], past, True)
         start += size
-
-
-@single
-def _put(room, out, start, size, past):  # type: ignore[no-untyped-def]
-    """Write values of the buffer to `out` from `start` on; `past` the cache, if they are whole lines."""
-    step = LINE // out.itemsize
-    lines = np.int64(0)
-    if past and values_before_line(out[start:]) == 0:
-        lines = size // step
-    for j in range(lines):
-        store_line(room, j * step, out, start + j * step)
-    for j in range(lines * step, size):
-        out[start + j] = room[j]
 
 
 @single
