@@ -369,8 +369,11 @@ class SparseVector:
         """Return the vector with arrays of its own; without entries itself."""
         if not self.indices.size:
             return self
-        vector = self.with_values(self.values.copy(), is_finite=True)
-        vars(vector)["indices"] = self.indices.copy()
+        vector: SparseVector = object.__new__(SparseVector)
+        fields = vars(vector)
+        fields.update(vars(self))  # and what is known of them
+        fields["indices"] = self.indices.copy()
+        fields["values"] = self.values.copy()
         return vector
 
     def every(self, step: int, start: int = 0) -> "SparseVector":
