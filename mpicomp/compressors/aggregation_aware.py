@@ -16,13 +16,19 @@ the addition of the residual, and a choice among these.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, magnitudes, to_device_of
+from mpicomp.arrays import (
+    Array,
+    converted,
+    kernels_for,
+    magnitudes,
+    to_device_of,
+)
 from mpicomp.compressors.base import Summands
 from mpicomp.compressors.topk import TopK
+from mpicomp.kernels import Selected
 from mpicomp.settings import to_choice, to_number
 from mpicomp.state import POSITIONS
 from mpicomp.vector import SparseVector, merge, places_of, without_zeros
@@ -139,29 +145,33 @@ class AggregationAware(TopK):
         )
         bonus = merge(nothing, ones)
         values = kernels_for(corrected).gather(corrected, bonus.indices)
-        places = []
-        counts = self.counts(np.diff(bounds)).tolist()
-        edges = pairwise(places_of(bonus, bounds))
-        for count, (low, high) in zip(counts, edges, strict=True):
-            own = self._best(values[low:high], bonus.values[low:high], count)
-            places.append(own + low)
-        chosen = np.concatenate(places)
+        edges = places_of(bonus, bounds)
+        counts = self.counts(np.diff(bounds))
+        chosen = self._best(values, bonus.values, edges, counts)
         return SparseVector.trusted(
             bonus.indices[chosen], values[chosen], corrected.size
         )
 
-    def _best(self, values: Array, bonus: Array, k: int) -> Array:
-        """Return the places of the k largest scores, in order."""
+    def _best(
+        self, values: Array, bonus: Array, edges: Sequence[int], counts: Array
+    ) -> Array:
+        """Return the places of the largest scores of each segment, in order."""
         kernels = kernels_for(values)
-        scores = magnitudes(values).astype(bonus.dtype)
+        scores = converted(magnitudes(values), bonus.dtype)
+        sizes = np.diff(edges)
 
-        def largest(scores: Array, k: int) -> Array:
-            return kernels.largest(scores, k)[0] if k else np.flatnonzero(scores[:0])
+        def largest(scores: Array, counts: Array) -> Selected:
+            k = np.minimum(counts, sizes)
+            return kernels.largest_in_segments(scores, edges, k, sizes.clip(1), k)  # type: ignore[no-any-return]
 
         if self.metric == "quota":
-            most = k if self.quota == 1 else min(round(self.quota * k), k - 1)
+            most = counts
+            if self.quota < 1:
+                inside_counts = np.rint(self.quota * counts).astype(np.int64)
+                most = np.minimum(inside_counts, counts - 1)
             inside = largest(np.where(bonus > 0, scores, 0), most)
-            scores[inside] = 0
-            return np.sort(np.concatenate([inside, largest(scores, k - inside.size)]))
+            scores[inside.indices] = 0
+            rest = largest(scores, counts - np.diff(inside.places))
+            return np.sort(np.concatenate([inside.indices, rest.indices]))
         kernels.multiply(scores, 1 + self.weight * bonus, scores)
-        return largest(scores, k)
+        return largest(scores, counts).indices

@@ -281,6 +281,7 @@ STEPS = {
     "chunks": (lambda: ChunkedTopK(4, 256), 7, 2),
     "chunks, two bits": (lambda: Quantised(ChunkedTopK(4, 256), "two_bit"), 14, 3),
     "AdaComp": (lambda: AdaComp(50), 12, 2),
+    "aggregation-aware": (lambda: AggregationAware(0.01), 34, 8),
 }
 
 

@@ -156,7 +156,7 @@ def _in_segments(
 ) -> Selected:
     """Return the largest of each chunk of each segment, with indices of a dtype."""
     sizes = np.diff(edges)
-    some = np.flatnonzero(sizes)
+    some = np.flatnonzero((sizes > 0) & (k + last > 0))
     places = np.zeros(edges.size, np.int64)
     if not some.size:
         values = vector.values[:0].view(vector.form.floating)

@@ -61,11 +61,11 @@ def largest_in_segments(
     values, ties, zeros, NaN and infinities: as for `largest`. bounds: the first
     position of each segment, and the length. k, chunk, last: for each segment the
     number selected from a chunk of that many consecutive values, k <= chunk, and the
-    number selected from a shorter chunk at its end, at least 1. A segment of one chunk
-    is selected from as a whole. summands: (a, scale, parts), 1-d contiguous arrays of
-    the dtype of `values`, which is first overwritten by ``scale * a + b``, in the same
-    pass, where the parts are b segment by segment; the product is rounded before it is
-    added. threads: as for `largest`; a segment of several chunks is divided among them.
+    number selected from a shorter chunk at its end; without summands both may be 0. A
+    segment of one chunk is selected from as a whole. summands: (a, scale, parts), 1-d
+    contiguous arrays of the dtype of `values`, which is first overwritten by ``scale *
+    a + b``, in the same pass, where the parts are b segment by segment; the product is
+    rounded before it is added. threads: as for `largest`; a segment of several chunks is divided among them.
     """
     edges = np.asarray(bounds, np.int64)
     lengths = edges[1:] - edges[:-1]
@@ -121,7 +121,10 @@ def _one_by_one(
     all_values = []
     for segment, (first, end) in enumerate(pairwise(bounds)):
         own = values[first:end]
-        if summands is None:
+        if not counts[segment]:
+            positions = np.empty(0, np.intp)
+            found = own[:0]
+        elif summands is None:
             positions, found = largest(own, counts[segment], threads=threads)
         else:
             residual, scale, parts = summands
@@ -219,7 +222,7 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
     margin, count, sampled = slack, np.uint64(0), 0
     for segment in segments:
         origin, close, address = segment["first"], segment["end"], segment["address"]
-        if close <= start or origin >= end:
+        if close <= start or origin >= end or segment["k"] + segment["last"] == 0:
             continue
         chunk = max(1, min(segment["chunk"], close - origin))
         floor = safe = integer(1)
