@@ -59,7 +59,9 @@ def dense_calls(values, other, number):
             9,
         )
         given = None if values.dtype == np.float16 else (values, 1.0, parts)
-        yield host.end_fits(room, bounds, plans, pareto=True, summands=given, **options)
+        yield host.end_fits(
+            room, bounds, plans, pareto=True, summands=given, **options
+        )[:2]
         yield total.copy(), plans
         if np.isfinite(values).all():
             bins = bounds, [9, 70, 3]

@@ -512,7 +512,9 @@ def test_the_excess_over_a_threshold_has_a_total(mode, dtype, threshold):
             last_plan(values.size, threshold),
         )
         with np.errstate(invalid="ignore"):
-            positions, _ = host.end_fits(values, [0, values.size], plans, pareto=True)
+            positions = host.end_fits(
+                values, [0, values.size], plans, pareto=True
+            ).indices
         above = magnitudes > threshold
         largest = [magnitudes.argmax()] if magnitudes.any() else []
         np.testing.assert_array_equal(
@@ -567,7 +569,7 @@ def test_fits_in_stages_select_what_exceeds_the_last_threshold(mode, dtype, by_c
         pareto=True,
         by_count=by_count,
     )
-    positions, found = host.end_fits(values, bounds, plans, pareto=True)
+    positions, found, *_ = host.end_fits(values, bounds, plans, pareto=True)
     expected, last = [], 0.02
     for (first, end), plan in zip(pairwise(bounds), plans, strict=True):
         magnitudes, thresholds = np.abs(values[first:end].astype(np.float64)), [0.0]

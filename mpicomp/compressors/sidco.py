@@ -40,7 +40,8 @@ from mpicomp.compressors.base import (
     Summands,
     write_sum,
 )
-from mpicomp.compressors.common import placed, to_density
+from mpicomp.compressors.common import known, selected, to_density
+from mpicomp.kernels import Selected
 from mpicomp.settings import to_choice, to_integer
 from mpicomp.state import expect_integer, expect_number
 from mpicomp.vector import SparseVector
@@ -176,8 +177,7 @@ class SIDCo(SegmentedCompressor):
         is_exact |= (plans["share"] == 0) & is_short
         if is_exact.any():
             entries = self._with_largest(corrected, bounds, plans, is_exact, entries)
-        positions, values = entries
-        vector = placed(positions, values, corrected.size)
+        vector = known(corrected.size, bounds, entries)
         self._adapt(plans, vector)
         return vector
 
@@ -195,25 +195,22 @@ class SIDCo(SegmentedCompressor):
         bounds: Sequence[int],
         plans: Any,
         is_exact: Array,
-        entries: tuple[Array, Array],
-    ) -> tuple[Array, Array]:
+        entries: Selected,
+    ) -> Selected:
         """Return the entries, of some segments the largest, and set their plans; raises if one is not finite."""
-        positions = _parts(entries[0], plans["kept"])
-        values = _parts(entries[1], plans["kept"])
-        counts = self.counts(plans["size"])
+        sizes = plans["size"]
+        k = np.where(is_exact, np.minimum(self.counts(sizes), sizes), 0)
+        kernels = kernels_for(corrected)
+        found = kernels.largest_in_segments(corrected, bounds, k, sizes.clip(1), k)
+        largest = selected(corrected, bounds, found)
+        magnitudes = np.abs(to_numpy(largest.values))
         for row in np.flatnonzero(is_exact).tolist():
-            dense = corrected[bounds[row] : bounds[row + 1]]
-            kernels = kernels_for(dense)
-            kernels.raise_not_finite(dense)
-            if dense.size:
-                largest, values[row] = kernels.largest(dense, int(counts[row]))
-                positions[row] = largest + bounds[row]
+            kept = magnitudes[slice(*found.places[row : row + 2])]
             plan = plans[row]
-            plan["kept"] = values[row].size
+            plan["kept"] = kept.size
             plan["stages"] = 0
-            kept = np.abs(to_numpy(values[row]))
             plan["threshold"] = kept.min() if kept.size else 0.0
-        return np.concatenate(positions), np.concatenate(values)
+        return entries.replaced(found, is_exact)
 
     def _adapt(self, plans: Any, vector: SparseVector) -> None:
         """Adapt to the results of a call, and report them."""

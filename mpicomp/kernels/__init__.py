@@ -6,6 +6,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from mpicomp.arrays import Array
 
 Facts = tuple[int, int, int, int]
@@ -28,3 +30,16 @@ class Selected(NamedTuple):
     values: Array
     places: list[int]
     facts: Facts | None = None
+
+    def replaced(self, other: "Selected", rows: Array) -> "Selected":
+        """Return the entries, in the segments where `rows` (bool) is true those of another selection."""
+        parts = []
+        for number, is_other in enumerate(rows.tolist()):
+            part = other if is_other else self
+            span = slice(*part.places[number : number + 2])
+            parts.append((part.indices[span], part.values[span]))
+        indices, values = zip(*parts, strict=True)
+        places = np.cumsum([0, *(part.size for part in values)])
+        return Selected(
+            np.concatenate(indices), np.concatenate(values), places.tolist()
+        )

@@ -282,6 +282,7 @@ STEPS = {
     "chunks, two bits": (lambda: Quantised(ChunkedTopK(4, 256), "two_bit"), 14, 3),
     "AdaComp": (lambda: AdaComp(50), 12, 2),
     "aggregation-aware": (lambda: AggregationAware(0.01), 34, 8),
+    "SIDCo": (lambda: SIDCo(0.01), 12, 3),
 }
 
 

@@ -6,12 +6,21 @@ constexpr int EXCESS_ROWS = 64, EIGHT = 8;
 constexpr i64 EXCESS_BLOCK = THREADS * EXCESS_ROWS;
 constexpr double NO_SPREAD = 1e-5, LN2 = 0.69314718055994530942;
 
-// Write `count` of `size` values, of the sum of `factor` times the values and `addend` if there is one.
+// A segment, which is not empty, of which `before` of the row behind less its own are sampled.
+struct Sampled {
+    i64 first, end, before;
+    u64 addend;  // address of the segment's part of a second vector, or 0
+};
+
+// Write samples of all segments, of the sum of `factor` times the values and the addends if there are any.
 template <typename Value>
-__device__ inline void take_sample(
-    const Value* values, u64 factor_bits, const Value* addend, i64 size, i64 count, typename Format<Value>::Wide* taken) {
-    const typename Format<Value>::Wide factor = number_of((decltype(bits_of(*taken)))factor_bits);
-    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (i64)gridDim.x * THREADS) {
+__device__ inline void take_samples(
+    const Value* values, u64 factor_bits, const Sampled* rows, i64 rows_count, typename Format<Value>::Wide* taken) {
+    const auto factor = (typename Format<Value>::Wide)number_of(factor_bits);
+    const i64 all = rows[rows_count].before, stride = (i64)gridDim.x * THREADS;
+    for (i64 sample = (i64)blockIdx.x * THREADS + threadIdx.x; sample < all; sample += stride) {
+        const Sampled* row = rows + find_row(rows, rows_count, &Sampled::before, sample);
+        const i64 size = row->end - row->first, count = row[1].before - row->before, i = sample - row->before;
         i64 place = i;
         if (count < size) {
             const i64 number = i / RUN, runs = count / RUN;
@@ -20,12 +29,12 @@ __device__ inline void take_sample(
             scattered = (scattered ^ scattered >> 32) * 0xD6E8FEB86659FD93ull;
             place = start + (i64)((scattered >> 40) * (u64)(end - start) >> 24) + i % RUN;
         }
-        Value value = values[place];
-        if (addend) {
+        Value value = values[row->first + place];
+        if (row->addend) {
             narrow(widened(value) * factor, value);
-            narrow(widened(value) + widened(addend[place]), value);
+            narrow(widened(value) + widened(ADDRESS(const Value, row->addend)[place]), value);
         }
-        taken[i] = widened(value);
+        taken[sample] = widened(value);
     }
 }
 
@@ -59,23 +68,33 @@ __device__ inline double excess_of(double entries, double total, double squares,
 
 struct Excess { double entries[THREADS], total[THREADS], squares[THREADS]; };
 
-// Add up the excess of `size` values, *counted if that is less, over a threshold; the last block writes the total and the
-// last threshold of the fit to `found`, and to `search` the largest magnitude up to that. sums: three of a block.
-// done: 0 when the kernel begins.
+// The last stage of a segment; in the row behind the last the numbers before it are those of all.
+struct Fit {
+    i64 block, tile;            // numbers of blocks that add up, and of tiles that are selected from, before
+    u64 start, wanted, share;   // of a plan, as bits
+};
+
+// Add up the excess of the candidates of each segment over a threshold. A segment's last block writes the total and the
+// last threshold of the fit to `found`, and the largest magnitude up to that to `limits`. starts: the number of
+// candidates before each segment. sums: three of a block. done: of each segment, 0 when the kernel begins.
 template <typename Value>
 __device__ inline void fit_excess(
-    const Value* values, i64 size, const u64* counted, u64 start_bits, u64 wanted, u64 share_bits, u64 pareto,
-    double* sums, u64* done, double* found, u64* search) {
+    const Value* candidates, u64 room, const Fit* rows, i64 count, const u64* starts, u64 pareto, double* all_sums,
+    u64* done, double* found, u64* limits) {
     SHARED(Excess, lanes);
+    const i64 row = find_row(rows, count, &Fit::block, blockIdx.x), block_of_row = blockIdx.x - rows[row].block;
+    const i64 blocks = rows[row + 1].block - rows[row].block, first = lesser(starts[row], room);
+    const i64 size = lesser((i64)lesser(starts[row + 1], room) - first, blocks * EXCESS_BLOCK);
+    const Value* values = candidates + first;
+    double* sums = all_sums + 3 * rows[row].block;
     const int j = threadIdx.x;
-    const double start = __longlong_as_double((i64)start_bits);
-    size = lesser(size, (i64)*counted);
+    const double start = __longlong_as_double((i64)rows[row].start);
     double entries = 0, total = 0, squares = 0;
-    for (int row = 0; row < EXCESS_ROWS; row += EIGHT) {
+    for (int r8 = 0; r8 < EXCESS_ROWS; r8 += EIGHT) {
         double eight_entries = 0, eight = 0, eight_squares = 0;
 #pragma unroll
         for (int r = 0; r < EIGHT; ++r) {
-            const i64 place = blockIdx.x * EXCESS_BLOCK + (row + r) * THREADS + j;
+            const i64 place = block_of_row * EXCESS_BLOCK + (r8 + r) * THREADS + j;
             const double value = place < size ? (double)widened(values[place]) : 0.0;
             double over = (value < 0 ? -value : value) - start;
             over = over <= 0 ? 0 : over;
@@ -96,35 +115,77 @@ __device__ inline void fit_excess(
         __syncthreads();
     }
     if (j) return;
-    double* own = sums + 3 * blockIdx.x;
+    double* own = sums + 3 * block_of_row;
     own[0] = lanes.entries[0], own[1] = lanes.total[0], own[2] = lanes.squares[0];
     __threadfence();
-    if (atomicAdd(done, 1ull) != gridDim.x - 1) return;
+    if (atomicAdd(done + row, 1ull) != (u64)blocks - 1) return;
     __threadfence();
     entries = total = squares = 0;
     for (i64 block = 0; block * EXCESS_BLOCK < size; ++block)
         entries += __ldcg(sums + 3 * block), total += __ldcg(sums + 3 * block + 1), squares += __ldcg(sums + 3 * block + 2);
-    double threshold = start, share = __longlong_as_double((i64)share_bits);
+    double threshold = start, share = __longlong_as_double((i64)rows[row].share);
     if (entries > 0) {
-        if (!(share > 0)) share = __longlong_as_double((i64)wanted) / entries;
+        if (!(share > 0)) share = __longlong_as_double((i64)rows[row].wanted) / entries;
         threshold += excess_of(entries, total, squares, share, pareto);
     }
-    found[0] = total, found[1] = threshold;
+    found[2 * row] = total, found[2 * row + 1] = threshold;
     Value nearest;
     narrow(threshold, nearest);
-    search[0] = bits_of(nearest) - !((double)widened(nearest) <= threshold);
+    limits[row] = bits_of(nearest) - !((double)widened(nearest) <= threshold);
+}
+
+// Write indices and bits of the candidates above the limit of their segment, in order; starts_of_kept: the number before
+// each segment, and at last that of all.
+template <typename Index, typename Key>
+__device__ inline void exceeding(
+    const Index* indices, const Key* candidates, u64 room, const Fit* rows, i64 count, const u64* starts, u64 mask,
+    const u64* limits, u64* ticket, u64* states, u64* starts_of_kept, Index* positions, Key* kept, Said* said) {
+    SHARED(Scan<1>, scan);
+    const i64 tile = take_tile(scan, ticket), row = find_row(rows, count, &Fit::tile, tile);
+    const u64 begin = lesser(starts[row], room);
+    const i64 size = lesser(starts[row + 1], room) - begin;
+    const i64 first = (tile - rows[row].tile) * Items<Key>::TILE + warp() * Items<Key>::WARP;
+    const Key limit = (Key)limits[row];
+    Items<Key> items;
+    read(candidates + begin, size, first, items);
+    u32 chosen = 0;
+#pragma unroll
+    for (int i = 0; i < Items<Key>::COUNT; ++i) chosen |= (u32)((Key)(items.key[i] & mask) > limit) << i;
+    chosen &= real_items<Key>(first, size);
+    u64 counts[1] = {warp_sum((u64)__popc(chosen))};
+    scan_grid(scan, counts, states, rows[count].tile, starts_of_kept + count);
+    if (tile == rows[row].tile && threadIdx.x == 0) starts_of_kept[row] = counts[0];
+    u64 last = 0;
+    append<Key>(chosen, first, counts[0], [&](u64 at, int i, i64 place) {
+        const Index position = indices[begin + place];
+        positions[at] = position, kept[at] = items.key[i];
+        if (at == 0) said->first = (u64)position;
+        last = (u64)position;
+    });
+    for (int by = 16; by; by /= 2) last = greater(last, __shfl_xor_sync(ALL, last, by));
+    if (last && lane() == 0) atomicMax(&said->last, last);
 }
 
 #define FITTING(name, Value)                                                                                        \
-    KERNEL take_sample_##name(                                                                                      \
-        const Value* values, u64 factor, const Value* addend, i64 size, i64 count, Format<Value>::Wide* taken) {    \
-        take_sample(values, factor, addend, size, count, taken);                                                    \
+    KERNEL take_samples_##name(                                                                                     \
+        const Value* values, u64 factor, const Sampled* rows, i64 count, Format<Value>::Wide* taken) {              \
+        take_samples(values, factor, rows, count, taken);                                                           \
     }                                                                                                               \
     KERNEL fit_excess_##name(                                                                                       \
-        const Value* values, i64 size, const u64* counted, u64 start, u64 wanted, u64 share, u64 pareto,            \
-        double* sums, u64* done, double* found, u64* search) {                                                      \
-        fit_excess(values, size, counted, start, wanted, share, pareto, sums, done, found, search);                 \
+        const Value* candidates, u64 room, const Fit* rows, i64 count, const u64* starts, u64 pareto, double* sums, \
+        u64* done, double* found, u64* limits) {                                                                    \
+        fit_excess(candidates, room, rows, count, starts, pareto, sums, done, found, limits);                       \
     }
 FITTING(f2, Half)
 FITTING(f4, Single)
 FITTING(f8, double)
+
+#define EXCEEDING(index, Index, key, Key)                                                                           \
+    KERNEL exceeding_##index##_##key(                                                                               \
+        const Index* indices, const Key* candidates, u64 room, const Fit* rows, i64 count, const u64* starts,       \
+        u64 mask, const u64* limits, u64* ticket, u64* states, u64* starts_of_kept, Index* positions, Key* kept,    \
+        Said* said) {                                                                                               \
+        exceeding(indices, candidates, room, rows, count, starts, mask, limits, ticket, states, starts_of_kept,     \
+                  positions, kept, said);                                                                           \
+    }
+FOR_INDEX_AND_KEY_OF_ROWS(EXCEEDING)

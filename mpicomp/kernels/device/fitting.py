@@ -1,29 +1,33 @@
 """Thresholds of fitted distributions: the last stage on the device, the others on a sample in host memory."""
 
-from itertools import chain, pairwise
 from typing import Any
 
 import cupy
 import numpy as np
 
-from mpicomp.kernels.device.compiling import Array, in_tiles, launch, zeros
-from mpicomp.kernels.device.merging import add_parts
-from mpicomp.kernels.device.segments import largest
-from mpicomp.kernels.device.selection import (
-    Found,
-    compact,
-    compacting,
-    select,
-    selecting,
+from mpicomp.arrays import address, index_dtype
+from mpicomp.kernels import NOTHING, Selected
+from mpicomp.kernels.device.compiling import (
+    MOST_BLOCKS,
+    THREADS,
+    Array,
+    in_tiles,
+    launch,
+    zeros,
 )
-from mpicomp.kernels.host.bits import FORMATS
+from mpicomp.kernels.device.segments import (
+    Candidates,
+    Vector,
+    largest_in_segments,
+    running_totals,
+    table_of,
+    tiles_of,
+)
 from mpicomp.kernels.host.fitting import keys_above
 from mpicomp.kernels.host.segments import Summands
 
-_BLOCK, _THREADS = 16384, 256
-# words: how many exceed `start`, their total, the threshold; how many exceed that, and
-# are equal to it
-_REPORT = 5
+_BLOCK = 16384
+_SAID = 3  # words: of a selection
 
 
 def sample(
@@ -32,21 +36,18 @@ def sample(
     """Return some values of each segment in host memory, as `mpicomp.kernels.host.sample` does."""
     wide = np.promote_types(values.dtype, np.float32)
     taken = cupy.empty(int(counts.sum()), wide)
+    if not taken.size:
+        return taken.get()  # type: ignore[no-any-return]
     a, scale, parts = (values, 1.0, []) if summands is None else summands
-    factor, end = int(np.array([scale], wide).view(FORMATS[wide].keys)[0]), 0
-    for row, (first, close) in enumerate(pairwise(bounds)):
-        count = int(counts[row])
-        if count:
-            given = (
-                a[first:close],
-                factor,
-                parts[row] if parts else None,
-                close - first,
-                count,
-                taken[end : end + count],
-            )
-            launch("take_sample", [values.dtype], in_tiles(count, _THREADS), *given)
-        end += count
+    edges = np.asarray(bounds, np.int64)
+    some = np.flatnonzero(counts)
+    addends = np.zeros(edges.size - 1, np.int64)
+    addends[: len(parts)] = [address(part) for part in parts]
+    before = running_totals(counts[some])
+    rows = table_of(edges[some], edges[some + 1], before, addends[some])
+    factor = int(np.float64(wide.type(scale)).view(np.uint64))
+    blocks = min(MOST_BLOCKS, in_tiles(taken.size, THREADS))
+    launch("take_samples", [values.dtype], blocks, a, factor, rows, some.size, taken)
     return taken.get()  # type: ignore[no-any-return]
 
 
@@ -58,101 +59,82 @@ def end_fits(
     pareto: bool,
     summands: Summands | None = None,
     threads: int | None = None,
-) -> Found:
+) -> Selected:
     """Return what exceeds the last threshold of each segment, as `mpicomp.kernels.host.end_fits` does.
 
-    threads: ignored. Three launches for each segment, and one wait for all of them.
+    threads: ignored. Five launches and one wait for all segments, and those of a
+    selection if none exceeds the threshold in some.
     """
-    together: tuple[Array, ...] = ()
-    if summands is not None and summands[1] == 1 and len(summands[2]) == 1:
-        together = summands[0], summands[2][0]
-    elif summands is not None:
-        add_parts(*summands, values)
-    form = FORMATS[values.dtype]
-    rooms = np.maximum(1, plans["room"]).tolist()
-    bits = values.view(form.keys)
-    summed = tuple(each.view(form.keys) for each in together)
-    sizes = zip(plans["size"].tolist(), rooms, strict=True)
-    needed = [
-        (1, 2, *compacting(size, bits), *selecting(room, bits)) for size, room in sizes
-    ]
-    reports, *work = zeros(_REPORT * len(plans), *chain.from_iterable(needed))
-    floors = keys_above(plans["start"], values.dtype).tolist()
-    parts = []
-    for row, (first, end) in enumerate(pairwise(bounds)):
-        report = reports[_REPORT * row : _REPORT * (row + 1)]
-        done, search, *rest = work[6 * row : 6 * (row + 1)]
-        some, kept = (_empty(rooms[row], bits) for _ in range(2))
-        parts.append(kept)
-        if first < end:
-            compact(
-                bits[first:end],
-                form,
-                floors[row],
-                None,
-                *some,
-                report[:1],
-                rest[:2],
-                summed,
-            )
-            fit = (
-                np.array(plans[row][["start", "wanted", "share"]].item())
-                .view(np.uint64)
-                .tolist()
-            )
-            blocks = in_tiles(rooms[row], _BLOCK)
-            out = cupy.empty(3 * blocks), done, report[1:3], search
-            launch(
-                "fit_excess",
-                [values.dtype],
-                blocks,
-                some[1],
-                rooms[row],
-                report[:1],
-                *fit,
-                int(pareto),
-                *out,
-            )
-            select(
-                some[1],
-                report[:1],
-                form.mask,
-                search,
-                some[0],
-                *kept,
-                report[3:],
-                rest[2:],
-            )
-    return _collected(values, bounds, plans, parts, reports.get().reshape(-1, _REPORT))
-
-
-def _empty(room: int, bits: Array) -> Found:
-    return cupy.empty(room, np.intp), cupy.empty(room, bits.dtype)
-
-
-def _collected(
-    values: Array,
-    bounds: Any,
-    plans: Any,
-    parts: list[Found],
-    reports: np.ndarray[Any, Any],
-) -> Found:
-    """Set the last fields of the plans; return the entries of all segments, of one without any the largest."""
-    plans["above"], plans["kept"] = reports[:, 0], reports[:, 3]
-    plans["total"], plans["threshold"] = reports[:, 1:3].T.copy().view(np.float64)
-    # of an empty segment nothing was launched
-    plans["threshold"][np.isnan(plans["start"])] = np.nan
-    found = []
-    for plan, (positions, kept), (first, end) in zip(
-        plans, parts, pairwise(bounds), strict=True
-    ):
-        part = positions[: plan["kept"]], kept[: plan["kept"]].view(values.dtype)
-        if not plan["kept"]:
-            part = largest(values[first:end], 1)
-            plan["kept"] = part[0].size
-        found.append((part[0] + first if first else part[0], part[1]))
-    return (
-        found[0]
-        if len(found) == 1
-        else tuple(map(cupy.concatenate, zip(*found, strict=True)))
+    edges = np.asarray(bounds, np.int64)
+    some = np.flatnonzero(np.diff(edges))
+    places = [0] * edges.size
+    index = index_dtype(values.size)
+    if not some.size:
+        return Selected(cupy.empty(0, index), values[:0].copy(), places, NOTHING)
+    own = plans[some]
+    vector = Vector.of(values, summands)
+    room = np.maximum(1, own["room"])
+    candidates = Candidates(
+        vector, edges[some], edges[some + 1], vector.addends_of(some, plans.size), index
     )
+    found, report = _fitted(candidates, own, room, int(room.sum()), pareto)
+    count = some.size
+    reached = int(report[_SAID + count])
+    if (
+        reached > room.sum()
+    ):  # a sample misled: what the segments behind it have was cut
+        candidates = candidates.without_sum()
+        found, report = _fitted(candidates, own, room, reached, pareto)
+    starts, kept, fits = np.split(report[_SAID:], [count + 1, 2 * (count + 1)])
+    own["above"] = np.diff(starts)
+    own["kept"] = np.diff(kept)
+    own["total"], own["threshold"] = fits.view(np.float64).reshape(-1, 2).T
+    own["threshold"][np.isnan(own["start"])] = np.nan
+    plans[some] = own
+    # of an empty segment nothing is known
+    plans["threshold"][plans["size"] == 0] = np.nan
+    ends = np.zeros(edges.size, np.int64)
+    ends[some + 1] = own["kept"]
+    places = np.cumsum(ends).tolist()
+    entries = places[-1]
+    is_finite = np.isfinite(own["total"]).all()
+    facts = (-1, -1, int(report[1]), int(report[2])) if entries and is_finite else None
+    kept_values = found[1][:entries].view(values.dtype)
+    selected = Selected(found[0][:entries], kept_values, places, facts)
+    is_empty = (plans["kept"] == 0) & (plans["size"] > 0)
+    if is_empty.any():
+        k = is_empty.astype(np.int64)
+        sizes = plans["size"].clip(1)
+        largest = largest_in_segments(values, bounds, k, sizes, k)
+        selected = selected.replaced(largest, is_empty)
+        plans["kept"] = np.diff(selected.places)
+    return selected
+
+
+def _fitted(
+    candidates: Candidates, plans: Any, room: Any, most: int, pareto: bool
+) -> tuple[tuple[Array, Array], np.ndarray[Any, Any]]:
+    """Return room with the entries that exceed the last thresholds, and the report of the kernels."""
+    count = plans.size
+    form = candidates.vector.form
+    blocks = running_totals(in_tiles(room, _BLOCK))
+    tiles = running_totals(in_tiles(room, tiles_of(form)))
+    fields = (plans[name].view(np.int64) for name in ("start", "wanted", "share"))
+    rows = table_of(blocks, tiles, *fields)
+    report, done, ticket, states, *compacting = zeros(
+        _SAID + 4 * count + 2, count, 1, int(tiles[-1]), *candidates.work
+    )
+    starts = report[_SAID:]
+    kept_starts = starts[count + 1 :]
+    floors = keys_above(plans["start"], form.floating).astype(np.uint64)
+    indices, keys = candidates.compacted(cupy.asarray(floors), most, starts, compacting)
+    sums = cupy.empty(3 * int(blocks[-1]))
+    limits = cupy.empty(count, np.uint64)
+    fitting = rows, count, starts, int(pareto), sums, done, starts[2 * count + 2 :]
+    number = int(blocks[-1])
+    launch("fit_excess", [form.floating], number, keys, most, *fitting, limits)
+    found = cupy.empty(most, indices.dtype), cupy.empty(most, keys.dtype)
+    given = indices, keys, most, rows, count, starts, form.mask, limits, ticket, states
+    dtypes = [indices.dtype, keys.dtype]
+    launch("exceeding", dtypes, int(tiles[-1]), *given, kept_starts, *found, report)
+    return found, report.get()

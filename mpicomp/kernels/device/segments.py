@@ -58,7 +58,7 @@ def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
 
     The same as `mpicomp.kernels.host.largest`. threads: ignored.
     """
-    found = _largest(_Vector.of(values), k)
+    found = _largest(Vector.of(values), k)
     return found.indices, found.values
 
 
@@ -75,7 +75,7 @@ def add_largest(
 
     The same as `mpicomp.kernels.host.add_largest`. threads: ignored.
     """
-    found = _largest(_Vector.of(out, (a, scale, [b])), k)
+    found = _largest(Vector.of(out, (a, scale, [b])), k)
     return found.indices, found.values
 
 
@@ -101,7 +101,7 @@ def largest_in_segments(
     threads: ignored. It is known of the entries whether they are finite.
     """
     return _in_segments(
-        _Vector.of(values, summands),
+        Vector.of(values, summands),
         np.asarray(bounds, np.int64),
         np.asarray(k),
         np.asarray(chunk),
@@ -110,7 +110,7 @@ def largest_in_segments(
     )
 
 
-class _Vector(NamedTuple):
+class Vector(NamedTuple):
     """The values to select from, as bits; `out` if they are first overwritten by ``factor * source`` plus addends.
 
     factor: the bits of a float64. addends: the address of the addend of each segment.
@@ -124,7 +124,7 @@ class _Vector(NamedTuple):
     addends: Column
 
     @classmethod
-    def of(cls, values: Array, summands: Summands | None = None) -> "_Vector":
+    def of(cls, values: Array, summands: Summands | None = None) -> "Vector":
         form = FORMATS[values.dtype]
         bits = values.view(form.keys)
         if summands is None:
@@ -134,20 +134,24 @@ class _Vector(NamedTuple):
         addends = np.array([address(part) for part in parts], np.int64)
         return cls(form, bits, a.view(form.keys), bits, int(factor), addends)
 
+    def addends_of(self, rows: Column, count: int) -> Column:
+        """Return the addresses of the addends of some of `count` segments; zeros without a sum."""
+        return np.broadcast_to(self.addends, count)[rows]
+
     @property
     def limits(self) -> tuple[int, int, int]:
         """All bits of a magnitude, how many, and those of infinity."""
         return int(self.form.mask), self.form.width, int(self.form.infinity)
 
 
-def _largest(vector: _Vector, k: int) -> Selected:
+def _largest(vector: Vector, k: int) -> Selected:
     edges = np.array([0, vector.values.size])
     few = np.array([k])
     return _in_segments(vector, edges, few, edges[1:], few, np.dtype(np.intp))
 
 
 def _in_segments(
-    vector: _Vector,
+    vector: Vector,
     edges: Column,
     k: Column,
     chunk: Column,
@@ -161,8 +165,8 @@ def _in_segments(
     if not some.size:
         values = vector.values[:0].view(vector.form.floating)
         return Selected(cupy.empty(0, index), values, places.tolist(), NOTHING)
-    addends = np.broadcast_to(vector.addends, sizes.shape)
-    rows = edges[some], edges[some + 1], chunk[some], k[some], last[some], addends[some]
+    addends = vector.addends_of(some, sizes.size)
+    rows = edges[some], edges[some + 1], chunk[some], k[some], last[some], addends
     if np.minimum(chunk, sizes).max() <= _LONG:
         found = _in_chunks(vector, *rows, index)
     else:
@@ -178,7 +182,7 @@ def _in_segments(
 
 
 def _in_chunks(
-    vector: _Vector,
+    vector: Vector,
     first: Column,
     end: Column,
     chunk: Column,
@@ -224,7 +228,7 @@ def _in_chunks(
 
 
 def _in_long_chunks(
-    vector: _Vector,
+    vector: Vector,
     first: Column,
     end: Column,
     chunk: Column,
@@ -250,7 +254,7 @@ def _in_long_chunks(
 
 
 def _in_rows(
-    vector: _Vector,
+    vector: Vector,
     first: Column,
     end: Column,
     k: Column,
@@ -261,16 +265,15 @@ def _in_rows(
     sizes = end - first
     wanted = np.minimum(k, sizes)
     rank, room = _by_sample(sizes, wanted)
-    run = _Run(vector, first, end, wanted, addend, index)
-    chosen, floors, reached = run.select(rank, room, None)
+    candidates = Candidates(vector, first, end, addend, index)
+    chosen, floors, reached = _select(candidates, wanted, rank, room, None)
     is_short = (reached < wanted) & (floors > 1)
     is_misled = is_short | (reached > room)
     if is_misled.any():
-        # the values are written
-        again = run._replace(vector=vector._replace(source=vector.values, out=None))
         floors = np.where(is_short, 1, floors)
         room = np.where(is_short, sizes, np.maximum(room, reached))
-        chosen, _, _ = again.select(rank, room, floors)
+        again = candidates.without_sum()
+        chosen, _, _ = _select(again, wanted, rank, room, floors)
     return chosen
 
 
@@ -285,98 +288,107 @@ def _by_sample(sizes: Column, k: Column) -> tuple[Column, Column]:
     return rank.astype(np.int64), room.astype(np.int64)
 
 
-class _Run(NamedTuple):
-    """The rows of a selection, each a part of the vector: first and last position, entries to select, and addends."""
+class Candidates(NamedTuple):
+    """The rows of a selection, each a part of the vector: its bounds, and the address of its addend."""
 
-    vector: _Vector
+    vector: Vector
     first: Column
     end: Column
-    k: Column
     addend: Column
     index_dtype: np.dtype[Any]
 
-    def select(
-        self, rank: Column, room: Column, floors: Column | None
-    ) -> tuple[_Chosen, Column, Column]:
-        """Return the entries, the thresholds of the candidates, and how many reached them.
+    def without_sum(self) -> "Candidates":
+        """Return the same rows of a sum that was written."""
+        vector = self.vector
+        return self._replace(vector=vector._replace(source=vector.values, out=None))
 
-        floors: thresholds; None to take those of a rank in a sample. room: for
-        candidates.
+    @property
+    def tiles(self) -> Column:
+        """The number of tiles before each row, and of all."""
+        return running_totals(
+            in_tiles(self.end - self.first, tiles_of(self.vector.form))
+        )
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """The sizes of the ticket and the states of `compacted`."""
+        return 1, in_tiles(int(self.tiles[-1]), _COMPACTED)
+
+    def table(self, *columns: Column) -> Array:
+        """Return the rows on the device. columns: jobs before, entries, ranks, and places of counts, if needed."""
+        jobs, k, rank, digits = columns or [np.zeros(1, np.int64)] * 4
+        bounds = self.first, self.end, self.tiles
+        return table_of(*bounds, jobs, k, rank, self.addend, digits)
+
+    def compacted(
+        self,
+        floors: Array,
+        room: int,
+        starts: Array,
+        work: Sequence[Array],
+        rows: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Return room with indices and bits of what reaches the floor of its row; the sum is written first.
+
+        starts: gets the number before each row, and of all. work: zeros.
         """
         vector = self.vector
         keys = vector.form.keys
-        mask, width, infinity = vector.limits
+        table = self.table() if rows is None else rows
         count = self.first.size
-        tiles = running_totals(in_tiles(self.end - self.first, _TILES[keys.itemsize]))
-        jobs, digits = _jobs(room, keys.itemsize, width)
-        places = running_totals(digits)
-        before = running_totals(jobs)
-        rows = table_of(
-            self.first, self.end, tiles, before, self.k, rank, self.addend, places
-        )
-        blocks = in_tiles(int(tiles[-1]), _COMPACTED)
-        report, *work = zeros(
-            _SAID + 2 * count + 1, 1, blocks, 1, max(1, int(places[-1]))
-        )
-        ticket, states, second_ticket, counts = work
-        starts = report[_SAID : _SAID + count + 1]
-        thresholds = report[_SAID + count + 1 :]
-        if floors is None:
-            args = vector.source, vector.factor, rows, mask, width, thresholds
-            launch("sample_floors", [keys], count, *args, threads=_SAMPLERS)
-        else:
-            thresholds = cupy.asarray(floors)
-        marks = cupy.empty(int(tiles[-1]) * THREADS, np.uint16)
-        _mark(vector, rows, count, thresholds, marks)
-        most = int(room.sum())
-        candidates = cupy.empty(most, self.index_dtype), cupy.empty(most, keys)
-        launch(
-            "compact_marked",
-            [self.index_dtype, keys],
-            blocks,
-            vector.values,
-            marks,
-            rows,
-            count,
-            *candidates,
-            most,
-            starts,
-            ticket,
-            states,
-            blocks,
-        )
-        entries = int(self.k.sum())
-        positions = cupy.empty(entries, self.index_dtype)
-        kept = cupy.empty(entries, keys)
-        launch(
-            "largest_in_rows",
-            [self.index_dtype, keys],
-            int(before[-1]),
-            *candidates,
-            most,
-            rows,
-            count,
-            starts,
-            mask,
-            width,
-            infinity,
-            second_ticket,
-            counts,
-            positions,
-            kept,
-            report,
-            threads=_SELECTORS,
-        )
-        words = report.get()
-        reached = np.diff(words[_SAID : _SAID + count + 1]).astype(np.int64)
-        ends = running_totals(np.minimum(reached, self.k))
-        chosen = positions, kept, ends, words[:_SAID].tolist()
-        return chosen, words[_SAID + count + 1 :], reached
+        ticket, states = work
+        marks = cupy.empty(int(self.tiles[-1]) * THREADS, np.uint16)
+        _mark(vector, table, count, floors, marks)
+        found = cupy.empty(room, self.index_dtype), cupy.empty(room, keys)
+        dtypes = [self.index_dtype, keys]
+        given = vector.values, marks, table, count, *found, room, starts, ticket, states
+        launch("compact_marked", dtypes, states.size, *given, states.size)
+        return found
 
 
-def _mark(
-    vector: _Vector, rows: Array, count: int, floors: Array, marks: Array
-) -> None:
+def _select(
+    candidates: Candidates, k: Column, rank: Column, room: Column, floors: Column | None
+) -> tuple[_Chosen, Column, Column]:
+    """Return the entries, the thresholds of the candidates, and how many reached them.
+
+    floors: thresholds; None to take those of a rank in a sample. room: for candidates.
+    """
+    vector = candidates.vector
+    keys = vector.form.keys
+    mask, width, infinity = vector.limits
+    count = k.size
+    jobs, digits = _jobs(room, vector.form)
+    places = running_totals(digits)
+    before = running_totals(jobs)
+    rows = candidates.table(before, k, rank, places)
+    report, ticket, counts, *work = zeros(
+        _SAID + 2 * count + 1, 1, max(1, int(places[-1])), *candidates.work
+    )
+    starts = report[_SAID : _SAID + count + 1]
+    thresholds = report[_SAID + count + 1 :]
+    if floors is None:
+        args = vector.source, vector.factor, rows, mask, width, thresholds
+        launch("sample_floors", [keys], count, *args, threads=_SAMPLERS)
+    else:
+        thresholds = cupy.asarray(floors)
+    most = int(room.sum())
+    found = candidates.compacted(thresholds, most, starts, work, rows)
+    entries = int(k.sum())
+    positions = cupy.empty(entries, candidates.index_dtype)
+    kept = cupy.empty(entries, keys)
+    limits = mask, width, infinity
+    given = *found, most, rows, count, starts, *limits, ticket, counts, positions, kept
+    dtypes = [positions.dtype, keys]
+    number = int(before[-1])
+    launch("largest_in_rows", dtypes, number, *given, report, threads=_SELECTORS)
+    words = report.get()
+    reached = np.diff(words[_SAID : _SAID + count + 1]).astype(np.int64)
+    ends = running_totals(np.minimum(reached, k))
+    chosen = positions, kept, ends, words[:_SAID].tolist()
+    return chosen, words[_SAID + count + 1 :], reached
+
+
+def _mark(vector: Vector, rows: Array, count: int, floors: Array, marks: Array) -> None:
     """Mark what reaches the floors; the sum is written first, if there is one."""
     mask, _, _ = vector.limits
     blocks = min(MOST_BLOCKS, marks.size // THREADS)
@@ -389,10 +401,15 @@ def _mark(
         launch("add_and_mark", dtypes, blocks, *given, *args)
 
 
-def _jobs(room: Column, itemsize: int, width: int) -> tuple[Column, Column]:
+def tiles_of(form: Format) -> int:
+    """Return how many values a block of 256 threads reads at a time."""
+    return _TILES[form.keys.itemsize]
+
+
+def _jobs(room: Column, form: Format) -> tuple[Column, Column]:
     """Return the blocks that select from the candidates of each row, and the words in which several count digits."""
-    tiles = in_tiles(room, _TILES[itemsize] * _SELECTORS // THREADS)
-    digits = in_tiles(width, _DIGIT)
+    tiles = in_tiles(room, tiles_of(form) * _SELECTORS // THREADS)
+    digits = in_tiles(form.width, _DIGIT)
     is_shared = room > _FEW
     words = digits * ((1 << _DIGIT) + 1) + 2 * tiles
     return np.where(is_shared, tiles * (digits + 1), 1), np.where(is_shared, words, 0)

@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 
 from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launch
-from mpicomp.kernels.host.bits import FORMATS, Format
+from mpicomp.kernels.host.bits import FORMATS
 from mpicomp.kernels.host.selection import not_finite_error
 
 Found = tuple[Array, Array]
@@ -50,78 +50,3 @@ def first_not_finite(values: Array) -> int:
 def _blocks(bits: Array) -> int:
     tiles: int = in_tiles(bits.size, _TILES[bits.itemsize])
     return min(MOST_BLOCKS, tiles)
-
-
-def compacting(size: int, bits: Array) -> tuple[int, int]:
-    """Return the sizes of the ticket and the states of `compact`, which have to be zero before it begins."""
-    return 1, in_tiles(size, _TILES[bits.itemsize])
-
-
-def selecting(size: int, bits: Array) -> tuple[int, int]:
-    """Return the sizes of the ticket and the states of `select`."""
-    return 1, 2 * in_tiles(size, _TILES[bits.itemsize])
-
-
-def compact(
-    bits: Array,
-    form: Format,
-    floor: int,
-    floors: Array | None,
-    positions: Array,
-    kept: Array,
-    found: Array,
-    work: list[Array],
-    summands: Summands = (),
-) -> None:
-    """Write positions and bits of magnitudes at or above `floor`, or `floors[0]`, while there is room; count all.
-
-    summands: two vectors whose sum is written to `bits` first; empty if `bits` is
-    given.
-    """
-    ticket, states = work
-    args = (
-        *summands,
-        bits,
-        bits.size,
-        form.mask,
-        floor,
-        floors,
-        positions,
-        kept,
-        kept.size,
-        found,
-        ticket,
-        states,
-        states.size,
-    )
-    launch("add_compact" if summands else "compact", [bits.dtype], states.size, *args)
-
-
-def select(
-    bits: Array,
-    counted: Array | None,
-    mask: int,
-    search: Array,
-    sources: Array | None,
-    positions: Array,
-    kept: Array,
-    totals: Array,
-    work: list[Array],
-) -> None:
-    """Write positions and bits of magnitudes above ``search[0]``, and of the first ``search[1]`` equal to it."""
-    ticket, states = work
-    args = (
-        bits,
-        bits.size,
-        counted,
-        mask,
-        search,
-        sources,
-        positions,
-        kept,
-        positions.size,
-        totals,
-        ticket,
-        states,
-    )
-    launch("select", [bits.dtype], states.size // 2, *args)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, index_dtype
+from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
 from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.fused import _add_and_compact
@@ -95,8 +96,8 @@ def end_fits(
     pareto: bool,
     summands: Summands | None = None,
     threads: int | None = None,
-) -> Found:
-    """Return the positions of the magnitudes above the last threshold of each segment, in order, and the values there.
+) -> Selected:
+    """Return the values whose magnitudes are above the last threshold of each segment, in order.
 
     Of a segment without one, and that is not zero, the largest is returned.
 
@@ -142,7 +143,9 @@ def end_fits(
             vector, edges, positions, found, ends, floors, plans, kept_positions, kept
         )
     )
-    return kept_positions[:count], kept[:count].view(values.dtype)
+    places = np.append(0, np.cumsum(plans["kept"])).tolist()
+    indices = kept_positions[:count].astype(index_dtype(values.size), copy=False)
+    return Selected(indices, kept[:count].view(values.dtype), places)
 
 
 def _buffers(dtype: np.dtype[Any]) -> tuple[Array, Array]:
