@@ -1,0 +1,110 @@
+"""Hot kernels as they are compiled for other processors than this one: vectors of full width, and no call in a loop."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+
+import pytest
+
+AVX2 = "+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+popcnt,+lzcnt,+movbe,+sse4.2"
+AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
+# the processor as LLVM names it, its features, and the registers that count as wide
+PROCESSORS = {
+    "x86-64-v3": (AVX2, "ymm"),
+    "x86-64-v4": (AVX512, "[yz]mm"),
+}
+
+# kernel: instructions on wide registers that do its work
+HOT = {
+    "selection._first_reaching": ["vpand", "vpcmp"],
+    "selection.compact": ["vpand", "vpcmp"],
+    "fused._add_and_compact": ["vmulps", "vaddps", "vmovntps", "vpcmp"],
+    "streaming._add_parts": ["vmulps", "vaddps", "vmovntps"],
+    "merging._is_sound": ["vpcmpgtd"],
+    "bins._mark": ["vaddps", "vmulps", "vpcmp"],
+    "transforms._hadamard": ["vaddps", "vsubps", "vmulps"],
+    "transforms._of_entries": ["vaddps", "vsubps", "vmovntps"],
+    "statistics._magnitudes": ["vcvtps2pd", "vaddpd"],
+    "segments._largest": ["vpand", "vpcmp"],
+    "fitting._begin": ["vcvtps2pd", "vaddpd"],
+    "fitting._exceeding": ["vpand", "vpcmp"],
+    "few_bits._quantise": ["vaddps", "vmulps", "vminps", "vmovntps"],
+    "few_bits._dequantise": ["vcvtdq2ps", "vmulps", "vmovntps"],
+}
+
+CALLS = """
+import sys
+from importlib import import_module
+import numpy as np
+from mpicomp import AdaComp, ChunkedTopK, Quantised, SIDCo, SparseVector, TopK
+from mpicomp.kernels import host
+rng = np.random.default_rng(0)
+values = rng.standard_normal(1 << 17, np.float32)
+out = np.empty_like(values)
+for compressor in TopK(0.001), SIDCo(0.001), Quantised(ChunkedTopK(4, 4096), "two_bit"):
+    vector = compressor.compress(values)
+    vector.validate()
+AdaComp().compress(values, gradient=values)
+host.raise_not_finite(values)
+host.add_largest(values, values, out, 100, long=0)
+host.add_parts(values, 1, [values], out, long=0)
+host.hadamard(values, out, 256)
+host.hadamard_writer(vector.indices, vector.values, out, 256, long=0)()
+codes, scales = np.empty(1 << 16, np.uint8), np.empty(1 << 9, np.uint16)
+host.quantise(values, [], 4, 256, codes, scales, out)
+host.dequantise(codes, scales, 4, 256, out)
+for name in sys.argv[1:]:
+    module, kernel = name.split(".")
+    found = getattr(import_module("mpicomp.kernels.host." + module), kernel)
+    print("== " + name)
+    print(*found.inspect_asm().values())
+"""
+
+
+def loops(text):
+    """Return the innermost loops of compiled code: blocks that end with a jump to their own begin."""
+    blocks = re.split(r"\n(?=\.L\w+:)", text)
+    for block in blocks:
+        label = block.partition(":")[0]
+        inside, jump, _ = f"{block}\n".partition(f"\t{label}\n")
+        if jump and inside.rstrip().rsplit("\t", 1)[-1].startswith("j"):
+            yield inside
+
+
+def compiled(processor, folder):
+    """Return the machine code of the hot kernels for a processor, by name."""
+    environment = {
+        **os.environ,
+        "NUMBA_CPU_NAME": processor,
+        "NUMBA_CPU_FEATURES": PROCESSORS[processor][0],
+        "NUMBA_CACHE_DIR": str(folder),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, *HOT],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    texts = (part.partition("\n") for part in done.stdout.split("== ")[1:])
+    return {name: text for name, _, text in texts}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86-64")
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_hot_kernels_work_on_vectors_of_full_width(processor, tmp_path):
+    register = PROCESSORS[processor][1]
+    texts = compiled(processor, tmp_path)
+    assert texts.keys() == HOT.keys()
+    for name, needed in HOT.items():
+        for instruction in needed:
+            wide = rf"\t{instruction}\w*\s[^\n]*%{register}"
+            assert re.search(wide, texts[name]), (name, instruction)
+        for loop in loops(texts[name]):
+            if re.search(rf"%{register}", loop):
+                assert "\tcall" not in loop, (name, loop)
