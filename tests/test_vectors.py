@@ -34,9 +34,21 @@ HOT = {
     "few_bits._dequantise": ["vcvtdq2ps", "vmulps", "vmovntps"],
 }
 
-CALLS = """
+# the same on a processor of Arm with NEON
+ON_ARM = {
+    "selection._first_reaching": ["and", "cmge"],
+    "fused._add_and_compact": ["fmul", "fadd"],
+    "streaming._add_parts": ["fmul", "fadd"],
+    "transforms._hadamard": ["fadd", "fsub", "fmul"],
+    "few_bits._quantise": ["fadd", "fmul"],
+    "few_bits._dequantise": ["ucvtf", "fmul"],
+}
+
+CALLS = r"""
+import re
 import sys
 from importlib import import_module
+import llvmlite.binding as binding
 import numpy as np
 from mpicomp import AdaComp, ChunkedTopK, Quantised, SIDCo, SparseVector, TopK
 from mpicomp.kernels import host
@@ -55,11 +67,27 @@ host.hadamard_writer(vector.indices, vector.values, out, 256, long=0)()
 codes, scales = np.empty(1 << 16, np.uint8), np.empty(1 << 9, np.uint16)
 host.quantise(values, [], 4, 256, codes, scales, out)
 host.dequantise(codes, scales, 4, 256, out)
-for name in sys.argv[1:]:
+
+
+def for_arm(code):
+    # the code is that of this processor, with its vectors
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    code = re.sub('target (triple|datalayout) = .*', "", code)
+    code = re.sub('"(target-cpu|target-features|tune-cpu)"="[^"]*"', "", code)
+    target = binding.Target.from_triple("aarch64-unknown-linux-gnu")
+    machine = target.create_target_machine(cpu="neoverse-n1", opt=3)
+    return machine.emit_assembly(binding.parse_assembly(code))
+
+
+for name in sys.argv[2:]:
     module, kernel = name.split(".")
     found = getattr(import_module("mpicomp.kernels.host." + module), kernel)
     print("== " + name)
-    print(*found.inspect_asm().values())
+    if sys.argv[1] == "neoverse-n1":
+        print(*map(for_arm, found.inspect_llvm().values()))
+    else:
+        print(*found.inspect_asm().values())
 """
 
 
@@ -73,16 +101,14 @@ def loops(text):
             yield inside
 
 
-def compiled(processor, folder):
-    """Return the machine code of the hot kernels for a processor, by name."""
-    environment = {
-        **os.environ,
-        "NUMBA_CPU_NAME": processor,
-        "NUMBA_CPU_FEATURES": PROCESSORS[processor][0],
-        "NUMBA_CACHE_DIR": str(folder),
-    }
+def compiled(processor, folder, names):
+    """Return the machine code of hot kernels for a processor, by name."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
+    if processor in PROCESSORS:
+        environment["NUMBA_CPU_NAME"] = processor
+        environment["NUMBA_CPU_FEATURES"] = PROCESSORS[processor][0]
     done = subprocess.run(
-        [sys.executable, "-c", CALLS, *HOT],
+        [sys.executable, "-c", CALLS, processor, *names],
         capture_output=True,
         text=True,
         timeout=400,
@@ -99,7 +125,7 @@ def compiled(processor, folder):
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_hot_kernels_work_on_vectors_of_full_width(processor, tmp_path):
     register = PROCESSORS[processor][1]
-    texts = compiled(processor, tmp_path)
+    texts = compiled(processor, tmp_path, HOT)
     assert texts.keys() == HOT.keys()
     for name, needed in HOT.items():
         for instruction in needed:
@@ -108,3 +134,14 @@ def test_hot_kernels_work_on_vectors_of_full_width(processor, tmp_path):
         for loop in loops(texts[name]):
             if re.search(rf"%{register}", loop):
                 assert "\tcall" not in loop, (name, loop)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86-64")
+def test_hot_kernels_work_on_vectors_on_arm(tmp_path):
+    texts = compiled("neoverse-n1", tmp_path, ON_ARM)
+    assert texts.keys() == ON_ARM.keys()
+    for name, needed in ON_ARM.items():
+        for instruction in needed:
+            vector = rf"\t{instruction}\tv\d+\.(4s|16b)"
+            assert re.search(vector, texts[name]), (name, instruction)
