@@ -228,8 +228,9 @@ OWN = """
 from mpicomp import TopK
 
 class Half(TopK):
-    def __init__(self, density, *, share=1.0):
-        super().__init__(density * share)
+    def __init__(self, density, *, part=1.0):
+        super().__init__(density * part)
+        self.part = part
 """
 
 
@@ -240,7 +241,7 @@ def test_a_compressor_of_ones_own_is_compared_with_the_others(
     monkeypatch.chdir(tmp_path)
     lines = [
         f"GradientExchange(comm, my_own_module.Half({given}))"
-        for given in ("0.1", "0.1, share=0.5")
+        for given in ("0.1", "0.1, part=0.5")
     ]
     rows = trained("--density", "0.1", "--methods", "topk", "--lines", *lines)
     same, mine, half = (row["trainings"][0]["curve"] for row in rows)

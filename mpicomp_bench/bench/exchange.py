@@ -25,10 +25,10 @@ GradientExchange with error feedback, by what it returns: a SparseVector (sparse
 mean in a given array (out=), or in a new one. With --tensors the gradient is that of a model: its
 tensors by name, each selected separately, beside one vector of the same length. With --compressors
 the rows are whole steps with those, settled, on layers of different scales. With --methods the rows
-are whole steps by the methods of `mpicomp explain --train` that write to out=, and a copy: few-bits-4 is bits=4,
-in-basis-two-bit-8 coefficients in a basis; of local-few-bits-10 a row is the exchange after ten
-steps. All calls are interleaved; a time is that of the slowest rank, from a common start. The floor
-is one read of the gradient by all ranks at the same time.
+are whole steps by the methods of `mpicomp explain --train` that write to out=, and a copy:
+few-bits-4 is bits=4, in-basis-two-bit-8 coefficients in a basis; of local-few-bits-10 a row is the
+exchange after ten steps. All calls are interleaved; a time is that of the slowest rank, from a
+common start. The floor is one read of the gradient by all ranks at the same time.
 """
 
 EXAMPLES = """
