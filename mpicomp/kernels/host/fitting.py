@@ -17,7 +17,7 @@ import numpy as np
 from mpicomp.arrays import Array, index_dtype
 from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
-from mpicomp.kernels.host.compiled import inner, jit, loop, single
+from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.fused import _add_and_compact
 from mpicomp.kernels.host.instructions import WORD, array_at
 from mpicomp.kernels.host.segments import Summands, as_vector
@@ -192,7 +192,7 @@ def _add(one, factor, other, is_sum, into):  # type: ignore[no-untyped-def]
             into[j] = one[j]
 
 
-@single
+@inner
 def _place_of_run(number, runs, size):  # type: ignore[no-untyped-def]
     """Return the first place of a run: in one of equal strides, scattered by a hash of its number."""
     start, end = number * size // runs, (number + 1) * size // runs - RUN
@@ -302,7 +302,7 @@ def _excess(entries, total, squares, share, pareto):  # type: ignore[no-untyped-
     return scale * exponent if shape == 0 else scale / shape * _expm1(shape * exponent)
 
 
-@single
+@inner
 def _log(x):  # type: ignore[no-untyped-def]
     """Return the natural logarithm of a positive number: 2 artanh((m - 1) / (m + 1)) of its significand m >= 1/2."""
     significand, exponent = math.frexp(x)
@@ -312,7 +312,7 @@ def _log(x):  # type: ignore[no-untyped-def]
     return exponent * _LN2 + 2 * ratio * series
 
 
-@single
+@inner
 def _expm1(x):  # type: ignore[no-untyped-def]
     """Return exp(x) - 1: the series of x / 2^d, doubled d times."""
     doublings = 0

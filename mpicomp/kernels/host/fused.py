@@ -12,7 +12,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_together
-from mpicomp.kernels.host.compiled import inner, jit, single
+from mpicomp.kernels.host.compiled import inner, jit
 from mpicomp.kernels.host.instructions import WORD, lowest, store_sum_reaching
 from mpicomp.kernels.host.selection import (
     Found,
@@ -171,7 +171,7 @@ def _add_each(  # type: ignore[no-untyped-def]
     return count
 
 
-@single
+@inner
 def _store_sums(a, factor, b, out, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
     """Append the sums at the bits set in `found`, counted from `start`; return the new count.
 

@@ -18,7 +18,7 @@ import numpy as np
 from mpicomp.arrays import Array, index_dtype
 from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable
-from mpicomp.kernels.host.compiled import inner, jit, loop, single
+from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.fused import _add_and_compact, add_largest
 from mpicomp.kernels.host.instructions import WORD, array_at
 from mpicomp.kernels.host.selection import (
@@ -274,7 +274,7 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
     return count
 
 
-@single
+@inner
 def _next_margin(margin, slack, found, k):  # type: ignore[no-untyped-def]
     """Return by how much the next floor is below this threshold, at most `slack`, by the number of candidates."""
     if found < k + _SCARCE * np.sqrt(k):
@@ -284,7 +284,7 @@ def _next_margin(margin, slack, found, k):  # type: ignore[no-untyped-def]
     return margin
 
 
-@single
+@inner
 def _sample(bits, sample):  # type: ignore[no-untyped-def]
     stride = bits.size // sample.size
     for i in range(0, sample.size, _RUN):
@@ -292,7 +292,7 @@ def _sample(bits, sample):  # type: ignore[no-untyped-def]
             sample[i + j] = bits[i * stride + j]
 
 
-@single
+@inner
 def _sample_sums(a, factor, b, some):  # type: ignore[no-untyped-def]
     stride = a.size // some.size
     for i in range(0, some.size, _RUN):

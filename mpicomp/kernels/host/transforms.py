@@ -13,7 +13,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable
-from mpicomp.kernels.host.compiled import jit, loop, single
+from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.instructions import WORD, butterflies
 from mpicomp.kernels.host.streaming import LONG, put
 from mpicomp.threads import in_pieces, number_of_pieces
@@ -38,8 +38,13 @@ def hadamard(
         [_scale(power) for power in range(chunk.bit_length())], result.dtype
     )
 
+    no_indices = np.empty(0, np.int32)
+    no_room = np.empty(0, result.dtype)
+
     def transform(start: int, end: int) -> None:
-        _hadamard(given[start:end], result[start:end], chunk, scales)
+        _hadamard(
+            no_indices, given, 0, result, start, end, chunk, scales, no_room, False
+        )
 
     in_pieces(transform, values.size, threads, step=max(chunk, WORD))
     if not is_wide:
@@ -73,7 +78,7 @@ def hadamard_writer(
 
     def transform(start: int, end: int) -> None:
         first = np.searchsorted(indices, start)
-        _of_entries(*entries, first, out, start, end, chunk, scales, rooms.pop(), past)
+        _hadamard(*entries, first, out, start, end, chunk, scales, rooms.pop(), past)
 
     def write() -> None:
         in_pieces(transform, out.size, threads, step=max(chunk, WORD))
@@ -99,37 +104,30 @@ def _scale(power: int) -> float:
 
 
 @jit
-def _hadamard(values, out, chunk, scales):  # type: ignore[no-untyped-def]
-    start, place = np.int64(0), 0
-    while 1 << place < chunk:
-        place += 1
-    while start < values.size:
-        while chunk > values.size - start:
-            chunk, place = chunk >> 1, place - 1
-        end = values.size - (values.size - start) % chunk
-        _transform(values, out, start, end, chunk, scales[place])
-        start = end
+def _hadamard(indices, values, entry, out, start, end, chunk, scales, room, past):  # type: ignore[no-untyped-def]
+    """Transform chunks from `start` to `end`, of a sparse vector as many together as a buffer holds.
 
-
-@jit
-def _of_entries(indices, values, entry, out, start, end, chunk, scales, room, past):  # type: ignore[no-untyped-def]
-    """Transform chunks of a sparse vector from `start` to `end`, as many together as a buffer holds.
-
-    entry: the first one at or after `start`.
+    room: the buffer, empty for a dense vector, which has no indices. entry: the first
+    one at or after `start`.
     """
-    place = 0
+    is_sparse, place = room.size > 0, 0
     while 1 << place < chunk:
         place += 1
     while start < end:
         while chunk > end - start:
             chunk, place = chunk >> 1, place - 1
-        size = min(room.size, end - start) // chunk * chunk
-        room[:size] = 0
-        while entry < indices.size and indices[entry] < start + size:
-            room[indices[entry] - start] = values[entry]
-            entry += 1
-        _transform(room, room, 0, size, chunk, scales[place])
-        put(room[:size], out[start:], past, True)
+        most = min(room.size, end - start) if is_sparse else end - start
+        size = most // chunk * chunk
+        given, into, first = values, out, start
+        if is_sparse:
+            given, into, first = room, room, np.int64(0)
+            room[:size] = 0
+            while entry < indices.size and indices[entry] < start + size:
+                room[indices[entry] - start] = values[entry]
+                entry += 1
+        _transform(given, into, first, first + size, chunk, scales[place])
+        if is_sparse:
+            put(room[:size], out[start:], past, True)
         start += size
 
 
@@ -171,7 +169,7 @@ def _two_stages(out, first, stride, scale):  # type: ignore[no-untyped-def]
         out[b], out[d] = (other + another) * scale, (other - another) * scale
 
 
-@single
+@inner
 def _stage(out, first, stride, scale):  # type: ignore[no-untyped-def]
     """Do the butterflies of a stride, in twice as many values from `first` on."""
     for i in range(stride):
