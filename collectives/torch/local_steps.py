@@ -1,5 +1,6 @@
 """Local steps of a PyTorch module: `OuterLoop` over its trainable parameters, or over the shards of FSDP2."""
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,7 @@ def outer_loop(
         }
 
     outer = OuterLoop(exchange, parameters, **terms)
+    reference = weakref.ref(outer)
     mine = {id(parameter) for parameter in known.registered.values()}
 
     def restart(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -72,11 +74,13 @@ def outer_loop(
         if any(
             id(parameter) in mine for group in groups for parameter in group["params"]
         ):
-            hook.remove()
-            if outer.count == 0:
-                outer.restart()
+            # PyTorch cannot remove a hook while it calls others
+            mine.clear()
+            loop = reference()
+            if loop is not None and loop.count == 0:
+                loop.restart()
 
-    hook = register_optimizer_step_pre_hook(restart)
+    register_optimizer_step_pre_hook(restart)
     return outer
 
 

@@ -1244,6 +1244,31 @@ def test_local_steps_of_a_module(world):
     assert float(network.weight.detach()[0, 0]) == 1 - (world.size - 1)
 
 
+def test_local_steps_of_two_models_whose_optimizers_step_one_after_the_other(world):
+    """As a generator and a discriminator, which is frozen whenever a round starts."""
+    networks = [nn.Linear(40, 100) for _ in range(2)]
+    for network in networks:
+        for parameter in network.parameters():
+            nn.init.ones_(parameter)
+    loops = [
+        outer_loop(network, GradientExchange(world, Dense(), NoFeedback()), every=2)
+        for network in networks
+    ]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in networks]
+    for _ in range(6):
+        for network, loop, optimizer in zip(networks, loops, optimizers, strict=True):
+            network.requires_grad_(True)
+            optimizer.zero_grad()
+            network(torch.full((1, 40), 1.0 + world.rank)).sum().backward()
+            optimizer.step()
+            network.requires_grad_(network is networks[0])
+            loop.step()
+    assert loops[0].rounds == loops[1].rounds == 3
+    for network in networks:
+        assert have_same_bits(network, world)
+    assert torch.equal(networks[0].weight, networks[1].weight)
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_local_steps_begin_at_the_parameters_that_were_loaded_after_the_loop_was_made(
     world, same
