@@ -194,45 +194,40 @@ class Bucket:
         self, mean: Mean | Coefficients, outs: Mapping[str, Array]
     ) -> tuple[dict[str, Any], list[Write]]:
         """Return new arrays by tensor name, and functions that write to them and to the buffers that are given."""
-        if isinstance(mean, CodedSum | Coefficients):
-            return self._to_decode(mean, outs)
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
+        if isinstance(mean, CodedSum | Coefficients | SparseVector):
+            return self._to_write(mean, outs)
         if not outs:
-            vector: Any = mean
-            if isinstance(mean, SparseVector):
-                vector = self.tensors[0].xp.zeros(self.length, mean.dtype)
-                kernels_for(vector).scatter(vector, mean.indices, mean.values)
-            return self._wrapped(self._split(vector)), []
+            return self._wrapped(self._split(mean)), []
         buffers = [outs.get(tensor.name) for tensor in self.tensors]
+        copy = partial(np.copyto, casting="same_kind")
         joined = None
         if len(outs) == len(buffers):
             joined = adjacent([*outs.values()])
         if joined is not None:
-            return {}, [partial(write_mean, joined, mean)]
+            return {}, [partial(copy, joined, mean)]
         results = {}
         writes = list[Write]()
         for tensor, buffer, part in zip(
-            self.tensors, buffers, self.parts(mean), strict=True
+            self.tensors, buffers, self._split(mean), strict=True
         ):
             if buffer is None:
-                results[tensor.name] = tensor.wrapped(
-                    part.to_dense() if isinstance(part, SparseVector) else part
-                )
+                results[tensor.name] = tensor.wrapped(part)
             else:
-                writes.append(partial(write_mean, buffer, part))
+                writes.append(partial(copy, buffer, part))
         return results, writes
 
-    def _to_decode(
-        self, mean: CodedSum | Coefficients, outs: Mapping[str, Array]
+    def _to_write(
+        self, mean: CodedSum | Coefficients | SparseVector, outs: Mapping[str, Array]
     ) -> tuple[dict[str, Any], list[Write]]:
-        """Return new arrays without values, by tensor name, and a function that decodes to them and to the buffers."""
+        """Return new arrays without values, by tensor name, and a function that writes to them and to the buffers."""
         new = {}
         if len(outs) < len(self.tensors):
             vector = self.tensors[0].xp.empty(self.length, mean.dtype)
             new = dict(zip(self.names_of_tensors, self._split(vector), strict=True))
         vectors = {**new, **outs}
-        write = mean.writer([vectors[name] for name in self.names_of_tensors])
+        write = writer_of(mean, [vectors[name] for name in self.names_of_tensors])
         results = self._wrapped([*new.values()]) if new else {}
         return {name: results[name] for name in results.keys() - outs.keys()}, [write]
 
@@ -287,11 +282,14 @@ class Bucket:
         self.feedback.reset()
 
 
-def write_mean(buffer: Array, mean: SparseVector | Array) -> None:
-    """Write a mean to an output buffer."""
-    if isinstance(mean, SparseVector):
-        kernels = kernels_for(buffer)
-        kernels.clear(buffer)
-        kernels.scatter(buffer, mean.indices, mean.values)
-    else:
-        np.copyto(buffer, mean, casting="same_kind")
+def writer_of(
+    mean: CodedSum | Coefficients | SparseVector, parts: Sequence[Array]
+) -> Write:
+    """Return a function that writes a mean to vectors of all tensors, in one pass."""
+    if not isinstance(mean, SparseVector):
+        return mean.writer(parts)
+    joined = adjacent(parts)
+    vectors = parts if joined is None else [joined]
+    kernels = kernels_for(parts[0])
+    write: Write = kernels.sparse_writer(mean.indices, mean.values, vectors)
+    return write

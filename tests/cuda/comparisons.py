@@ -867,6 +867,33 @@ def few_bits_in_parts(device, cupy):
             decode_in_parts(device, cupy, room, bits, block, other, (first, last))
 
 
+def sparse_vectors_in_parts(device, cupy):
+    """Parts at any place of their memory, some empty, and longer than what a block clears."""
+    sizes = 700, 0, 1, 9000, *[5] * 40, 4096, 0
+    for dtype, index in product(DTYPES, INDEX_DTYPES):
+        for some in (sizes, sizes[:1], sizes[1:2]):
+            rng, size = np.random.default_rng(3), sum(some)
+            indices, values = draw_sparse(rng, size // 7, size, index, dtype=dtype)
+            parts = [np.ones(size, dtype) for size in some]
+            ours = misaligned(cupy, parts)
+            sent = there(cupy, [indices, values])
+            device.sparse_writer(*sent, ours)()
+            host.sparse_writer(indices, values, parts)()
+            for found, expected in zip(ours, parts, strict=True):
+                assert_same(found.get(), expected)
+
+
+def transforms_of_entries(device, cupy):
+    for dtype, size in product(DTYPES[1:], (0, 100, 5000)):
+        rng = np.random.default_rng(size)
+        indices, values = draw_sparse(rng, size // 9, size, np.int32, dtype=dtype)
+        out = np.ones(size, dtype)
+        sent = there(cupy, [indices, values, out])
+        device.hadamard_writer(*sent, 256)()
+        host.hadamard_writer(indices, values, out, 256)()
+        assert_same(sent[2].get(), out)
+
+
 def coded_room(dtype, bits, block, blocks):
     """Return codes and scales of that many blocks, filled with another pattern."""
     return [

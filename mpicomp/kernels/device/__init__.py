@@ -50,6 +50,7 @@ from mpicomp.kernels.device.merging import (
     quotient,
     scatter,
     scatter_add,
+    sparse_writer,
 )
 from mpicomp.kernels.device.segments import (
     add_largest,
@@ -64,7 +65,7 @@ from mpicomp.kernels.device.statistics import (
     two_magnitudes,
     with_magnitudes,
 )
-from mpicomp.kernels.device.transforms import hadamard, signs
+from mpicomp.kernels.device.transforms import hadamard, hadamard_writer, signs
 from mpicomp.kernels.host.fitting import PLAN, begin_fits
 from mpicomp.kernels.host.statistics import Sides
 
@@ -91,6 +92,7 @@ __all__ = [
     "from_offsets",
     "gather",
     "hadamard",
+    "hadamard_writer",
     "inspect",
     "largest",
     "largest_in_segments",
@@ -107,6 +109,7 @@ __all__ = [
     "scatter_add",
     "sides",
     "signs",
+    "sparse_writer",
     "to_bitmap",
     "to_elias_fano",
     "to_offsets",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_uint64
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from struct import Struct
 from threading import local
@@ -12,6 +13,8 @@ import cupy
 import numpy as np
 from cupy.cuda import driver, runtime
 from numpy.typing import DTypeLike
+
+from mpicomp.kernels.host.few_bits import first_blocks
 
 Array = Any  # CuPy's arrays, which are not typed
 
@@ -121,3 +124,21 @@ def zeros(*sizes: int) -> list[Array]:
 def in_tiles(size: Any, tile: Any) -> Any:
     """Return how many tiles it takes to cover `size` items: an integer, or an array of them."""
     return -(-size // tile)
+
+
+def segments_of(
+    parts: Sequence[Array], others: Sequence[tuple[Array, Array]], block: int
+) -> tuple[tuple[Array | None, int, Array | None, int], int]:
+    """Return the segments as arguments of kernels, and the number of blocks: a table, or a part and its size.
+
+    The table is that of `Segments` in common.cuh; others: pairs of arrays whose addresses
+    follow in it.
+    """
+    sizes = [part.size for part in parts]
+    firsts = first_blocks(sizes, block).tolist()
+    if len(parts) == 1 and not others:
+        return (None, 0, parts[0], sizes[0]), firsts[-1]
+    edges = np.append(0, np.cumsum(sizes, dtype=np.int64)).tolist()
+    addresses = [each.data.ptr for each in chain(parts, *others)]
+    table = cupy.asarray(np.array([*firsts, *edges, *addresses], np.int64))
+    return (table, len(parts), None, 0), firsts[-1]

@@ -76,49 +76,6 @@ struct Rounding {  // of scales; step, coarse, least and most as bits
     }
 };
 
-// The segments of a vector. table: the first block of each and the end, the first value of each and the end, addresses
-// of values, then pairs of addresses of codes and scales; none for one segment, whose values are at `only`.
-template <typename T>
-struct Segments {
-    const i64* table;
-    i64 rows;
-    T* only;
-    i64 size;
-};
-
-// A block of a segment: where its values are in the segment, their place in the vector, and how many there are.
-template <typename T>
-struct Block {
-    T* values;
-    i64 place;
-    i32 size;
-};
-
-// Find a block by its number; all lanes of a warp call, whose numbers do not decrease.
-template <typename T>
-__device__ inline Block<T> find_block(const Segments<T>& all, i64 number, i64 last, int log_block) {
-    const i64 block = (i64)1 << log_block;
-    i64 first = 0, place = 0, size = all.size;
-    T* values = all.only;
-    if (all.table) {
-        const i64 least = __shfl_sync(ALL, number, 0), *ends = all.table + 1;
-        i64 row = 0;
-        for (i64 start = 0; start < all.rows; start += 32) {
-            const u32 before = __popc(__ballot_sync(ALL, start + lane() < all.rows && ends[start + lane()] <= least));
-            row += before;
-            if (before < 32) break;
-        }
-        while (row < all.rows - 1 && ends[row] <= number) ++row;
-        row = lesser(row, all.rows - 1);
-        const i64* edges = all.table + all.rows + 1;
-        first = all.table[row], place = edges[row], size = edges[row + 1] - place;
-        values = ADDRESS(T, edges[all.rows + 1 + row]);
-    }
-    const i64 start = (number - first) << log_block;
-    const i64 left = number < last ? size - start : 0;
-    return {values + start, place + start, (i32)(left < block ? left < 0 ? 0 : left : block)};
-}
-
 // The values of a lane: four from `from` on, and from each quarter of a block on; zeros behind the `size` first.
 template <typename T>
 __device__ inline void read_lane(const T* from, i32 size, i32 quarter, bool is_whole, T (&to)[LANE_VALUES]) {

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
-import cupy
 import numpy as np
 
-from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch
+from mpicomp.kernels.device.compiling import (
+    THREADS,
+    Array,
+    in_tiles,
+    launch,
+    segments_of,
+)
 from mpicomp.kernels.device.merging import add_scaled
 from mpicomp.kernels.host.bits import FORMATS
 from mpicomp.kernels.host.few_bits import first_blocks, offset_of, rounding
@@ -64,7 +68,7 @@ def quantise_parts(
     form = rounding(dtype, bits, short=short)
     terms = [(_in_words(term), steps) for term, steps in others]
     room = _in_words(codes)
-    segments, last = _segments(parts, terms, block)
+    segments, last = segments_of(parts, terms, block)
     first, last = blocks or (0, last)
     numbers = [decay, scale, *form[1:], offset_of(dtype, bits)]
     decay_bits, scale_bits, *limits = _bits_of(numbers, dtype)
@@ -115,10 +119,10 @@ def decoder(
     copy more for each part.
     """
     dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
-    segments, last = _segments(parts, (), block)
+    segments, last = segments_of(parts, (), block)
     first, last = blocks or (0, last)
     if first == last:
-        return _nothing
+        return lambda: None
     is_short = float(divisor).is_integer() and 1 <= divisor < _MOST_DIVISOR
     numbers = _bits_of([divisor, 1 / divisor if is_short else 0], dtype)
     tiles = in_tiles((last - first) * block, THREADS * 2 * _HELD)
@@ -145,27 +149,6 @@ def _spans(sizes: Sequence[int], block: int, first: int, last: int) -> list[slic
         begin, end = ((number - low) * block for number in (first, last))
         spans.append(slice(min(max(begin, 0), size), min(max(end, 0), size)))
     return spans
-
-
-def _nothing() -> None:
-    """Decode no block."""
-
-
-def _segments(
-    parts: Sequence[Array], others: Sequence[tuple[Array, Array]], block: int
-) -> tuple[tuple[Array | None, int, Array | None, int], int]:
-    """Return the segments as arguments of kernels, and the number of blocks: a table, or a part and its size.
-
-    The table is that of `Segments` in few_bits.cu.
-    """
-    sizes = [part.size for part in parts]
-    firsts = first_blocks(sizes, block).tolist()
-    if len(parts) == 1 and not others:
-        return (None, 0, parts[0], sizes[0]), firsts[-1]
-    edges = np.append(0, np.cumsum(sizes, dtype=np.int64)).tolist()
-    addresses = [each.data.ptr for each in chain(parts, *others)]
-    table = cupy.asarray(np.array([*firsts, *edges, *addresses], np.int64))
-    return (table, len(parts), None, 0), firsts[-1]
 
 
 def _in_words(codes: Array) -> Array:

@@ -142,6 +142,35 @@ __device__ inline void gather(const Key* dense, const Index* indices, i64 size, 
     if (entry < size) out[entry] = dense[indices[entry]];
 }
 
+// Clear the segments of a vector: a block of threads for each CLEARED values of one.
+constexpr int LOG_CLEARED = 12, CLEARED = 1 << LOG_CLEARED;
+
+template <typename Key>
+__device__ inline void clear_segments(const Segments<Key>& all, i64 blocks) {
+    const Block<Key> c = find_block(all, (i64)blockIdx.x, blocks, LOG_CLEARED);
+    if (c.size == CLEARED && (u64)c.values % 16 == 0) {
+        for (int i = threadIdx.x; i < CLEARED * (int)sizeof(Key) / 16; i += THREADS)
+            ((uint4*)c.values)[i] = uint4{0, 0, 0, 0};
+    } else {
+        for (int i = threadIdx.x; i < c.size; i += THREADS) c.values[i] = 0;
+    }
+}
+
+// Write entries of a vector to its segments.
+template <typename Index, typename Key>
+__device__ inline void scatter_to_segments(
+    const Segments<Key>& all, const Index* indices, const Key* values, i64 size) {
+    const i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (entry >= size) return;
+    const i64 index = (i64)indices[entry];
+    if (!all.table) {
+        all.only[index] = values[entry];
+        return;
+    }
+    const i64 *edges = all.table + all.rows + 1, *addresses = edges + all.rows + 1;
+    const i64 row = lower_bound(edges, 0, all.rows + 1, index + 1) - 1;
+    ADDRESS(Key, addresses[row])[index - edges[row]] = values[entry];
+}
 
 enum Operation { PLUS, MINUS, TIMES, OVER };
 
@@ -253,6 +282,10 @@ __device__ inline void inspect(
         u64* found) {                                                                                               \
         inspect(indices, size, length, values, count, mask, infinity, found);                                       \
     }                                                                                                               \
+    KERNEL scatter_to_segments_##index##_##key(                                                                     \
+        const i64* table, i64 rows, Key* only, i64 length, const Index* indices, const Key* values, i64 size) {     \
+        scatter_to_segments(Segments<Key>{table, rows, only, length}, indices, values, size);                       \
+    }                                                                                                               \
     KERNEL gather_##index##_##key(const Key* dense, const Index* indices, i64 size, Key* out) {                     \
         gather(dense, indices, size, out);                                                                          \
     }
@@ -271,3 +304,12 @@ MERGING(i8, i64)
 COMBINE_WITH(f2, Half)
 COMBINE_WITH(f4, Single)
 COMBINE_WITH(f8, double)
+
+#define CLEARING(key, Key)                                                                                          \
+    KERNEL clear_segments_##key(const i64* table, i64 rows, Key* only, i64 length, i64 blocks) {                    \
+        clear_segments(Segments<Key>{table, rows, only, length}, blocks);                                           \
+    }
+
+CLEARING(u2, u16)
+CLEARING(u4, u32)
+CLEARING(u8, u64)

@@ -3,7 +3,7 @@
 Source of the merge: O. Green, R. McColl and D. A. Bader, "GPU merge path", ICS 2012.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -16,12 +16,14 @@ from mpicomp.kernels.device.compiling import (
     Array,
     in_tiles,
     launch,
+    segments_of,
     zeros,
 )
 from mpicomp.kernels.host.bits import FORMATS
 
 _MERGED = 4 * THREADS  # entries that a block merges
 _PACKED = 4 * THREADS
+_CLEARED = 4096  # values that a block clears
 _OPERATORS = "+-*/"
 
 
@@ -108,6 +110,28 @@ def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
 def scatter(dense: Array, indices: Array, values: Array) -> None:
     """Write `values`, 1-d and of the dtype of `dense`, to ``dense[indices]``; the indices must be in range."""
     dense[indices] = values
+
+
+def sparse_writer(
+    indices: Array, values: Array, parts: Sequence[Array]
+) -> Callable[[], None]:
+    """Return a function that writes a sparse vector to parts, as `mpicomp.kernels.host.sparse_writer` does.
+
+    It takes two launches, whatever the number of parts.
+    """
+    keys = _key_dtype(values.dtype)
+    segments, blocks = segments_of(parts, (), _CLEARED)
+    entries = in_tiles(indices.size, THREADS)
+
+    def write() -> None:
+        if blocks:
+            launch("clear_segments", [keys], blocks, *segments, blocks)
+        if entries:
+            dtypes = [indices.dtype, keys]
+            args = *segments, indices, values, indices.size
+            launch("scatter_to_segments", dtypes, entries, *args)
+
+    return write
 
 
 def add(a: Array, b: Array, out: Array) -> None:

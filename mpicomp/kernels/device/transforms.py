@@ -1,8 +1,11 @@
 """Orthonormal transforms of chunks of consecutive values, and signs: with the additions of the host."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mpicomp.kernels.device.compiling import THREADS, Array, in_tiles, launch
+from mpicomp.kernels.device.merging import sparse_writer
 from mpicomp.kernels.host.bits import FORMATS
 
 _TILE = 4096  # values of the chunks that a block transforms; no chunk is longer
@@ -29,6 +32,27 @@ def hadamard(
             chunk,
             tiles,
         )
+
+
+def hadamard_writer(
+    indices: Array,
+    values: Array,
+    out: Array,
+    chunk: int,
+    *,
+    threads: int | None = None,
+) -> Callable[[], None]:
+    """Return a function that writes what `hadamard` makes of a sparse vector to `out`, as the host's does.
+
+    chunk, threads: as for `hadamard`.
+    """
+    write = sparse_writer(indices, values, [out])
+
+    def transform() -> None:
+        write()
+        hadamard(out, out, chunk)
+
+    return transform
 
 
 def signs(values: Array, *, threads: int | None = None) -> None:

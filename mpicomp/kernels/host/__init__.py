@@ -46,6 +46,7 @@ from mpicomp.kernels.host.merging import (
     merge,
     scatter,
     scatter_add,
+    sparse_writer,
 )
 from mpicomp.kernels.host.segments import largest_in_segments
 from mpicomp.kernels.host.selection import (
@@ -110,6 +111,7 @@ __all__ = [
     "scatter_add",
     "sides",
     "signs",
+    "sparse_writer",
     "to_bitmap",
     "to_elias_fano",
     "to_offsets",

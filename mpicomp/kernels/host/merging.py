@@ -5,7 +5,7 @@ whatever the entries elsewhere. float16 is added in float32, and the sum is roun
 once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import WORD, lowest, nonzero
 from mpicomp.kernels.host.selection import first_not_finite
+from mpicomp.kernels.host.streaming import clear
 from mpicomp.threads import in_pieces
 
 _TILE = 1 << 16  # positions of a tile: 256 KiB of float32 fit the second-level cache
@@ -152,6 +153,30 @@ def scatter(
         places.size,
         threads,
     )
+
+
+def sparse_writer(
+    indices: Array, values: Array, parts: Sequence[Array]
+) -> Callable[[], None]:
+    """Return a function that writes a sparse vector to consecutive parts, and zeros elsewhere; it allocates nothing.
+
+    indices, values: of the parts together, as a `SparseVector` has them, 1-d and of the
+    parts' dtype.
+    """
+    edges = np.append(0, np.cumsum([part.size for part in parts], dtype=np.int64))
+    ends = np.searchsorted(indices, edges[1:]).tolist()
+    pieces = []
+    start = 0
+    for part, first, end in zip(parts, edges.tolist(), ends, strict=False):
+        pieces.append((part, indices[start:end] - first, values[start:end]))
+        start = end
+
+    def write() -> None:
+        for part, places, some in pieces:
+            clear(part)
+            scatter(part, places, some)
+
+    return write
 
 
 def scatter_add(
