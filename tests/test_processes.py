@@ -148,3 +148,27 @@ def test_a_rank_that_is_alone_under_a_launcher_of_several_warns_once(
     done = python("-W", "always", "-c", ALONE, env=environment(**variables))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("this process trains alone") == warnings
+
+
+FINALIZED = """
+import numpy as np
+from mpi4py import MPI
+from collectives import GradientExchange, OuterLoop
+from mpicomp import TopK
+
+exchange = GradientExchange(MPI.COMM_WORLD, TopK(0.5))
+exchange(np.ones(4))
+loop = OuterLoop(GradientExchange(MPI.COMM_WORLD, bits=4), {"weight": np.ones(4)}, every=1)
+loop.step()
+states = [each.state_dict() for each in (exchange, loop)]
+MPI.Finalize()
+for each, state in zip((exchange, loop), states):
+    np.testing.assert_equal(each.state_dict(), state)
+print("saved")
+"""
+
+
+def test_states_can_be_saved_after_mpi_has_ended(tmp_path):
+    (tmp_path / "job.py").write_text(FINALIZED)
+    done = mpirun(2, "job.py", cwd=tmp_path)
+    assert done.stdout.count("saved") == 2, done.stderr
