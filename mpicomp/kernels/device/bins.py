@@ -15,7 +15,7 @@ from mpicomp.kernels.device.compiling import (
     launch,
     zeros,
 )
-from mpicomp.kernels.device.segments import Column, running_totals, table_of
+from mpicomp.kernels.device.segments import Column, Vector, running_totals, table_of
 from mpicomp.kernels.device.selection import raise_not_finite
 from mpicomp.kernels.host.bits import FORMATS
 
@@ -54,7 +54,8 @@ def entries_in_bins(
     magnitudes = report[3 + count :].view(form.keys)
     largest = cupy.empty(total, form.keys)
     marked = cupy.empty(total, np.uint32), cupy.empty(words, np.uint32)
-    sums = _summed(values, summand)
+    vector = Vector.of(values, summand and (*summand, parts))
+    sums = vector.source, vector.factor, vector.out
     mask = int(form.mask)
     marking = *sums, table, count, mask, int(form.infinity), largest, *marked, report
     warps = min(MOST_BLOCKS, in_tiles(total, _WARPS))
@@ -92,14 +93,3 @@ def _table(
     addends = np.array([address(part) for part in parts], np.int64)[some]
     rows = edges[some], edges[some + 1], before, marked, lengths, words, addends
     return table_of(*rows), int(before[-1]), int(marked[-1])
-
-
-def _summed(
-    values: Array, summand: tuple[Array, float] | None
-) -> tuple[Array, int, Array | None]:
-    """Return what is read, as bits, its factor as those of a float64, and where a sum is written, if there is one."""
-    keys = FORMATS[values.dtype].keys
-    if summand is None:
-        return values.view(keys), 0, None
-    factor = np.float64(values.dtype.type(summand[1]))
-    return summand[0].view(keys), int(factor.view(np.uint64)), values.view(keys)

@@ -16,12 +16,12 @@ from mpicomp.kernels.device.compiling import (
     zeros,
 )
 from mpicomp.kernels.device.segments import (
+    TILES,
     Candidates,
     Vector,
     largest_in_segments,
     running_totals,
     table_of,
-    tiles_of,
 )
 from mpicomp.kernels.host.fitting import keys_above
 from mpicomp.kernels.host.segments import Summands
@@ -118,7 +118,7 @@ def _fitted(
     count = plans.size
     form = candidates.vector.form
     blocks = running_totals(in_tiles(room, _BLOCK))
-    tiles = running_totals(in_tiles(room, tiles_of(form)))
+    tiles = running_totals(in_tiles(room, TILES[form.keys.itemsize]))
     fields = (plans[name].view(np.int64) for name in ("start", "wanted", "share"))
     rows = table_of(blocks, tiles, *fields)
     report, done, ticket, states, *compacting = zeros(

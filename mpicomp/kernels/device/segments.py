@@ -48,7 +48,7 @@ _SELECTORS = 512
 _SIGMAS = 4
 _DIGIT = 11
 # values that a block of 256 threads reads at a time, by their bytes
-_TILES = {2: 4096, 4: 4096, 8: 2048}
+TILES = {2: 4096, 4: 4096, 8: 2048}
 _COMPACTED = 8  # tiles of a block
 _SAID = 3  # words: whether a value is not finite, the first position, the last one
 
@@ -202,7 +202,7 @@ def _in_chunks(
     report, ticket, states = zeros(_SAID + count + 1, 1, chunks)
     positions = cupy.empty(room, index)
     kept = cupy.empty(room, vector.form.keys)
-    is_long = min(chunk.max(), (end - first).max()) > _TILES[kept.itemsize]
+    is_long = min(chunk.max(), (end - first).max()) > TILES[kept.itemsize]
     launch(
         "largest_in_long_chunks" if is_long else "largest_in_chunks",
         [index, kept.dtype],
@@ -306,7 +306,7 @@ class Candidates(NamedTuple):
     def tiles(self) -> Column:
         """The number of tiles before each row, and of all."""
         return running_totals(
-            in_tiles(self.end - self.first, tiles_of(self.vector.form))
+            in_tiles(self.end - self.first, TILES[self.vector.values.itemsize])
         )
 
     @property
@@ -338,7 +338,13 @@ class Candidates(NamedTuple):
         count = self.first.size
         ticket, states = work
         marks = cupy.empty(int(self.tiles[-1]) * THREADS, np.uint16)
-        _mark(vector, table, count, floors, marks)
+        blocks = min(MOST_BLOCKS, int(self.tiles[-1]))
+        args = table, count, vector.limits[0], floors, marks
+        if vector.out is None:
+            launch("mark", [keys], blocks, vector.values, *args)
+        else:
+            summed = vector.source, vector.factor, vector.out
+            launch("add_and_mark", [keys], blocks, *summed, *args)
         found = cupy.empty(room, self.index_dtype), cupy.empty(room, keys)
         dtypes = [self.index_dtype, keys]
         given = vector.values, marks, table, count, *found, room, starts, ticket, states
@@ -388,27 +394,9 @@ def _select(
     return chosen, words[_SAID + count + 1 :], reached
 
 
-def _mark(vector: Vector, rows: Array, count: int, floors: Array, marks: Array) -> None:
-    """Mark what reaches the floors; the sum is written first, if there is one."""
-    mask, _, _ = vector.limits
-    blocks = min(MOST_BLOCKS, marks.size // THREADS)
-    args = rows, count, mask, floors, marks
-    dtypes = [vector.values.dtype]
-    if vector.out is None:
-        launch("mark", dtypes, blocks, vector.values, *args)
-    else:
-        given = vector.source, vector.factor, vector.out
-        launch("add_and_mark", dtypes, blocks, *given, *args)
-
-
-def tiles_of(form: Format) -> int:
-    """Return how many values a block of 256 threads reads at a time."""
-    return _TILES[form.keys.itemsize]
-
-
 def _jobs(room: Column, form: Format) -> tuple[Column, Column]:
     """Return the blocks that select from the candidates of each row, and the words in which several count digits."""
-    tiles = in_tiles(room, tiles_of(form) * _SELECTORS // THREADS)
+    tiles = in_tiles(room, TILES[form.keys.itemsize] * _SELECTORS // THREADS)
     digits = in_tiles(form.width, _DIGIT)
     is_shared = room > _FEW
     words = digits * ((1 << _DIGIT) + 1) + 2 * tiles
