@@ -17,9 +17,9 @@ MOST = {
     "few-bits-2": 25,
     "topk": 19,
     "in-basis": 29,
-    "local-sparse": 30,
+    "local-sparse": 31,
     "sidco": 27,
-    "adacomp": 24,
+    "adacomp": 26,
 }
 
 
