@@ -3,6 +3,7 @@
     benchmarks/tables.sh exchange docs/results && MPI=impi-rt benchmarks/tables.sh exchange docs/results
     benchmarks/tables.sh choice docs/results
     benchmarks/tables.sh steps docs/results
+    benchmarks/tables.sh few_bits docs/results
     python benchmarks/threads.py --json docs/results/threads.json
     mpirun -n 4 python -m mpi4py benchmarks/few_bits.py --json docs/results/quantised-4.json             # and on 2
     python benchmarks/cold.py --json docs/results/cold.json
@@ -132,6 +133,27 @@ def compressors() -> list[str]:
         ]
         rows.append([f"`{name.partition(',')[0]}`", *cells])
     return table(["compressor", *heads], rows)
+
+
+def few_bits() -> list[str]:
+    """Return the table of whole steps in few bits: copies of the gradient, and MPI's dense sum over them."""
+    files = {
+        "P = 1": "few-bits-1",
+        "P = 1, AVX2": "few-bits-avx2",
+        "P = 2": "few-bits-2",
+        "P = 4": "few-bits-4",
+        "54 tensors, P = 1": "few-bits-1-tensors",
+        "54 tensors, P = 2": "few-bits-2-tensors",
+    }
+    rows: dict[str, list[str]] = {}
+    for file in files.values():
+        copy, *steps = loaded(file)["rows"]
+        rows.setdefault("a copy", []).append(f"{1e3 * copy['seconds']:.1f} ms")
+        for step in steps:
+            copies = step["seconds"] / copy["seconds"]
+            cell = f"{copies:.2f}, {step['speedup']:.2f}x"
+            rows.setdefault(f"`{step['name']}`", []).append(cell)
+    return table(["25e6 float32", *files], [[name, *own] for name, own in rows.items()])
 
 
 def gains() -> list[str]:
@@ -497,6 +519,7 @@ TABLES = {
         "compressors": compressors,
         "threads": threads,
         "cold": lambda: first_steps(loaded("cold")["rows"]),
+        "few_bits": few_bits,
         "parts": parts,
         "choice": choice,
         "short": short,

@@ -8,7 +8,9 @@
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
 #   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
 #   steps     a whole step with each compressor, one vector and 54 tensors, on one rank     (2 minutes)
-#   machine   without links: exchange, steps, threads, kernels                              (20 minutes)
+#   few_bits  a whole step in few bits beside a copy and MPI's sum, on 1, 2 and 4 ranks; as on a processor with AVX2
+#                                                                                           (3 minutes)
+#   machine   without links: exchange, steps, few_bits, threads, kernels                    (20 minutes)
 #   all       links, bytes, crossing and machine
 #
 # The output is shown, and written to FOLDER (build/tables), with JSON where a command has it. Hosts with slow links need
@@ -94,15 +96,30 @@ steps() {
   done
 }
 
+few_bits() {
+  local methods="few-bits-8 few-bits-4 few-bits-2 few-bits-1 in-basis-8 topk-0.001 local-few-bits-10"
+  export MPICOMP_THREADS=1
+  for size in 1 2 4; do for tensors in "" wide-gpt; do
+    local name=few-bits-$size${tensors:+-tensors}
+    keep "$name" mpirun -n $size mpicomp bench exchange ${tensors:+--tensors $tensors} --methods $methods \
+      --repeats "${REPEATS:-15}" --json "$out/$name.json"
+  done; done
+  NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+popcnt,+lzcnt,+movbe,+sse4.2 \
+    NUMBA_CACHE_DIR=$out/avx2 keep few-bits-avx2 mpirun -n 1 mpicomp bench exchange --methods $methods \
+    --repeats "${REPEATS:-15}" --json "$out/few-bits-avx2.json"
+  rm -rf "$out/avx2"
+}
+
 machine() {
   exchange
   steps
+  few_bits
   keep threads python "$here/threads.py" --json "$out/threads.json"
   keep kernels python "$here/kernels.py" --repeats 5 --json "$out/kernels.json"
 }
 
 case $table in
-  links | bytes | choice | short | crossing | exchange | steps | machine) tables=$table ;;
+  links | bytes | choice | short | crossing | exchange | steps | few_bits | machine) tables=$table ;;
   all) tables="links bytes crossing machine" ;;
   *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
 esac
