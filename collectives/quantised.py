@@ -232,7 +232,7 @@ def shares_of_sum(
 
     ranges = shares(*blocks, group.size)
     parts = [code(share) for rank, share in enumerate(ranges) if rank != group.rank]
-    if checked and not all([part.is_finite() for part in parts]):
+    if checked and not all([part.is_finite for part in parts]):
         refuse_not_finite(uncoded, group)
     parts.insert(group.rank, as_they_are(uncoded.errors[:0], block))
     received = yield from group.all_to_all(parts)
@@ -247,7 +247,7 @@ def shares_of_sum(
         )
     share = code((first, end), others)
     # if this rank's values are finite, the sum is out of range on all ranks
-    if checked and not share.is_finite():
+    if checked and not share.is_finite:
         refuse_not_finite(uncoded, group)
     del parts, received, others
     return [theirs for theirs, _ in (yield from group.all_to_all([share] * group.size))]

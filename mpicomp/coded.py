@@ -155,9 +155,10 @@ class CodedSum:
         """The dtype of the decoded values."""
         return self.shares[0].dtype
 
+    @property
     def is_finite(self) -> bool:
-        """Return whether all values are finite: that tell the scales."""
-        return all([share.is_finite() for share in self.shares])
+        """Whether all values are finite: that tell the scales."""
+        return all([share.is_finite for share in self.shares])
 
     def writer(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,9 @@ class FewBits:
         """The dtype of the decoded values."""
         return np.dtype(np.float32 if self.scales.itemsize == 2 else np.float64)
 
+    @cached_property
     def is_finite(self) -> bool:
-        """Return whether all values were finite before they were rounded; waits for a device."""
+        """Whether all values were finite before they were rounded; the first look waits for a device."""
         infinity = (
             np.array([np.inf], self.dtype).view(f"u{self.dtype.itemsize}")[0]
             >> 4 * self.dtype.itemsize

@@ -96,7 +96,7 @@ class Reduction:
         divides = ranks > 1 and self.average in (True, CONTRIBUTORS)
         if isinstance(total, CodedSum):
             mean = replace(total, divisor=ranks if divides else 1)
-            if not mean.is_finite():
+            if not mean.is_finite:
                 raise out_of_range("sum over the ranks", mean.dtype)
             if mean.dtype == dtype:
                 return mean
