@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
 # Launches and waits of a step at P = 1, for 1, 54 and 160 tensors: they only fall.
 MOST = {
     "Top-k": ((10, 2), (7, 2), (7, 2)),
-    "bits=4": ((8, 2), (8, 2), (8, 2)),
+    "bits=4": ((6, 2), (6, 2), (6, 2)),
     "chunks, two bits": ((10, 3), (10, 3), (10, 3)),
     "SIDCo": ((11, 3), (11, 3), (11, 3)),
     "AdaComp": ((9, 2), (9, 2), (9, 2)),
