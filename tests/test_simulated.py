@@ -22,6 +22,7 @@ from collectives.agreement.notification import run_or_notify
 from collectives.planning.partition import likely
 from collectives.runtime.group import Group
 from mpicomp import CollectiveError, SparseVector, TopK, quantise
+from mpicomp.coded import Uncoded
 from mpicomp_bench.network import Network
 
 SIZES = [*range(1, 18), 31, 32, 65, 100]
@@ -224,11 +225,15 @@ def in_few_bits(network, name, length, bits, block=32):
     """Return results and rounds of a sum in few bits, whose conservation and bits on all ranks are checked."""
 
     def run(rank, group):
-        own = {"bits": bits, "block": block, "array": drawn(rank, length)}
-        own["out"] = np.empty(length, np.float32), np.empty(length, np.float32)
-        return quantised_allreduce.algorithms[name](
-            SparseVector.empty(length), group, **own
+        values = drawn(rank, length)
+        total, errors = yield from quantised_allreduce.algorithms[name](
+            SparseVector.empty(length),
+            group,
+            bits=bits,
+            block=block,
+            uncoded=Uncoded([values], np.empty_like(values)),
         )
+        return total.to_array(), errors
 
     results, rounds = network.run(run, length=length, dtype="float32")
     assert len({total.tobytes() for total, _ in results}) == 1
@@ -432,8 +437,7 @@ NAMED = {
             steps,
             bits=4,
             block=32,
-            array=np.ones(100),
-            out=(np.empty(100), np.empty(100)),
+            uncoded=Uncoded([np.ones(100)], np.empty(100)),
         )
         for name, steps in [
             ("auto", quantised_allreduce.automatic),

@@ -66,13 +66,13 @@ def test_the_bits_are_those_of_the_host_in_many_launches(
 
 def test_a_sample_serves_ordinary_data(cupy, device, monkeypatch):
     selections = []
-    select = device.segments._Run.select
+    select = device.segments._select
 
-    def selected(*args):
+    def selected(*args, **more):
         selections.append(args)
-        return select(*args)
+        return select(*args, **more)
 
-    monkeypatch.setattr(device.segments._Run, "select", selected)
+    monkeypatch.setattr(device.segments, "_select", selected)
     values = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
     for k in (1, 100, 10_000):
         comparisons.compare(device, cupy, "largest", values, k)
