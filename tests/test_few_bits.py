@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from test_vectors import loops
 
 from mpicomp.arrays import new_vector
 from mpicomp.few_bits import BITS, SCALES
 from mpicomp.kernels import host
 from mpicomp.kernels.host.few_bits import (
-    dequantise_parts,
+    decoder,
     first_blocks,
     quantise_parts,
 )
@@ -123,12 +124,12 @@ def test_ranges_of_blocks_are_parts_of_the_whole(dtype, bits):
         width, each = BLOCK * bits // 8, 2 if bits == 2 else 1
         own = codes[first * width : last * width], scales[first * each : last * each]
         assert_same(some, own)
-        dequantise_parts(*some, bits, BLOCK, decoded, blocks=(first, last), long=0)
+        decoder(*some, bits, BLOCK, decoded, blocks=(first, last), long=0)()
         changed = (found != before[0]).sum()
         assert changed <= (last - first) * BLOCK
     assert_same([found], [rejected])
     whole = [np.empty_like(part) for part in parts]
-    dequantise_parts(codes, scales, bits, BLOCK, whole)
+    decoder(codes, scales, bits, BLOCK, whole)()
     assert_same(decoded, whole)
 
 
@@ -140,10 +141,10 @@ def test_decoding_over_a_divisor_is_a_division(dtype, bits, divisor, long):
     parts = drawn(dtype)
     codes, scales, _ = joined(alone(each, [], bits) for each in parts)
     decoded = [np.empty_like(part) for part in parts]
-    dequantise_parts(codes, scales, bits, BLOCK, decoded)
+    decoder(codes, scales, bits, BLOCK, decoded)()
     means = drawn(dtype)  # each at another place of a cache line
     around = [each.base.copy() for each in means]
-    dequantise_parts(codes, scales, bits, BLOCK, means, divisor=divisor, long=long)
+    decoder(codes, scales, bits, BLOCK, means, divisor=divisor, long=long)()
     assert_same(means, [each / dtype(divisor) for each in decoded])
     for each, before in zip(means, around, strict=True):
         start = before.size - each.size
@@ -178,7 +179,7 @@ def test_what_lies_beside_a_tensor_does_not_change_it(bits, size):
     some = codes[: blocks * width], scales[: blocks * each]
     quantise_parts(parts, None, [], bits, 256, *some, np.empty(1064, np.float32))
     decoded = [np.empty_like(part) for part in parts]
-    dequantise_parts(*some, bits, 256, decoded)
+    decoder(*some, bits, 256, decoded)()
     only = room(64, bits, np.float32, 256)
     host.quantise(bias, [], bits, 256, *only, np.empty_like(bias))
     expected = np.empty_like(bias)
@@ -234,7 +235,7 @@ def test_decoding_onto_vectors_is_decoding_and_an_addition(dtype, bits, long):
     codes, scales, _ = joined(alone(each, [], bits) for each in parts)
     bases = [np.roll(part, 1) for part in parts]
     means = [np.empty_like(part) for part in parts]
-    dequantise_parts(codes, scales, bits, BLOCK, means, divisor=3)
+    decoder(codes, scales, bits, BLOCK, means, divisor=3)()
     pairs = zip(means, bases, strict=True)
     expected = [dtype(-0.7) * mean + base for mean, base in pairs]
     sums = drawn(dtype)
@@ -264,22 +265,12 @@ import numpy as np
 from mpicomp.kernels.host import few_bits
 part, codes, scales = np.ones(512, np.float32), np.empty(256, np.uint8), np.empty(2, np.uint16)
 few_bits.quantise_parts([part], part.copy(), [], 4, 256, codes, scales, part.copy())
-few_bits.dequantise_parts(codes, scales, 4, 256, [part])
+few_bits.decoder(codes, scales, 4, 256, [part])()
 for kernel in few_bits._quantise, few_bits._dequantise:
     print(*kernel.inspect_asm().values())
 """
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86-64")
 FEATURES = "+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+popcnt,+lzcnt,+movbe,+sse4.2"
-
-
-def loops(text):
-    """Return the innermost loops of compiled code: blocks that end with a jump to their own begin."""
-    blocks = re.split(r"\n(?=\.L\w+:)", text)
-    for block in blocks:
-        label = block.partition(":")[0]
-        inside, jump, _ = f"{block}\n".partition(f"\t{label}\n")
-        if jump and inside.rstrip().rsplit("\t", 1)[-1].startswith("j"):
-            yield inside
 
 
 @X86

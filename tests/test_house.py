@@ -152,7 +152,6 @@ def code_of(*folders):
     return {path: ast.parse(path.read_text()) for path in paths}
 
 
-# numbers that only fall: what a change needs more of, it takes away elsewhere
 # Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
 # use the slack of 3 %, a feature may not.
 BUDGET = {

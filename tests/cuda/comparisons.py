@@ -920,9 +920,9 @@ def decode_in_parts(device, cupy, room, bits, block, like, blocks):
         )
         decode()
         with np.errstate(all="ignore"):
-            host_few_bits.dequantise_parts(
+            host_few_bits.decoder(
                 *room, bits, block, expected, divisor=divisor, blocks=blocks
-            )
+            )()
         for found, values in zip(ours, expected, strict=True):
             assert_same(found.get(), values)
 

@@ -461,7 +461,7 @@ def test_a_collective_of_the_callers_that_blocks_may_fail_in_any_bucket(comm):
 
 
 class Odd(Compressor):
-    """A compressor that returns what it is told to."""
+    """A compressor that returns its argument."""
 
     def __init__(self, returned):
         self.returned = returned

@@ -201,38 +201,7 @@ def dequantise(
     long: int = LONG,
 ) -> None:
     """Write the values that `quantise` encoded to `out`; its dtype is that of the quantised values."""
-    dequantise_parts(codes, scales, bits, block, [out], threads=threads, long=long)
-
-
-def dequantise_parts(
-    codes: Array,
-    scales: Array,
-    bits: int,
-    block: int,
-    parts: Sequence[Array],
-    *,
-    divisor: float = 1.0,
-    blocks: tuple[int, int] | None = None,
-    threads: int | None = None,
-    long: int = LONG,
-) -> None:
-    """Write the values that `quantise_parts` encoded, over a divisor, to the parts, in one pass.
-
-    parts: 1-d contiguous, one for each segment, of the dtype of the quantised values.
-    blocks: as for `quantise_parts`; the others' values are left alone. long: the least
-    bytes of the parts together for stores that bypass the cache.
-    """
-    decoder(
-        codes,
-        scales,
-        bits,
-        block,
-        parts,
-        divisor=divisor,
-        blocks=blocks,
-        threads=threads,
-        long=long,
-    )()
+    decoder(codes, scales, bits, block, [out], threads=threads, long=long)()
 
 
 def decoder(
@@ -248,9 +217,12 @@ def decoder(
     threads: int | None = None,
     long: int = LONG,
 ) -> Callable[[], Any]:
-    """Return a function that does what `dequantise_parts` does, once, and allocates no memory.
+    """Return a function that writes what `quantise_parts` encoded, over a divisor, to the parts, once.
 
-    onto: vectors like the parts, and a factor: it adds the factor times the values to
+    It takes one pass, and allocates no memory. parts: 1-d contiguous, one for each
+    segment, of the dtype of the quantised values. blocks: as for `quantise_parts`; the
+    others' values are left alone. long: the least bytes of the parts together for
+    stores that bypass the cache. onto: vectors like the parts, and a factor: it adds the factor times the values to
     them, and writes the sums to the parts as well.
     """
     dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
