@@ -100,6 +100,39 @@ def test_local_steps_end_where_an_outer_loop_does(rules, name):
     assert np.linalg.norm(anchor) > 0.01
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_an_optimiser_of_several_ranks_is_one_for_each(rules, optimizer):
+    together, parameters = rules.OPTIMISERS[optimizer](), np.zeros((3, SIZE), "f4")
+    together.start(SHAPES, 3)
+    alone = [rules.OPTIMISERS[optimizer]() for _ in range(3)]
+    replicas = [np.zeros(SIZE, np.float32) for _ in alone]
+    for each in alone:
+        each.start(SHAPES)
+    for _ in range(3):
+        given = np.stack(gradients(3))
+        together.update(parameters, given, 0.01)
+        for each, replica, gradient in zip(alone, replicas, given, strict=True):
+            each.update(replica, gradient, 0.01)
+    np.testing.assert_array_equal(parameters, replicas)
+
+
+def test_an_outer_step_has_a_rate_a_momentum_and_a_radial_mean(rules):
+    """Of two ranks that step in opposite directions of a tensor, and alike in the others."""
+    given = gradients(1) * 2
+    given[1] = np.concatenate([-given[0][:2800], given[0][2800:]])
+    given[1][0] = given[0][0]
+    plain, shorter, again, radial = (
+        stepped(rules, f"local-dense-1{settings}", given)[0]
+        for settings in ("", ":outer=0.5", ":nesterov=0.6", ":radial=True")
+    )
+    np.testing.assert_allclose(shorter, plain / 2)
+    np.testing.assert_allclose(again, plain * np.float32(1.6), rtol=1e-6)
+    np.testing.assert_allclose(radial[2800:], plain[2800:], rtol=1e-6)
+    norm = np.linalg.norm(stepped(rules, "local-dense-1", given[:1])[0][:2800])
+    assert np.linalg.norm(plain[:2800]) < 0.1 * norm
+    np.testing.assert_allclose(np.linalg.norm(radial[:2800]), norm, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("length", [0, 3, 64, 100])

@@ -2,13 +2,18 @@
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 from losses import LONG_STEPS, SEED, STEPS
 
-KEY = "model", "method", "optimizer", "rate", "schedule", "seed", "steps"
-Training = tuple[str, str, str, float, str, int, int]  # what `KEY` names
-# ranks; the models are those of benchmarks/race/gpt.py
-MODELS = {"gpt": 4, "manual": 2}
+# what a training is named by; the last two are those of its model in `MODELS`
+KEY = (
+    *("model", "method", "optimizer", "rate", "schedule", "seed", "steps"),
+    *("ranks", "batch"),
+)
+Training = tuple[str, str, str, float, str, int, int]  # what `KEY` names, but for those
+# ranks, and the windows of a rank's batch; the models are those of benchmarks/race/gpt.py
+MODELS = {"gpt": (4, 4), "manual": (2, 12), "small": (4, 4), "small-manual": (4, 4)}
 SCHEDULES = {  # of the rate, and the model that is trained with each
     "linear": "gpt",  # to zero at the last step
     # to a tenth of the rate, after a warm-up of a tenth of the steps
@@ -116,9 +121,10 @@ SECOND_SEED = (
 THIRD_SEED = "dense", IN_BASIS, "few-bits-4"
 
 
-def plan() -> list[Training]:
-    """Return the trainings in their order, each once."""
-    return list(dict.fromkeys(chain(scheduled(), at_a_constant_rate())))
+def plan() -> list[tuple[Any, ...]]:
+    """Return the trainings in their order, each once, with ranks and batch."""
+    planned = dict.fromkeys(chain(scheduled(), at_a_constant_rate()))
+    return [(*each, *MODELS[each[0]]) for each in planned]
 
 
 def optimizer_of(method: str, asked: str = "adamw") -> str:

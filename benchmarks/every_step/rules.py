@@ -7,12 +7,10 @@ place) and the rate.
 
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cosine import Cosine
@@ -24,29 +22,31 @@ import mpicomp
 from mpicomp import Basis, Compressor, ErrorFeedback, Feedback
 from mpicomp_bench.methods import add, construct, method, outer_settings
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))  # muon.py
-
 WEIGHT_DECAY = np.float32(0.01)
 INNER = 1e-3  # the rate of DiLoCo's local steps
 
 
 class AdamW:
-    """AdamW. beta2: of the second moments."""
+    """AdamW. beta2: of the second moments.
+
+    An optimiser updates the parameters of several ranks in a call, each by its own
+    gradient: arrays have a row for each rank.
+    """
 
     def __init__(self, beta2: float = 0.999) -> None:
         self.betas, self.number = (0.9, beta2), 0
 
-    def start(self, shapes: Shapes) -> None:
-        """Make the state for parameters of these shapes."""
-        self.first, self.second = np.zeros((2, size_of(shapes)), np.float32)
+    def start(self, shapes: Shapes, ranks: int = 1) -> None:
+        """Make the state for parameters of these shapes on so many ranks."""
+        self.first, self.second = np.zeros((2, ranks * size_of(shapes)), np.float32)
 
-    def update(self, parameters: Floats, gradient: Floats, rate: float) -> None:
+    def update(self, parameters: Floats, gradients: Floats, rate: float) -> None:
         """Update the parameters."""
         self.number += 1
         corrections = [1 - beta**self.number for beta in self.betas]
         adamw(
-            parameters,
-            gradient,
+            parameters.reshape(-1),
+            gradients.reshape(-1),
             self.first,
             self.second,
             *map(np.float32, (*self.betas, *corrections, rate)),
@@ -83,66 +83,130 @@ class Lion:
     def __init__(self, beta1: float = 0.9, beta2: float = 0.99) -> None:
         self.betas = beta1, beta2
 
-    def start(self, shapes: Shapes) -> None:
-        """Make the state for parameters of these shapes."""
-        self.momentum = np.zeros(size_of(shapes), np.float32)
+    def start(self, shapes: Shapes, ranks: int = 1) -> None:
+        """Make the state for parameters of these shapes on so many ranks."""
+        self.momentum = np.zeros(ranks * size_of(shapes), np.float32)
 
-    def update(self, parameters: Floats, gradient: Floats, rate: float) -> None:
+    def update(self, parameters: Floats, gradients: Floats, rate: float) -> None:
         """Update the parameters."""
         beta1, beta2 = self.betas
-        signs = np.sign(beta1 * self.momentum + (1 - beta1) * gradient)
-        self.momentum += (1 - beta2) * (gradient - self.momentum)
+        parameters, gradients = parameters.reshape(-1), gradients.reshape(-1)
+        signs = np.sign(beta1 * self.momentum + (1 - beta1) * gradients)
+        self.momentum += (1 - beta2) * (gradients - self.momentum)
         parameters *= 1 - rate * WEIGHT_DECAY
         parameters -= np.float32(rate) * signs
 
 
+# a, b, c of X <- a X + (b G + c G^2) X with G = X X^T, a Newton-Schulz step each
+QUINTIC = ((3.4445, -4.7750, 2.0315),) * 5
+# the first of Polar Express (arXiv 2505.16932)
+POLAR = (
+    (8.28721, -23.5959, 17.3004),
+    (4.10706, -2.94785, 0.544843),
+    (3.94869, -2.9089, 0.551819),
+    (3.31842, -2.48849, 0.510049),
+)
+
+
+class Matrices(NamedTuple):
+    """The hidden matrices of one shape: their places in the flat vector, and the momenta of (ranks, places, *shape)."""
+
+    places: list[slice]
+    momenta: Any
+
+
 class Muon(AdamW):
-    """Muon of the hidden matrices (examples/muon.py), and AdamW at the same rate of the other parameters."""
+    """Muon of the hidden matrices, as examples/muon.py, and AdamW at the same rate of the other parameters.
 
-    def __init__(self) -> None:
+    steps: the polynomials of Newton-Schulz. by_row: NorMuon (arXiv 2510.05491), each
+    row over the root of the mean of its squares, and the norm of the whole as it was.
+    """
+
+    def __init__(
+        self, steps: Sequence[tuple[float, ...]] = QUINTIC, *, by_row: bool = False
+    ) -> None:
         super().__init__()
-        # places in the flat vector, the matrix, its gradient
-        self.hidden: list[tuple[slice, Floats, Floats]] = []
+        self.steps, self.by_row = steps, by_row
 
-    def start(self, shapes: Shapes) -> None:
+    def start(self, shapes: Shapes, ranks: int = 1) -> None:
         """Make the state for parameters of these shapes; a matrix is hidden where no side is shorter than the width.
 
         The width is the last side of the first tensor, the embedding of the symbols.
         """
         import torch
-        from muon import new_muon
 
-        super().start(shapes)
-        weights, first = [], 0
+        super().start(shapes, ranks)
+        places: dict[tuple[int, ...], list[slice]] = {}
+        first = 0
         for shape in shapes:
             place = slice(first, first + math.prod(shape))
             first = place.stop
             if len(shape) == 2 and min(shape) >= shapes[0][-1]:
-                weight = torch.nn.Parameter(torch.empty(shape))
-                weight.grad = torch.empty(shape)
-                weights.append(weight)
-                self.hidden.append(
-                    (
-                        place,
-                        weight.detach().view(-1).numpy(),
-                        weight.grad.view(-1).numpy(),
-                    )
-                )
-        # the rate is that of each update
-        self.optimiser = new_muon(weights, 0.0, float(WEIGHT_DECAY))
+                places.setdefault(shape, []).append(place)
+        self.hidden = [
+            Matrices(own, torch.zeros(ranks, len(own), *shape))
+            for shape, own in places.items()
+        ]
+        # means of the squares of each row
+        self.rows = [torch.zeros(*each.momenta.shape[:-1], 1) for each in self.hidden]
 
-    def update(self, parameters: Floats, gradient: Floats, rate: float) -> None:
+    def update(self, parameters: Floats, gradients: Floats, rate: float) -> None:
         """Update the parameters."""
-        for place, values, slope in self.hidden:
-            values[...], slope[...] = parameters[place], gradient[place]
-        super().update(parameters, gradient, rate)
-        self.optimiser.param_groups[0]["lr"] = rate
-        self.optimiser.step()
-        for place, values, _ in self.hidden:
-            parameters[place] = values
+        before = [stacked(parameters, each) for each in self.hidden]
+        super().update(parameters, gradients, rate)
+        for own, weights, rows in zip(self.hidden, before, self.rows, strict=True):
+            gradient = stacked(gradients, own)
+            average = own.momenta.lerp_(gradient, 0.05)
+            update = orthogonalised(gradient.lerp(average, 0.95), self.steps)
+            if self.by_row:
+                update = normalised(update, rows, self.number)
+            scale = 0.2 * math.sqrt(max(update.shape[-2:]))
+            weights *= 1 - rate * float(WEIGHT_DECAY)
+            weights -= scale * rate * update
+            for number, place in enumerate(own.places):
+                parameters[..., place] = weights[:, number].flatten(1).numpy()
 
 
-OPTIMISERS = {"adamw": AdamW, "lion": Lion, "muon": Muon}
+def stacked(vectors: Floats, matrices: Matrices) -> Any:
+    """Return a copy of the matrices of one shape in the vectors of all ranks, as a tensor like their momenta."""
+    import torch
+
+    parts = [torch.from_numpy(vectors[..., place]) for place in matrices.places]
+    return torch.stack(parts, -2).view(matrices.momenta.shape)
+
+
+def orthogonalised(matrices: Any, steps: Sequence[tuple[float, ...]]) -> Any:
+    """Return matrices with the same singular vectors, and singular values near 1, by Newton-Schulz steps."""
+    import torch
+
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return orthogonalised(matrices.mT, steps).mT
+    norms = matrices.norm(dim=(-2, -1), keepdim=True)
+    found = (matrices / norms.clamp(min=1e-7)).flatten(0, 1)
+    for first, second, third in steps:
+        gram = found @ found.mT
+        quintic = torch.baddbmm(gram, gram, gram, beta=second, alpha=third)
+        found = torch.baddbmm(found, quintic, found, beta=first)
+    return found.view(matrices.shape)
+
+
+def normalised(update: Any, rows: Any, number: int, beta: float = 0.95) -> Any:
+    """Return updates of which each row is divided by its root mean square, a moving one, and that keep their norms."""
+    rows.lerp_(update.square().mean(-1, keepdim=True), 1 - beta)
+    even = update / (rows / (1 - beta**number)).sqrt().clamp(min=1e-8)
+    norms = [each.norm(dim=(-2, -1), keepdim=True) for each in (update, even)]
+    return even * (norms[0] / norms[1])
+
+
+OPTIMISERS: dict[str, Callable[..., Any]] = {
+    "adamw": AdamW,
+    "lion": Lion,
+    "muon": Muon,
+    "normuon": partial(Muon, by_row=True),
+    "muon-quintic-3": partial(Muon, QUINTIC[:3]),
+    "muon-polar-3": partial(Muon, POLAR[:3]),
+    "muon-polar-4": partial(Muon, POLAR),
+}
 
 
 class EveryStep:
@@ -211,8 +275,9 @@ class Signs:
 class Local:
     """Local steps on each rank, then the outer step of `OuterLoop` by the mean of the pseudo-gradients.
 
-    new_optimiser: of a rank. every: local steps. outer, momentum: of the outer step;
-    with a momentum it is Nesterov's.
+    every: local steps. outer, momentum: of the outer step; with a momentum it is
+    Nesterov's. radial: the mean of each tensor gets the mean norm of the ranks' own
+    (the radial-directional mean of Decoupled DiLoCo, arXiv 2604.21428).
     """
 
     pooled = False
@@ -220,39 +285,38 @@ class Local:
     def __init__(
         self,
         exchange: Any,
-        new_optimiser: Callable[[], Any],
+        optimiser: Any,
         every: int,
         outer: float = 1.0,
         momentum: float = 0.0,
+        *,
+        radial: bool = False,
     ) -> None:
         self.every, self.outer, self.momentum, self.number = every, outer, momentum, 0
-        self.exchange, self.new_optimiser = exchange, new_optimiser
+        self.exchange, self.optimiser, self.radial = exchange, optimiser, radial
 
     def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the state for parameters of these shapes."""
-        self.optimisers = [self.new_optimiser() for _ in range(ranks)]
-        for each in self.optimisers:
-            each.start(shapes)
+        self.optimiser.start(shapes, ranks)
         self.exchange.start(shapes, ranks)
         self.velocity = np.zeros(size_of(shapes), np.float32)
-        self.replicas: list[Floats] | None = None
+        self.replicas: Floats | None = None
+        self.firsts = np.cumsum([0, *map(math.prod, shapes[:-1])])
 
     def step(
         self, parameters: Floats, gradients: Sequence[Floats], rate: float
     ) -> float:
         """Update the replicas, and after a round the parameters, which are the anchor."""
         if self.replicas is None:
-            self.replicas = [parameters.copy() for _ in gradients]
-        for replica, optimiser, gradient in zip(
-            self.replicas, self.optimisers, gradients, strict=True
-        ):
-            optimiser.update(replica, gradient, rate)
+            self.replicas = np.tile(parameters, (len(gradients), 1))
+        self.optimiser.update(self.replicas, np.stack(gradients), rate)
         self.number += 1
         if self.number % self.every:
             return 0.0
-        mean, bits = self.exchange.mean(
-            [parameters - replica for replica in self.replicas]
-        )
+        changes = parameters - self.replicas
+        mean, bits = self.exchange.mean(list(changes))
+        if self.radial:
+            mean = mean * self.stretch(changes, mean)
         self.velocity *= np.float32(self.momentum)
         self.velocity += mean
         parameters -= np.float32(self.outer) * (
@@ -260,6 +324,16 @@ class Local:
         )
         self.replicas = None
         return bits / self.every
+
+    def stretch(self, changes: Floats, mean: Floats) -> Floats:
+        """Return for each value the mean norm of its tensor in the ranks' changes over that in the mean."""
+        squares = [
+            np.add.reduceat(each * each, self.firsts, axis=-1)
+            for each in (changes, mean)
+        ]
+        ratios = np.sqrt(squares[0]).mean(0) / np.maximum(np.sqrt(squares[1]), 1e-20)
+        sizes = np.diff([*self.firsts, mean.size])
+        return np.repeat(ratios.astype(np.float32), sizes)
 
 
 class DiLoCo(Local):
@@ -335,7 +409,8 @@ NAMES = {
     "Cosine": Cosine,
     "none": lambda chunk: None,
 }
-OWN = "beta2", "tile", "mean"  # settings that the library does not have
+# settings that the lines of the library do not have
+OWN = "beta2", "tile", "mean", "outer", "nesterov", "radial"
 
 
 add(  # which the library refuses: nothing is gained
@@ -352,7 +427,8 @@ def made(name: str, optimiser: str = "adamw") -> Any:
     """Return a new method of the simulation by its name; raises ValueError if there is none.
 
     optimiser: of `OPTIMISERS`; signs are a step of their own. Beside the settings of
-    the line: beta2, of AdamW; mean=contributors, of a sign; tile=True, see `Signs`.
+    the line: beta2, of AdamW; mean=contributors, of a sign; tile=True, see `Signs`;
+    outer, nesterov and radial=True, the rate, the momentum and the mean of `Local`.
     """
     stem, _, given = name.partition(":")
     settings = dict(each.partition("=")[::2] for each in given.split(",") if each)
@@ -373,5 +449,12 @@ def made(name: str, optimiser: str = "adamw") -> Any:
     )
     if outer:
         local = DiLoCo if stem.startswith("diloco") else Local
-        return local(mean, new, outer["every"], momentum=outer.get("momentum", 0))
+        return local(
+            mean,
+            new(),
+            outer["every"],
+            float(own.get("outer", 1)),
+            float(own.get("nesterov", outer.get("momentum", 0))),
+            radial="radial" in own,
+        )
     return EveryStep(mean[0] if isinstance(mean, tuple) else mean, new())

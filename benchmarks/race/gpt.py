@@ -46,6 +46,9 @@ class Task(NamedTuple):
 TASKS = {
     "gpt": Task(Sizes(), text.library),
     "manual": Task(Sizes(width=128, batch=12), text.manual),
+    # for many trainings
+    "small": Task(Sizes(layers=3, width=64), text.library),
+    "small-manual": Task(Sizes(layers=3, width=64), text.manual),
 }
 
 

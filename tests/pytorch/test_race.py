@@ -41,6 +41,27 @@ def test_a_step_of_the_simulation_is_one_of_the_race():
         )
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "normuon", "muon-polar-4"])
+def test_muon_of_several_ranks_is_one_for_each(optimizer):
+    """With updates of which the singular values are near 1, times the scale."""
+    import rules
+
+    shapes, draw = [(5, 4), (8, 4), (8, 4), (4,)], np.random.default_rng(0)
+    parameters, given = np.zeros((2, 88), np.float32), draw.standard_normal((2, 88))
+    given = given.astype(np.float32)
+    together = rules.OPTIMISERS[optimizer]()
+    together.start(shapes, 2)
+    together.update(parameters, given, 1.0)
+    for rank, gradient in enumerate(given):
+        alone, own = rules.OPTIMISERS[optimizer](), np.zeros(88, np.float32)
+        alone.start(shapes)
+        alone.update(own, gradient, 1.0)
+        np.testing.assert_allclose(parameters[rank], own, atol=1e-5)
+    update = parameters[1, 20:52].reshape(8, 4) / (0.2 * 8**0.5)
+    singular = np.linalg.svd(update, compute_uv=False)
+    assert 0.4 < singular.min() < singular.max() < 1.6
+
+
 def flat(tensors):
     """Return a copy of tensors as one vector."""
     return torch.cat([each.detach().reshape(-1) for each in tensors]).numpy().copy()
