@@ -98,11 +98,10 @@ class Bucket:
 
     def compress(self, gradient: Sequence[Array], own: tuple[int, int]) -> Compressed:
         """Return the entries to send of a gradient and the residual. own: a range of which all values are sent."""
-        parts = self._by_segment(gradient)
+        corrected, summands = self.feedback.summands(*self._by_segment(gradient))
         if own[0] == own[1]:
-            return Compressed(*self.feedback.compress(self.selection, *parts))
-        corrected = self.feedback.correct(*parts)
-        sent = self.selection.select_outside(corrected, *own, parts)
+            return Compressed(corrected, self.selection.select(corrected, summands))
+        sent = self.selection.select_outside(corrected, summands, *own)
         return Compressed(corrected, sent, own[1] - own[0])
 
     def correct(self, gradient: Sequence[Array]) -> Compressed:

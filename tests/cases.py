@@ -256,7 +256,8 @@ def through_a_file(state):
 def take_step(feedback, compressor, gradient):
     """Take a step of a feedback method on one rank, and return the vector that is sent."""
     selection = Selection([None], [0, gradient.size], [compressor])
-    corrected, sent = feedback.compress(selection, gradient)
+    corrected, summands = feedback.summands(gradient)
+    sent = selection.select(corrected, summands)
     feedback.prepare_residual(corrected, sent)
     feedback.commit()
     return sent

@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "segments: entries of several tensors compete",
         "mpicomp/compressors/selection.py",
-        "vector = run.compressor.select(corrected[span], bounds, own, new)",
-        "vector = run.compressor.select(corrected[span], [0, bounds[-1]], own, new)",
+        "vector = run.compressor.select(corrected[span], bounds, own)",
+        "vector = run.compressor.select(corrected[span], [0, bounds[-1]], own)",
         f"{ON_RANKS} tests/mpi/test_named.py",
     ),
 ]

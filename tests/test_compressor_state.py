@@ -22,7 +22,7 @@ from mpicomp import (
     Wrapper,
 )
 from mpicomp.compressors import check_compressor, expect_number
-from mpicomp.compressors.base import restore
+from mpicomp.compressors.base import Summands, restore
 
 LENGTH = 1000
 EVERY = {
@@ -204,7 +204,7 @@ def test_a_failed_step_is_undone_by_a_snapshot(name):
 
 
 def compressed_sum(compressor, residual, gradient, out, scale=1.0):
-    return compressor.select(out, [0, out.size], (residual, scale, [gradient]))
+    return compressor.select(out, [0, out.size], Summands(residual, scale, [gradient]))
 
 
 @compressors

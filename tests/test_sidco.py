@@ -16,6 +16,7 @@ from tasks import digits
 
 from mpicomp import ErrorFeedback, NoFeedback, Quantised, Report, SIDCo, TopK
 from mpicomp.compressors import sidco
+from mpicomp.compressors.base import Summands
 from mpicomp.compressors.selection import Selection
 from mpicomp.kernels import host
 from mpicomp.kernels.host import fitting
@@ -415,7 +416,9 @@ def test_segments_in_one_call_are_each_compressed_alone(
                 lambda *args, **more: calls.append(1) or end_fits(*args, **more),
             )
             parts = [gradient[span] for span in spans]
-            found = together.select(np.empty_like(gradient), (residual, 1.0, parts))
+            found = together.select(
+                np.empty_like(gradient), Summands(residual, 1.0, parts)
+            )
         assert found.indices.tolist() == concatenate(expected).indices.tolist()
         assert found.values.tobytes() == concatenate(expected).values.tobytes()
         (run,) = together.runs

@@ -53,21 +53,16 @@ class AdaComp(SegmentedCompressor):
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """Return the selected entries, of one magnitude in each segment; see `Compressor.select`.
 
         Raises ValueError without the new gradient, and if it has another size.
         """
-        parts = gradient
-        summand = None
-        if summands is not None:
-            residual, scale, parts = summands
-            summand = residual, scale
-        if parts is None:
+        if summands is None:
             raise ValueError(_REMEDY)
+        summand = None if summands.residual is None else summands[:2]
         sizes = np.diff(bounds)
-        for part, size in zip(parts, sizes.tolist(), strict=True):
+        for part, size in zip(summands.parts, sizes.tolist(), strict=True):
             if part.size != size:
                 raise ValueError(
                     f"gradient has {part.size} values: expected {size} as in corrected"
@@ -75,7 +70,7 @@ class AdaComp(SegmentedCompressor):
         kernels = kernels_for(corrected)
         bins = np.broadcast_to(self.bin_size, sizes.shape).tolist()
         found, scales = kernels.entries_in_bins(
-            corrected, parts, bounds, bins, summand=summand
+            corrected, summands.parts, bounds, bins, summand=summand
         )
         vector = known(corrected.size, bounds, found)
         self._report(vector, np.diff(found.places), sizes, scales)

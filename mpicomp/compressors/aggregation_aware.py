@@ -110,7 +110,6 @@ class AggregationAware(TopK):
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """Return the k entries of the largest scores in each segment; see `Compressor.select`.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,20 @@ from mpicomp.arrays import Array, kernels_for, read_only, to_vector
 from mpicomp.state import ROWS, SHARED, Configured
 from mpicomp.vector import SparseVector, concatenate
 
-Summands = tuple[Array, float, Sequence[Array]]
-"""A residual, its factor, and the parts of a gradient, one for each segment."""
-
 Snapshot = tuple[Configured, dict[str, Any]]
 """A compressor or a feedback, and its attributes."""
+
+
+class Summands(NamedTuple):
+    """What a vector is the sum of: ``scale * residual``, and a gradient.
+
+    residual: None if the vector has the sum already. parts: of the gradient, one for
+    each segment.
+    """
+
+    residual: Array | None
+    scale: float
+    parts: Sequence[Array]
 
 
 @dataclass(frozen=True)
@@ -74,26 +83,21 @@ class Compressor(Configured):
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """Return the entries selected in each segment of a vector, as one vector.
 
-        corrected: the vector to select from, 1-d, C-contiguous; not written to. With
-        summands it is a buffer, which is first filled with ``scale * residual`` plus
-        the parts, also if an error is raised after that. bounds: the first position of
-        each segment, and the length. summands: (residual, scale, parts). gradient: the
-        new gradient by segment, where it is not part of summands; None if it is not
-        available.
+        corrected: the vector to select from, 1-d, C-contiguous; not written to, unless
+        summands have a residual: then it is a buffer, which is first filled with their
+        sum, also if an error is raised after that. bounds: the first position of each
+        segment, and the length. summands: None if they are not known.
 
         Raises the errors of `compress`. This one calls `compress` for each segment; see
         `SegmentedCompressor`.
         """
-        if summands is not None:
-            write_sum(summands, corrected)
-            gradient = summands[2]
+        write_sum(summands, corrected)
         vectors = []
         for segment, (first, end) in enumerate(pairwise(bounds)):
-            part = None if gradient is None else gradient[segment]
+            part = None if summands is None else summands.parts[segment]
             values = read_only(corrected[first:end])
             vector = self.compress(values, gradient=part)
             check_selected(vector, values, self)
@@ -156,21 +160,20 @@ class SegmentedCompressor(Compressor):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that `select` returns for one segment; see `Compressor.compress`."""
         dense = to_vector(corrected)
-        parts = None
+        summands = None
         if gradient is not None:
-            parts = [to_vector(gradient).astype(dense.dtype, copy=False)]
-        return self.select(dense, [0, dense.size], gradient=parts)
+            part = to_vector(gradient).astype(dense.dtype, copy=False)
+            summands = Summands(None, 1.0, [part])
+        return self.select(dense, [0, dense.size], summands)
 
     def select(
         self,
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         raise NotImplementedError(
-            f"{type(self).__name__} has no select(corrected, bounds, summands=None, "
-            "gradient=None)"
+            f"{type(self).__name__} has no select(corrected, bounds, summands=None)"
         )
 
     def extend(self, others: Sequence[Any]) -> None:
@@ -258,9 +261,15 @@ def restore(snapshots: Sequence[Snapshot]) -> None:
         vars(compressor).update(before)
 
 
-def write_sum(summands: Summands, out: Array) -> None:
-    """Write scale * vector + parts to `out`, where the parts of the second summand follow each other."""
-    kernels_for(out).add_parts(*summands, out)
+def to_add(summands: Summands | None) -> Summands | None:
+    """Return the summands, if their sum has still to be written; None otherwise."""
+    return None if summands is None or summands.residual is None else summands
+
+
+def write_sum(summands: Summands | None, out: Array) -> None:
+    """Write the sum to `out`, unless it has it already."""
+    if summands is not None and summands.residual is not None:
+        kernels_for(out).add_parts(*summands, out)
 
 
 def check_compressor(compressor: Any, name: str = "compressor") -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands
+from mpicomp.compressors.base import SegmentedCompressor, Summands, to_add
 from mpicomp.compressors.common import Density, selected
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
@@ -57,7 +57,6 @@ class ChunkedTopK(Density, SegmentedCompressor):
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """See `Compressor.select`; chunks begin at the first entry of each segment."""
         chunks, rest = np.divmod(np.diff(bounds), self.chunk)
@@ -65,7 +64,7 @@ class ChunkedTopK(Density, SegmentedCompressor):
         k = np.full(rest.size, self.k)
         chunk = np.full(rest.size, self.chunk)
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, k, chunk, last, summands=summands
+            corrected, bounds, k, chunk, last, summands=to_add(summands)
         )
         count = int((chunks * k + np.where(rest, last, 0)).sum())
         target = count / max(1, corrected.size)

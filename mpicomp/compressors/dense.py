@@ -20,10 +20,8 @@ class Dense(SegmentedCompressor):
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """Return all non-zero entries of `corrected`; see `Compressor.select`."""
-        if summands is not None:
-            write_sum(summands, corrected)
+        write_sum(summands, corrected)
         vector = SparseVector.from_dense(finite_vector(corrected))
         return self.reported(vector, target=1.0)

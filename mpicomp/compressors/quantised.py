@@ -148,10 +148,9 @@ class Quantised(Wrapper, SegmentedCompressor):
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """Return the quantised entries; each segment has magnitudes of its own. See `Compressor.select`."""
-        vector = self.compressor.select(corrected, bounds, summands, gradient)
+        vector = self.compressor.select(corrected, bounds, summands)
         quantised, self.error = quantise(vector, self.form, bounds)
         self.report = self.compressor.report
         return quantised

@@ -14,6 +14,7 @@ from mpicomp.compressors.base import (
     are_joinable,
     check_selected,
     join,
+    write_sum,
 )
 from mpicomp.compressors.dense import Dense
 from mpicomp.vector import SparseVector, concatenate, places_of, split
@@ -78,7 +79,6 @@ class Selection:
         self,
         corrected: Array,
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """Return the entries selected in all segments, as one vector; errors name the segment.
 
@@ -89,13 +89,14 @@ class Selection:
             span = slice(self.bounds[run.first], self.bounds[run.end])
             segments = slice(run.first, run.end)
             bounds = self._bounds_of(run)
-            own = None
+            own = summands
             if summands is not None:
-                residual, scale, parts = summands
-                own = residual[span], scale, parts[segments]
-            new = None if gradient is None else gradient[segments]
+                residual = summands.residual
+                if residual is not None:
+                    residual = residual[span]
+                own = Summands(residual, summands.scale, summands.parts[segments])
             try:
-                vector = run.compressor.select(corrected[span], bounds, own, new)
+                vector = run.compressor.select(corrected[span], bounds, own)
                 check_selected(vector, corrected[span], run.compressor)
             except Exception as error:
                 self._name_segment(error, run, corrected)
@@ -104,13 +105,14 @@ class Selection:
         return concatenate(vectors) if len(vectors) > 1 else vectors[0]
 
     def select_outside(
-        self, corrected: Array, first: int, end: int, gradient: Sequence[Array] | None
+        self, corrected: Array, summands: Summands | None, first: int, end: int
     ) -> SparseVector:
         """Return all values of a range, and the entries selected outside of it: `select` sees zeros there."""
+        write_sum(summands, corrected)
         own = corrected[first:end]
         outside = corrected.copy()
         outside[first:end] = 0
-        selected = self.select(outside, gradient=gradient)
+        selected = self.select(outside, summands and summands._replace(residual=None))
         self.check_finite(corrected)
         low, high = places_of(selected, [first, end])
         consecutive = kernels_for(own).consecutive(first, end, selected.indices.dtype)

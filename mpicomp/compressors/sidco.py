@@ -38,6 +38,7 @@ from mpicomp.compressors.base import (
     Report,
     SegmentedCompressor,
     Summands,
+    to_add,
     write_sum,
 )
 from mpicomp.compressors.common import known, selected, to_density
@@ -148,7 +149,6 @@ class SIDCo(SegmentedCompressor):
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """Return the entries of each segment above its threshold, at least the largest; see `Compressor.select`.
 
@@ -157,8 +157,9 @@ class SIDCo(SegmentedCompressor):
         kernels = kernels_for(corrected)
         pareto = self.distribution != "exponential"
         by_count = self.adaptation == "control"
+        summands = to_add(summands)
         # which kernels do not add
-        if summands is not None and corrected.dtype == np.float16:
+        if corrected.dtype == np.float16:
             write_sum(summands, corrected)
             summands = None
         plans = self._plans(np.diff(bounds), kernels.PLAN)

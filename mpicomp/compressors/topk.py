@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands
+from mpicomp.compressors.base import SegmentedCompressor, Summands, to_add
 from mpicomp.compressors.common import Density, selected
 from mpicomp.vector import SparseVector
 
@@ -34,14 +34,13 @@ class TopK(Density, SegmentedCompressor):
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """See `Compressor.select`."""
         sizes = np.diff(bounds)
         counts = self.counts(sizes)
         k = np.minimum(counts, sizes)
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, k, sizes.clip(1), k, summands=summands
+            corrected, bounds, k, sizes.clip(1), k, summands=to_add(summands)
         )
         target = int(counts.sum()) / max(1, corrected.size)
         return self.reported(selected(corrected, bounds, entries), target=target)

@@ -56,14 +56,13 @@ class WarmUp(Wrapper, SegmentedCompressor):
         corrected: Array,
         bounds: Sequence[int],
         summands: Summands | None = None,
-        gradient: Sequence[Array] | None = None,
     ) -> SparseVector:
         """Select at the density of this step; see `Compressor.select`."""
         target = self.compressor.density
         stage = min(self.step // self.calls, len(self.densities) - 1)
         self.compressor.density = self.densities[stage]
         try:
-            vector = self.compressor.select(corrected, bounds, summands, gradient)
+            vector = self.compressor.select(corrected, bounds, summands)
         finally:
             self.compressor.density = target
         self.step += 1

@@ -1,6 +1,6 @@
 """The contract of a feedback method, and the arrays that outlive a step.
 
-A step calls `compress` (or `correct`), `prepare_residual` and `commit`, in this order; a step
+A step calls `summands` (or `correct`), `prepare_residual` and `commit`, in this order; a step
 that fails ends anywhere before `commit`. Everything that can fail is in the first two,
 which write to spare buffers only, so a second `correct` returns the same result.
 `commit` swaps arrays with their spares: it allocates nothing and raises nothing.
@@ -25,7 +25,7 @@ from mpicomp.arrays import (
     to_device_of,
 )
 from mpicomp.coded import Uncoded
-from mpicomp.compressors.selection import Selection
+from mpicomp.compressors.base import Summands
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Check, Configured, kind_of_array
 from mpicomp.tensors import Tensor
@@ -86,19 +86,22 @@ class Feedback(Configured):
             f"{type(self).__name__} has no correct(): expected a method of the class"
         )
 
-    def compress(
-        self, selection: Selection, *gradient: Array
-    ) -> tuple[Array, SparseVector]:
-        """Return `correct(*gradient)`, and the entries that are selected of it."""
-        corrected = self.correct(*gradient)
-        return corrected, selection.select(read_only(corrected))
+    def summands(self, *gradient: Array) -> tuple[Array, Summands | None]:
+        """Return the vector to compress, and what it is the sum of: with a residual there, a buffer for the sum.
+
+        This one returns `correct(*gradient)`, of which no summands are known.
+        """
+        return self.correct(*gradient), None
 
     def uncoded(self, *gradient: Array) -> tuple[Array, Uncoded]:
-        """Return `correct(*gradient)`, and the same values to be coded, whose errors may replace it.
+        """Return the buffer or vector of `summands`, and its values to be coded, whose errors may replace it.
 
         The parts of a gradient are coded apart.
         """
-        corrected = self.correct(*gradient)
+        corrected, summands = self.summands(*gradient)
+        if summands is not None and summands.residual is not None:
+            residual, scale, parts = summands
+            return corrected, Uncoded(parts, corrected, residual, scale)
         errors = corrected
         if not self._is_spare(corrected):
             errors = np.empty_like(corrected)
@@ -110,7 +113,7 @@ class Feedback(Configured):
     ) -> None:
         """Prepare to keep `corrected` less `sent`, the values that receivers decode, plus `rejected`.
 
-        corrected: the result of `correct` or `compress`; the feedback may write to it.
+        corrected: the vector of `correct` or `summands`; the feedback may write to it.
         A method that forgets old entries does so in `correct`, as
         `ErrorFeedback(decay=...)` does. Raises RuntimeError without a `correct` before,
         ValueError for another length, OverflowError if the result leaves the range of

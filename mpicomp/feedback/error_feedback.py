@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, negated
-from mpicomp.coded import Uncoded
-from mpicomp.compressors.base import write_sum
-from mpicomp.compressors.selection import Selection
+from mpicomp.compressors.base import Summands, write_sum
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.settings import to_bool, to_number
 from mpicomp.tensors import Tensor
@@ -66,31 +64,15 @@ class ErrorFeedback(Feedback):
         Raises ValueError if the gradient has another size or dtype than the residual:
         use one object for each tensor.
         """
-        self._stage(gradient)
-        corrected = self._spare("residual")
-        write_sum((self._arrays["residual"], self.decay, gradient), corrected)
+        corrected, summands = self.summands(*gradient)
+        write_sum(summands, corrected)
         return corrected
 
-    def compress(
-        self, selection: Selection, *gradient: Array
-    ) -> tuple[Array, SparseVector]:
-        """Return the result of `correct`, and the selected entries; in one pass, if the compressor has a kernel."""
-        self._stage(gradient)
-        corrected = self._spare("residual")
-        summands = self._arrays["residual"], self.decay, gradient
-        return corrected, selection.select(corrected, summands)
-
-    def uncoded(self, *gradient: Array) -> tuple[Array, Uncoded]:
-        """Return the buffer of the next residual, and what is coded: its errors are that residual.
-
-        The sum with the residual is made while it is coded.
-        """
-        if gradient[0].dtype == np.float16:
-            return super().uncoded(*gradient)
+    def summands(self, *gradient: Array) -> tuple[Array, Summands | None]:
+        """Return the buffer of the next residual, and what is added while it is compressed."""
         self._stage(gradient)
         residual = self._arrays["residual"]
-        errors = self._spare("residual")
-        return errors, Uncoded(gradient, errors, residual, self.decay)
+        return self._spare("residual"), Summands(residual, self.decay, gradient)
 
     def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
@@ -141,15 +123,9 @@ class InPlaceErrorFeedback(ErrorFeedback):
             self._gradients = list(gradient)
         return self._joined(gradient)
 
-    def compress(
-        self, selection: Selection, *gradient: Array
-    ) -> tuple[Array, SparseVector]:
-        """Return the gradient as one vector, and the entries that are selected of it."""
-        return Feedback.compress(self, selection, *gradient)
-
-    def uncoded(self, *gradient: Array) -> tuple[Array, Uncoded]:
-        """Return the gradient as one vector, and what is coded; see `Feedback.uncoded`."""
-        return Feedback.uncoded(self, *gradient)
+    def summands(self, *gradient: Array) -> tuple[Array, Summands | None]:
+        """Return the gradient as one vector, of which no summands are known."""
+        return self.correct(*gradient), None
 
     def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None

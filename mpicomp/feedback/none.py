@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, read_only
-from mpicomp.compressors.selection import Selection
+from mpicomp.arrays import Array
+from mpicomp.compressors.base import Summands
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.vector import SparseVector
 
@@ -25,12 +25,9 @@ class NoFeedback(Feedback):
         self._stage(gradient)
         return self._joined(gradient)
 
-    def compress(
-        self, selection: Selection, *gradient: Array
-    ) -> tuple[Array, SparseVector]:
-        """Return the gradient, and the entries that are selected of it."""
-        corrected = self.correct(*gradient)
-        return corrected, selection.select(read_only(corrected), gradient=gradient)
+    def summands(self, *gradient: Array) -> tuple[Array, Summands | None]:
+        """Return `correct(*gradient)`, and its parts."""
+        return self.correct(*gradient), Summands(None, 1.0, gradient)
 
     def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None

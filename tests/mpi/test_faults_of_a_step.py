@@ -251,7 +251,7 @@ def test_memory_that_ends_anywhere_leaves_all_of_a_step_or_none(
 
 def test_an_error_that_is_its_own_cause(comm):
     class Circular(TopK):
-        def select(self, corrected, bounds, summands=None, gradient=None):
+        def select(self, corrected, bounds, summands=None):
             error = ValueError("of itself")
             raise error from error
 
@@ -350,10 +350,10 @@ class Observing(TopK):
 class FailingTopK(TopK):
     fault = None
 
-    def select(self, corrected, bounds, summands=None, gradient=None):
+    def select(self, corrected, bounds, summands=None):
         if self.fault:
             raise self.fault
-        return super().select(corrected, bounds, summands, gradient)
+        return super().select(corrected, bounds, summands)
 
 
 PARTS = {

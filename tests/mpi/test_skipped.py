@@ -177,7 +177,7 @@ def test_another_error_in_the_same_message_raises_on_all_ranks(comm, collective)
     """One rank has a NaN, another one an error of its own: no rank takes the step for skipped."""
 
     class Failing(TopK):
-        def select(self, corrected, bounds, summands=None, gradient=None):
+        def select(self, corrected, bounds, summands=None):
             raise MemoryError("none left")
 
     exchange = made(
