@@ -276,8 +276,8 @@ class RandomK(Density):
         dense = finite_vector(corrected)
         rng, count = (
             np.random.default_rng([self.seed, self.step]),
-            min(dense.size, self.count(dense.size)),
+            min(dense.size, int(self.counts(np.array(dense.size)))),
         )
         positions = np.sort(rng.choice(dense.size, count, replace=False, shuffle=False))
         self.step += 1
-        return self.reported(at_positions(dense, positions))
+        return at_positions(dense, positions)

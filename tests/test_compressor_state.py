@@ -219,7 +219,6 @@ def test_the_sum_of_summands_is_compressed_like_any_vector(name, dtype):
         expected = other.compress(out, gradient=new)
         assert vector.indices.tobytes() == expected.indices.tobytes()
         assert vector.values.tobytes() == expected.values.tobytes()
-        assert one.report == other.report
 
 
 @cache
@@ -246,7 +245,6 @@ def test_one_pass_over_a_long_vector_selects_the_same(dtype, scale):
         assert out.tobytes() == total.tobytes()
         assert found.indices.tobytes() == expected.indices.tobytes()
         assert found.values.tobytes() == expected.values.tobytes()
-        assert one.report == other.report
     new[[1_234_567, 2_000_000]] = np.nan
     with pytest.raises(
         ValueError, match=r"values\[1234567\] is nan: expected finite values"

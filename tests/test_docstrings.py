@@ -22,7 +22,7 @@ PUBLIC = {
 # bases, records and settings of parts, and what one rank alone or a test of seconds
 # cannot show
 NO_EXAMPLE = {
-    *("Basis", "Compressor", "Wrapper", "Report", "Feedback", "Statistics", "Traffic"),
+    *("Basis", "Compressor", "Wrapper", "Feedback", "Statistics", "Traffic"),
     *("agree", "shrink"),
     *(name for name in PUBLIC if name.endswith("Error") or "_i" in name),
 }

@@ -122,23 +122,6 @@ def test_a_run_is_reproducible_and_leaves_the_global_random_state_alone(name):
     assert np.random.get_state()[1].tobytes() == before
 
 
-@compressors
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_the_report_says_what_was_done(name, dtype):
-    compressor = EVERY[name](0.1)
-    inner = getattr(compressor, "compressor", compressor)
-    assert inner.report is None
-    for dense in (
-        np.random.default_rng(1).standard_normal(500).astype(dtype),
-        np.zeros(500, dtype),
-    ):
-        vector = compress(compressor, dense)
-        assert inner.report.achieved == vector.density
-        assert 0 < inner.report.target <= 1 or not vector.nnz
-        assert inner.report.nbytes == vector.nbytes == vector.nnz * (4 + dense.itemsize)
-    assert re.match(re.split("[ -]", name)[0], repr(compressor))
-
-
 @pytest.mark.parametrize(
     ("quota", "k"), [(0.75, 1), (0.75, 2), (0.0, 1), (0.75, 4), (0.99, 3)]
 )

@@ -46,10 +46,8 @@ class Compared(Compressor):
 
     def __init__(self, density: float) -> None:
         self.density = density
-
-    def share(self, length: int) -> float:
-        """Return the target density for a vector of `length`."""
-        return self.count(length) / max(1, length)
+        self.threshold = 0.0  # of the last call, and the rounds of its search
+        self.rounds = 0
 
     def count(self, length: int) -> int:
         """Return the number of entries to select from a vector of `length`."""
@@ -61,8 +59,10 @@ class Compared(Compressor):
         if not np.isfinite(dense).all():
             SparseVector(np.arange(dense.size), dense, dense.size).validate()
         if not dense.any():
-            return self.reported(SparseVector.empty(dense.size, dense.dtype))
-        return self.reported(*self.selected(dense, self.count(dense.size)))
+            return SparseVector.empty(dense.size, dense.dtype)
+        count = self.count(dense.size)
+        vector, self.threshold, self.rounds = self.selected(dense, count)
+        return vector
 
     def selected(self, dense: Vector, k: int) -> tuple[SparseVector, float, int]:
         """Return about k entries of a vector that is not zero, the threshold, and the rounds of the search."""

@@ -79,7 +79,7 @@ class Recorder(Wrapper):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """See `Compressor.compress`."""
         vector = self.compressor.compress(corrected, gradient=gradient)
-        self.step, self.report = self.step + 1, self.compressor.report
+        self.step += 1
         if self.step in self.calls:
             self.captured = {**self.captured, self.step: np.array(corrected)}
         return vector

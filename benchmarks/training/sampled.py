@@ -45,16 +45,17 @@ class SampledTopK(Density):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that reach the threshold of a sample; see `Compressor.compress`."""
         dense = finite_vector(corrected)
-        k, stride = self.count(dense.size), max(1, min(STRIDE, dense.size // 2))
+        k = int(self.counts(np.array(dense.size)))
+        stride = max(1, min(STRIDE, dense.size // 2))
         start, self.step = (
             int(np.random.default_rng([self.seed, self.step]).integers(stride)),
             self.step + 1,
         )
         if k >= dense.size:
-            return self.reported(SparseVector.from_dense(dense))
+            return SparseVector.from_dense(dense)
         magnitudes = np.abs(dense)
         sample = magnitudes[start::stride].astype(np.float64)
-        rank = min(sample.size, math.ceil(sample.size * self.share(dense.size)))
+        rank = min(sample.size, math.ceil(sample.size * k / dense.size))
         threshold, rounds = (
             float(np.partition(sample, sample.size - rank)[sample.size - rank]),
             1,
@@ -64,9 +65,7 @@ class SampledTopK(Density):
             threshold, rounds = threshold * LOWER, rounds + 1
             found = np.flatnonzero(magnitudes >= threshold)
         vector = at_positions(dense, found)
-        return self.reported(
-            top_k(vector, k)[0] if vector.nnz > MOST * k else vector, threshold, rounds
-        )
+        return top_k(vector, k)[0] if vector.nnz > MOST * k else vector
 
 
 LINE = "GradientExchange(comm, SampledTopK(density=0.01), "

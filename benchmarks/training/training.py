@@ -2,6 +2,7 @@
 
 import argparse
 from collections import defaultdict
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,10 @@ from network import Network
 from tasks import Task
 
 from collectives import traffic
-from mpicomp import CollectiveError, Compressor
+from mpicomp import CollectiveError, Compressor, SparseVector
+from mpicomp.compressors.selection import Selection
+from mpicomp.tensors import ALONE
+from mpicomp.vector import places_of
 from mpicomp_bench.measuring import Row
 
 TUNING_SEED = 1_000_000  # never one of those that are shown
@@ -197,6 +201,21 @@ class Log:
         self.shares: list[tuple[float, float]] = []
         self.by_tensor: dict[str, list[float]] = defaultdict(list)
         self.elapsed = 0.0
+        self._select = Selection.select
+        Selection.select = self._selecting()  # type: ignore[method-assign]
+
+    def _selecting(self) -> Callable[..., SparseVector]:
+        """Return `Selection.select`, with a record of the fraction that it selects of each tensor."""
+
+        def select(selection: Selection, *arguments: Any) -> SparseVector:
+            vector = self._select(selection, *arguments)
+            counts = np.diff(places_of(vector, selection.bounds))
+            densities = counts / np.maximum(1, np.diff(selection.bounds))
+            for name, density in zip(selection.names, densities.tolist(), strict=True):
+                self.by_tensor[name or ALONE].append(density)
+            return vector
+
+        return select
 
     def add(
         self, descent: Descent | LocalDescent, seconds: float, exchange_seconds: float
@@ -205,12 +224,10 @@ class Log:
         self.elapsed += seconds
         self.times.append((seconds, exchange_seconds))
         self.shares.append(entries(descent))
-        for name, compressor in compressors(descent).items():
-            if compressor.report:
-                self.by_tensor[name].append(compressor.report.achieved)
 
     def outcome(self, counted: list[float], comm: Any) -> Row:
         """Return the outcome of the steps, the same on all ranks; all ranks call. counted: messages and bytes."""
+        Selection.select = self._select  # type: ignore[method-assign]
         medians = np.median(self.times or [(0.0, 0.0)], axis=0)
         most = np.max(comm.allgather([*counted, *medians]), axis=0).tolist()
         named = dict(

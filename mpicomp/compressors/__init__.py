@@ -6,7 +6,7 @@ for those who write a compressor.
 
 from mpicomp.compressors.adacomp import AdaComp
 from mpicomp.compressors.aggregation_aware import AggregationAware
-from mpicomp.compressors.base import Compressor, Report, Wrapper
+from mpicomp.compressors.base import Compressor, Wrapper
 from mpicomp.compressors.base import SegmentedCompressor as SegmentedCompressor
 from mpicomp.compressors.base import check_compressor as check_compressor
 from mpicomp.compressors.chunked import ChunkedTopK
@@ -26,7 +26,6 @@ __all__ = [
     "Compressor",
     "Dense",
     "Quantised",
-    "Report",
     "SIDCo",
     "TopK",
     "WarmUp",

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import Report, SegmentedCompressor, Summands
+from mpicomp.compressors.base import SegmentedCompressor, Summands
 from mpicomp.compressors.common import known
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
@@ -69,20 +69,7 @@ class AdaComp(SegmentedCompressor):
                 )
         kernels = kernels_for(corrected)
         bins = np.broadcast_to(self.bin_size, sizes.shape).tolist()
-        found, scales = kernels.entries_in_bins(
+        entries, _ = kernels.entries_in_bins(
             corrected, summands.parts, bounds, bins, summand=summand
         )
-        vector = known(corrected.size, bounds, found)
-        self._report(vector, np.diff(found.places), sizes, scales)
-        return vector
-
-    def _report(
-        self, vector: SparseVector, counts: Array, sizes: Array, scales: Array
-    ) -> None:
-        density = counts / sizes.clip(1)
-        nbytes = counts * (vector.indices.itemsize + vector.values.itemsize)
-        threshold = scales.astype(np.float64)
-        if counts.size == 1:
-            self.reported(vector, float(threshold[0]))
-        else:
-            self.report = Report(density, density, nbytes, threshold)
+        return known(corrected.size, bounds, entries)

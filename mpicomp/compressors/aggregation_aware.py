@@ -122,10 +122,9 @@ class AggregationAware(TopK):
                 f"corrected has {corrected.size} values: expected {aggregate.length} as in the last aggregate"
             )
         largest = super().select(corrected, bounds, summands)
-        if aggregate is None or self.report is None:
+        if aggregate is None:
             return largest
-        chosen = self._chosen(largest, aggregate, corrected, bounds)
-        return self.reported(chosen, target=self.report.target)
+        return self._chosen(largest, aggregate, corrected, bounds)
 
     def _chosen(
         self,

@@ -5,7 +5,6 @@ docs/contributing/own_compressor.md says what one of your own implements, with a
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,23 +30,6 @@ class Summands(NamedTuple):
     parts: Sequence[Array]
 
 
-@dataclass(frozen=True)
-class Report:
-    """Statistics of a call of a compressor.
-
-    target, achieved: densities. nbytes: of the returned indices and values in memory.
-    threshold: of the magnitude, None for methods without one. rounds: of its search.
-    In an exchange of named tensors, `SIDCo` and `AdaComp` report arrays with one row
-    for each segment.
-    """
-
-    target: Any
-    achieved: Any
-    nbytes: Any
-    threshold: Any = None
-    rounds: Any = 1
-
-
 class Compressor(Configured):
     """Select the entries of a dense vector that are sent.
 
@@ -58,9 +40,6 @@ class Compressor(Configured):
 
     density: float | None = None
     """The fraction of the entries to select, for compressors that take one; `WarmUp` changes it."""
-
-    report: Report | None = None
-    """Statistics of the last call; None before any."""
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the selected entries of `corrected`, the gradient with the residual added.
@@ -103,26 +82,6 @@ class Compressor(Configured):
             check_selected(vector, values, self)
             vectors.append(vector)
         return concatenate(vectors)
-
-    def share(self, length: int) -> float | None:
-        """Return the target density for a vector of `length`; None without one."""
-        return None
-
-    def reported(
-        self,
-        vector: SparseVector,
-        threshold: float | None = None,
-        rounds: int = 1,
-        target: float | None = None,
-    ) -> SparseVector:
-        """Set `report` to the statistics of a call, and return its vector. target: None for that of `share`."""
-        achieved = vector.density
-        if target is None:
-            target = self.share(vector.length)
-        if target is None:
-            target = achieved
-        self.report = Report(target, achieved, vector.nbytes, threshold, rounds)
-        return vector
 
     def observe(self, aggregate: SparseVector) -> None:
         """Receive the mean over the ranks, the same on every rank, once a step; by default do nothing.

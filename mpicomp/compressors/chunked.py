@@ -45,13 +45,6 @@ class ChunkedTopK(Density, SegmentedCompressor):
                 f"k is {k} and chunk is {chunk}: expected k <= chunk; k=chunk sends every entry"
             )
 
-    def count(self, length: int) -> int:
-        """Return the number of entries to select from a vector of `length`."""
-        chunks, rest = divmod(length, self.chunk)
-        return chunks * self.k + (
-            max(1, round(self.k * rest / self.chunk)) if rest else 0
-        )
-
     def select(
         self,
         corrected: Array,
@@ -59,13 +52,11 @@ class ChunkedTopK(Density, SegmentedCompressor):
         summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.select`; chunks begin at the first entry of each segment."""
-        chunks, rest = np.divmod(np.diff(bounds), self.chunk)
+        rest = np.diff(bounds) % self.chunk
         last = np.maximum(1, np.rint(self.k * rest / self.chunk)).astype(np.int64)
         k = np.full(rest.size, self.k)
         chunk = np.full(rest.size, self.chunk)
         entries = kernels_for(corrected).largest_in_segments(
             corrected, bounds, k, chunk, last, summands=to_add(summands)
         )
-        count = int((chunks * k + np.where(rest, last, 0)).sum())
-        target = count / max(1, corrected.size)
-        return self.reported(selected(corrected, bounds, entries), target=target)
+        return selected(corrected, bounds, entries)

@@ -46,18 +46,11 @@ class Density(Compressor):
         self.density = None if density is None else to_density(density, "; or give k=")
         self.k = None if k is None else to_integer("k", k)
 
-    def count(self, length: int) -> int:
-        """Return the number of entries to select from a vector of `length`."""
-        return self.k if self.k is not None else max(1, round(self.density * length))  # type: ignore[operator]
-
     def counts(self, lengths: Array) -> Array:
-        """Return `count` of each of several lengths."""
+        """Return the number of entries to select from vectors of these lengths."""
         if self.k is not None:
             return np.broadcast_to(self.k, lengths.shape)
         return np.maximum(1, np.rint(self.density * lengths)).astype(np.int64)
-
-    def share(self, length: int) -> float:
-        return min(1.0, self.count(length) / length) if length else 0.0
 
 
 def mean_and_largest(values: Array) -> tuple[float, float]:

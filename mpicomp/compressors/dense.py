@@ -23,5 +23,4 @@ class Dense(SegmentedCompressor):
     ) -> SparseVector:
         """Return all non-zero entries of `corrected`; see `Compressor.select`."""
         write_sum(summands, corrected)
-        vector = SparseVector.from_dense(finite_vector(corrected))
-        return self.reported(vector, target=1.0)
+        return SparseVector.from_dense(finite_vector(corrected))

@@ -152,5 +152,4 @@ class Quantised(Wrapper, SegmentedCompressor):
         """Return the quantised entries; each segment has magnitudes of its own. See `Compressor.select`."""
         vector = self.compressor.select(corrected, bounds, summands)
         quantised, self.error = quantise(vector, self.form, bounds)
-        self.report = self.compressor.report
         return quantised

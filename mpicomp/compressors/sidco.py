@@ -35,7 +35,6 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, to_numpy
 from mpicomp.compressors.base import (
-    Report,
     SegmentedCompressor,
     Summands,
     to_add,
@@ -105,9 +104,10 @@ class SIDCo(SegmentedCompressor):
     from one stage, it held the target on average.
 
     `correction`, the factor of the controller on the density, and `current_stages`, the
-    number of stages in use, have a row for each segment, one of a vector; `report` is
-    that of the last call, None before any: its rounds are the stages fitted. Where a
-    sample misled, and where sums overflow, none is: the selection is exact.
+    number of stages in use, have a row for each segment, one of a vector; so have
+    `thresholds` and `rounds`, the stages fitted, of the last call, None before any.
+    Where a sample misled, and where sums overflow, no stage is fitted: the selection is
+    exact.
 
     Raises ValueError for a setting out of range.
 
@@ -137,6 +137,8 @@ class SIDCo(SegmentedCompressor):
         self.adaptation = to_choice("adaptation", adaptation, ADAPTATIONS)
         self.current_stages: Array = np.array([self.stages])
         self.correction: Array = np.ones(1)
+        self.thresholds: Array | None = None
+        self.rounds: Array | None = None
         # achieved over target in the calls since the last change of stages, then zeros
         self._ratios: Array = np.zeros((1, _PERIOD))
 
@@ -178,9 +180,8 @@ class SIDCo(SegmentedCompressor):
         is_exact |= (plans["share"] == 0) & is_short
         if is_exact.any():
             entries = self._with_largest(corrected, bounds, plans, is_exact, entries)
-        vector = known(corrected.size, bounds, entries)
-        self._adapt(plans, vector)
-        return vector
+        self._adapt(plans)
+        return known(corrected.size, bounds, entries)
 
     def _plans(self, sizes: Array, dtype: Any) -> Any:
         plans = np.zeros(sizes.size, dtype)
@@ -213,8 +214,8 @@ class SIDCo(SegmentedCompressor):
             plan["threshold"] = kept.min() if kept.size else 0.0
         return entries.replaced(found, is_exact)
 
-    def _adapt(self, plans: Any, vector: SparseVector) -> None:
-        """Adapt to the results of a call, and report them."""
+    def _adapt(self, plans: Any) -> None:
+        """Adapt to the results of a call."""
         kept = plans["kept"]
         is_selected = kept > 0
         # no threshold selects more than nonzeros
@@ -225,17 +226,8 @@ class SIDCo(SegmentedCompressor):
             self._control(ratio, is_selected)
         elif self.adaptation == "published":
             self._change_stages(ratio, is_selected)
-        nbytes = vector.indices.itemsize + vector.values.itemsize
-        columns = [
-            np.full(kept.shape, self.density),
-            kept / plans["size"].clip(1),
-            kept * nbytes,
-            plans["threshold"].copy(),
-            plans["stages"].copy(),
-        ]
-        if kept.size == 1:
-            columns = [column.item() for column in columns]
-        self.report = Report(*columns)
+        self.thresholds = plans["threshold"].copy()
+        self.rounds = plans["stages"].copy()
 
     def _control(self, ratio: Array, is_selected: Array) -> None:
         """Correct the density of each segment of which entries were selected."""

@@ -37,10 +37,8 @@ class TopK(Density, SegmentedCompressor):
     ) -> SparseVector:
         """See `Compressor.select`."""
         sizes = np.diff(bounds)
-        counts = self.counts(sizes)
-        k = np.minimum(counts, sizes)
+        k = np.minimum(self.counts(sizes), sizes)
         entries = kernels_for(corrected).largest_in_segments(
             corrected, bounds, k, sizes.clip(1), k, summands=to_add(summands)
         )
-        target = int(counts.sum()) / max(1, corrected.size)
-        return self.reported(selected(corrected, bounds, entries), target=target)
+        return selected(corrected, bounds, entries)

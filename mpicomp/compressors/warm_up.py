@@ -66,5 +66,4 @@ class WarmUp(Wrapper, SegmentedCompressor):
         finally:
             self.compressor.density = target
         self.step += 1
-        self.report = self.compressor.report
         return vector
