@@ -6,21 +6,17 @@ segments is its layout. Settings are saved beside it as text, in a table.
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import Parameter, ismethod, signature
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import Array, new_vector, to_numpy
+from mpicomp.arrays import VALUE_DTYPES, Array, new_vector, to_numpy
 
-Check = Callable[[Any, Array | None], Any]
-"""Return the value of an attribute from a loaded array: check(part, array), where None means that it is missing.
-
-Raises ValueError with a text that says what was expected, such as "an integer of at least 0".
-"""
+Range = tuple[float, float]
+"""The least and the most value of a number, or of all elements of an array."""
 
 # layouts: one value for all segments; a row, or a part of a vector, for each
 SHARED = "shared"
@@ -41,8 +37,8 @@ class Configured:
     Store every constructor argument in an attribute of the same name.
     """
 
-    state: ClassVar[Mapping[str, Check]] = {}
-    """Attributes to save, each with the check of a loaded value; an attribute that is None is not saved."""
+    state: ClassVar[Mapping[str, Range]] = {}
+    """Attributes to save, each with the range of loaded values; an attribute that is None is not saved."""
 
     layout: ClassVar[str] = SHARED
     """How these attributes hold the values of segments."""
@@ -92,9 +88,9 @@ class Configured:
         """Return what has a state, by the prefix of its names: this object, and those it wraps."""
         return {"": self}
 
-    def declared(self) -> dict[str, tuple[Check, str]]:
-        """Return the names to save, each with its check and its layout."""
-        return {name: (check, self.layout) for name, check in self.state.items()}
+    def declared(self) -> dict[str, tuple[Range, str]]:
+        """Return the names to save, each with its range and its layout."""
+        return {name: (limits, self.layout) for name, limits in self.state.items()}
 
     def held(self) -> dict[str, Any]:
         """Return the declared values; None, or no value, is not saved."""
@@ -138,17 +134,28 @@ def load(
 ) -> None:
     """Load copies of the state of each segment, by what it is called in errors; see `Configured.load_state_dict`."""
     parts = owner.parts()
-    checks = {
-        prefix + name: (part, check)
-        for prefix, part in parts.items()
-        for name, (check, _) in part.declared().items()
+    known = {
+        prefix + name for prefix, part in parts.items() for name in part.declared()
     }
-    rows = {called: checked(state, checks, called) for called, state in states.items()}
+    for called, state in states.items():
+        if not state.keys() <= known:
+            raise ValueError(
+                f"{called} has {sorted(state)}: expected {sorted(known)} at most"
+            )
     loaded = []
     for prefix, part in parts.items():
+        present = part.held()
         values = {}
-        for name, (_, layout) in part.declared().items():
-            by_segment = {called: row[prefix + name] for called, row in rows.items()}
+        for name, (limits, layout) in part.declared().items():
+            like: Any = None
+            if layout != POSITIONS:
+                like = present[name]
+            if layout == ROWS:
+                like = like[0]
+            by_segment = {
+                called: checked(state, prefix + name, like, called, limits)
+                for called, state in states.items()
+            }
             values[name] = _joined(name, by_segment, layout, spans)
         loaded.append((part, values))
     for part, values in loaded:
@@ -156,33 +163,56 @@ def load(
 
 
 def checked(
-    state: Mapping[str, Any], checks: Mapping[str, tuple[Any, Check]], called: str
-) -> dict[str, Any]:
-    """Return the checked values of a state, which are copies. checks: for each name its part, and its check.
+    state: Mapping[str, Any],
+    name: str,
+    like: Any,
+    called: str,
+    limits: Range | None = None,
+) -> Any:
+    """Return a copy of a value of a state, of the type of another one.
 
-    Raises ValueError for a name that is unknown, and for a bad value, or one that is
-    missing.
+    like: a number; or an array, also for dtype and shape; None for any vector, and if
+    the value is missing. called: the state, in errors. Raises ValueError for another
+    type, and unless all values are finite and in the range, if there is one.
     """
-    if not state.keys() <= checks.keys():
-        raise ValueError(
-            f"{called} has {sorted(state)}: expected {sorted(checks)} at most"
-        )
-    values = {}
-    for name, (part, check) in checks.items():
-        array = np.array(to_numpy(state[name])) if name in state else None
-        try:
-            values[name] = check(part, array)
-        except ValueError as error:
-            if array is None:
-                got = "nothing"
-            elif array.size == 1:
-                got = repr(array)
-            else:
-                got = kind_of_array(array)
-            raise ValueError(
-                f"{called} has {got} as {name}: expected {error}"
-            ) from None
-    return values
+    array: Any = np.array(to_numpy(state[name])) if name in state else None
+    if like is None and array is None:
+        return None
+    expected, fits = _compared(array, like)
+    if limits is not None:
+        least, most = limits
+        expected += f" from {least} to {most}"
+        fits = fits and _is_within(array, least, most)
+    if not fits:
+        if array is None:
+            got = "nothing"
+        elif array.size == 1:
+            got = repr(array)
+        else:
+            got = kind_of_array(array)
+        raise ValueError(f"{called} has {got} as {name}: expected {expected}")
+    return type(like)(array) if isinstance(like, int | float) else array
+
+
+def _compared(array: Any, like: Any) -> tuple[str, bool]:
+    """Return what is expected, as text, and whether an array is that."""
+    dtype: Any = None if array is None else array.dtype
+    shape: Any = None if array is None else array.shape
+    if like is None:
+        kinds = ", ".join(map(str, VALUE_DTYPES))
+        return f"a finite vector of {kinds}", dtype in VALUE_DTYPES and len(shape) == 1
+    if hasattr(like, "dtype"):
+        return kind_of_array(like), (dtype, shape) == (like.dtype, like.shape)
+    if type(like) is int:
+        return "an integer", shape == () and dtype.kind in "iu"
+    return "a number", shape == () and dtype.kind in "iuf"
+
+
+def _is_within(array: Array, least: float, most: float) -> bool:
+    """Return whether all values are finite, and from the least to the most."""
+    return bool(
+        np.isfinite(array).all() and (least <= array).all() and (array <= most).all()
+    )
 
 
 def _of_segments(value: Any, layout: str, spans: Sequence[slice]) -> list[Any]:
@@ -224,42 +254,6 @@ def _joined(
             )
         vector[span] = row
     return vector
-
-
-def expect_integer(least: int, most: int = 2**62) -> Check:
-    """Return the check of an integer from `least` to `most`, for `Configured.state`."""
-    return _expect(int, "iu", "an integer", least, most)
-
-
-def expect_number(least: float, most: float) -> Check:
-    """Return the check of a finite number from `least` to `most`, for `Configured.state`."""
-    return _expect(float, "iuf", "a finite number", least, most)
-
-
-def expect_array(like: Array) -> Check:
-    """Return the check of an array of the dtype and shape of another one, for `Configured.state`."""
-
-    def check(part: Any, array: Array | None) -> Array:
-        if array is None or (array.dtype, array.shape) != (like.dtype, like.shape):
-            raise ValueError(kind_of_array(like))
-        return array
-
-    return check
-
-
-def _expect(convert: type, kinds: str, text: str, least: float, most: float) -> Check:
-    def check(part: Any, array: Array | None) -> Any:
-        sound = (
-            array is not None
-            and not array.shape
-            and array.dtype.kind in kinds
-            and least <= array.item() <= most
-        )
-        if array is None or not sound or not math.isfinite(array.item()):
-            raise ValueError(f"{text} from {least} to {most}")
-        return convert(array)
-
-    return check
 
 
 def kind_of_array(array: Array) -> str:

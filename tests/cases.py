@@ -10,7 +10,6 @@ import numpy as np
 
 from collectives import compressed_allreduce, gtopk_allreduce
 from mpicomp import SparseVector
-from mpicomp.compressors import expect_integer
 from mpicomp.compressors.common import Density, at_positions, finite_vector
 from mpicomp.compressors.selection import Selection
 from mpicomp.vector import add_up, intersection, top_k
@@ -266,7 +265,7 @@ def take_step(feedback, compressor, gradient):
 class RandomK(Density):
     """A user's compressor with a state: in each step other random positions, the same on all ranks."""
 
-    state = {"step": expect_integer(0)}
+    state = {"step": (0, 2**62)}
 
     def __init__(self, density=None, *, k=None, seed=0):
         super().__init__(density, k=k)

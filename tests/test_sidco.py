@@ -539,7 +539,7 @@ def test_gamma_says_what_to_install_and_keeps_its_state(monkeypatch):
         ((100,), "density is 100: expected 0 < density <= 1"),
         (("0.1",), "density is '0.1': expected"),
         ((0.1, "normal"), "distribution is 'normal': expected one of"),
-        ((0.1, "gamma", 0), "stages is 0: expected an integer of at least 1"),
+        ((0.1, "gamma", 0), "stages is 0: expected an integer from 1 to 64"),
         ((0.1, "gamma", True), "stages is True: expected an integer"),
         ((0.1, "gamma", 2, "fast"), "adaptation is 'fast': expected one of"),
     ],

@@ -329,7 +329,7 @@ class GradientExchange:
 
     @property
     def compressors(self) -> dict[str, Compressor]:
-        """The compressors in use by name of the tensor, such as for the `thresholds` of SIDCo; one vector is "gradient"."""
+        """The compressors in use, by name of the tensor; that of one vector is "gradient"."""
         return {
             ALONE if name is None else name: compressor
             for bucket in self.buckets

@@ -57,8 +57,6 @@ from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
 from mpicomp.state import (
     check_table,
     checked,
-    expect_array,
-    expect_integer,
     from_table,
     to_table,
 )
@@ -524,10 +522,17 @@ class OuterLoop:
             if key not in (TABLE, HELD) and not key.startswith(EXCHANGE)
         }
         arrays = self._arrays(in_flight=_is_in_flight(own))
-        checks = {"count": expect_integer(0), "rounds": expect_integer(0)}
-        checks |= {name: expect_array(array) for name, array in arrays.items()}
-        declared = {name: (self, check) for name, check in checks.items()}
-        loaded = checked(own, declared, "the state")
+        known = {"count", "rounds", *arrays}
+        if not own.keys() <= known:
+            raise ValueError(
+                f"the state has {sorted(own)}: expected {sorted(known)} at most"
+            )
+        loaded = {
+            name: checked(own, name, array, "the state")
+            for name, array in arrays.items()
+        }
+        for name in "count", "rounds":
+            loaded[name] = checked(own, name, 0, "the state", (0, 2**62))
         if _is_in_flight(own) and not loaded["count"] % self.every < self.delay:
             raise ValueError(
                 f"the state is of step {loaded['count']}, with an exchange in flight: expected the every and delay "

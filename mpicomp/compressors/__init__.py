@@ -15,9 +15,6 @@ from mpicomp.compressors.quantised import Quantised, quantise
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.topk import TopK
 from mpicomp.compressors.warm_up import WarmUp
-from mpicomp.state import Check as Check
-from mpicomp.state import expect_integer as expect_integer
-from mpicomp.state import expect_number as expect_number
 
 __all__ = [
     "AdaComp",

@@ -36,17 +36,6 @@ from mpicomp.vector import SparseVector, merge, places_of, without_zeros
 METRICS = ("support", "quota")
 
 
-def _check_history(compressor: "AggregationAware", array: Array | None) -> Array | None:
-    """Return a loaded history, None if there is none; see `mpicomp.state.Check`."""
-    if array is None:
-        return None
-    if array.ndim != 1 or array.dtype not in (np.float32, np.float64):
-        raise ValueError("a vector of float32 or float64")
-    if not np.isin(array, (0, 1)).all():
-        raise ValueError("zeros and ones")
-    return array
-
-
 class AggregationAware(TopK):
     """Select by magnitude and by the last aggregate.
 
@@ -64,7 +53,7 @@ class AggregationAware(TopK):
     [1, 3]
     """
 
-    state = {"_history": _check_history}
+    state = {"_history": (0, 1)}
     layout = POSITIONS
 
     def __init__(
@@ -90,7 +79,9 @@ class AggregationAware(TopK):
 
     @_history.setter
     def _history(self, history: Array | None) -> None:
-        self._aggregate = None if history is None else SparseVector.from_dense(history)
+        self._aggregate = None
+        if history is not None:
+            self.observe(SparseVector.from_dense(history))
 
     def observe(self, aggregate: SparseVector) -> None:
         """Receive the sum over the ranks, as the collective returned it."""

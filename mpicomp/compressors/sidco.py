@@ -43,7 +43,6 @@ from mpicomp.compressors.base import (
 from mpicomp.compressors.common import known, selected, to_density
 from mpicomp.kernels import Selected
 from mpicomp.settings import to_choice, to_integer
-from mpicomp.state import expect_integer, expect_number
 from mpicomp.vector import SparseVector
 
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
@@ -60,41 +59,12 @@ _PERIOD, _TOLERANCE = 5, 0.2  # of the published adaptation
 _MAX_STAGES = 64
 
 
-def _check_correction(compressor: "SIDCo", array: Array | None) -> float:
-    return float(
-        expect_number(*(_LIMITS if compressor.adaptation == "control" else (1, 1)))(
-            compressor, array
-        )
-    )
-
-
-def _check_stages(compressor: "SIDCo", array: Array | None) -> int:
-    least = compressor.stages
-    most = compressor.stages
-    if compressor.adaptation == "published":
-        least = 1
-        most = max(_MAX_STAGES, compressor.stages)
-    return int(expect_integer(least, most)(compressor, array))
-
-
-def _check_ratios(compressor: "SIDCo", array: Array | None) -> Array:
-    """Return achieved over target in the calls since the last change of stages, then zeros."""
-    if array is None or array.shape != (_PERIOD,) or array.dtype != np.float64:
-        raise ValueError(f"{_PERIOD} numbers (float64)")
-    most = _PERIOD - 1 if compressor.adaptation == "published" else 0
-    count = np.count_nonzero(array)
-    is_sound = count <= most and (array[:count] > 0).all() and np.isfinite(array).all()
-    if not is_sound:
-        raise ValueError(f"at most {most} finite numbers above 0, then zeros")
-    return array
-
-
 class SIDCo(SegmentedCompressor):
     """Select by a threshold from a fitted distribution: about density n entries of n.
 
     density: 0 < density <= 1. distribution: of the magnitudes, "exponential" (fastest),
     "gamma" (needs SciPy; the stages after the first fit a Pareto) or "pareto"
-    (generalised; for heavy tails). stages: at least 1; one is used if the density is
+    (generalised; for heavy tails). stages: 1 to 64; one is used if the density is
     0.25 or more. adaptation: "control" adjusts the density that the fit is asked for
     after each call, so that the mean of the achieved densities approaches the target;
     "published" changes the number of stages every five calls, as the paper does; None
@@ -117,9 +87,10 @@ class SIDCo(SegmentedCompressor):
     """
 
     state = {
-        "correction": _check_correction,
-        "current_stages": _check_stages,
-        "_ratios": _check_ratios,
+        "correction": _LIMITS,
+        "current_stages": (1, _MAX_STAGES),
+        "_calls": (0, _PERIOD - 1),
+        "_ratio": (0, np.inf),
     }
     varying = ("density",)
     density: float
@@ -133,14 +104,15 @@ class SIDCo(SegmentedCompressor):
     ) -> None:
         self.density = to_density(density)
         self.distribution = to_choice("distribution", distribution, DISTRIBUTIONS)
-        self.stages = to_integer("stages", stages)
+        self.stages = to_integer("stages", stages, 1, _MAX_STAGES)
         self.adaptation = to_choice("adaptation", adaptation, ADAPTATIONS)
         self.current_stages: Array = np.array([self.stages])
         self.correction: Array = np.ones(1)
         self.thresholds: Array | None = None
         self.rounds: Array | None = None
-        # achieved over target in the calls since the last change of stages, then zeros
-        self._ratios: Array = np.zeros((1, _PERIOD))
+        # since the last change of stages, and the sum of achieved over target in them
+        self._calls: Array = np.zeros(1, np.int64)
+        self._ratio: Array = np.zeros(1)
 
     def counts(self, lengths: Array) -> Array:
         """Return the target number of entries of vectors of these lengths."""
@@ -238,20 +210,18 @@ class SIDCo(SegmentedCompressor):
 
     def _change_stages(self, ratio: Array, is_selected: Array) -> None:
         """Take one stage less where too many entries were selected over a period, one more where too few."""
-        ratios = self._ratios.copy()
-        rows = np.flatnonzero(is_selected)
-        count = np.count_nonzero(ratios[rows], axis=1)
-        ratios[rows, count] = ratio[rows]
-        is_over = (ratios > 0).all(axis=1)
-        means = ratios.mean(axis=1)
-        is_below = means < 1 - _TOLERANCE
-        is_above = means > 1 + _TOLERANCE
+        calls = self._calls + is_selected
+        total = self._ratio + np.where(is_selected, ratio, 0)
+        is_over = calls == _PERIOD
+        mean = total / _PERIOD
+        is_below = mean < 1 - _TOLERANCE
+        is_above = mean > 1 + _TOLERANCE
         most = np.maximum(1, np.ceil(np.log2(1 / np.asarray(self.density))))
         stages = np.maximum(1, self.current_stages + is_below.astype(int) - is_above)
         stages = np.minimum(stages, most).astype(int)
         self.current_stages = np.where(is_over, stages, self.current_stages)
-        ratios[is_over] = 0
-        self._ratios = ratios
+        self._calls = np.where(is_over, 0, calls)
+        self._ratio = np.where(is_over, 0, total)
 
 
 def _samples(plans: Any, by_count: bool) -> Array:

@@ -15,7 +15,6 @@ from mpicomp.compressors.base import (
 )
 from mpicomp.compressors.common import to_density
 from mpicomp.settings import to_integer
-from mpicomp.state import expect_integer
 from mpicomp.vector import SparseVector
 
 
@@ -32,7 +31,7 @@ class WarmUp(Wrapper, SegmentedCompressor):
     [4, 2, 1, 1]
     """
 
-    state = {"step": expect_integer(0)}
+    state = {"step": (0, 2**62)}
 
     def __init__(
         self,

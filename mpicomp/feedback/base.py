@@ -27,7 +27,7 @@ from mpicomp.arrays import (
 from mpicomp.coded import Uncoded
 from mpicomp.compressors.base import Summands
 from mpicomp.settings import to_number
-from mpicomp.state import POSITIONS, Check, Configured, kind_of_array
+from mpicomp.state import POSITIONS, Configured, Range, kind_of_array
 from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector, check_range, from_all_values
 
@@ -234,9 +234,10 @@ class Feedback(Configured):
         self._staged = False
         self._prepared = ()
 
-    def declared(self) -> dict[str, tuple[Check, str]]:
+    def declared(self) -> dict[str, tuple[Range, str]]:
         names = self.dtypes(VALUE_DTYPES[0])
-        return super().declared() | dict.fromkeys(names, (_check_values, POSITIONS))
+        finite = -np.inf, np.inf
+        return super().declared() | dict.fromkeys(names, (finite, POSITIONS))
 
     def held(self) -> dict[str, Any]:
         return super().held() | (self._arrays if self._begun else {})
@@ -398,20 +399,6 @@ def check_feedback(feedback: Any) -> None:
             f"feedback is {got}: expected an object such as ErrorFeedback() or NoFeedback(), or of a class of your own "
             "that derives from mpicomp.Feedback"
         )
-
-
-def _check_values(feedback: Any, array: Array | None) -> Array | None:
-    """Return a loaded vector of any length; None if there is none, as before the first step."""
-    if array is None:
-        return None
-    if (
-        array.ndim != 1
-        or array.dtype not in VALUE_DTYPES
-        or not np.isfinite(array).all()
-    ):
-        kinds = ", ".join(map(str, VALUE_DTYPES))
-        raise ValueError(f"a vector of finite values, of {kinds}")
-    return array
 
 
 def _kinds(arrays: Mapping[str, Array]) -> str:

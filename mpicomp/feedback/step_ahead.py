@@ -21,7 +21,6 @@ import numpy as np
 from mpicomp.arrays import Array, kernels_for, like, to_device_of, to_values
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_number
-from mpicomp.state import expect_number
 from mpicomp.vector import SparseVector
 
 
@@ -42,7 +41,7 @@ class StepAhead(Feedback):
     [-0.25, 0.0, -0.125, 0.0]
     """
 
-    state = {"rate": expect_number(0, np.inf)}
+    state = {"rate": (0, np.inf)}
 
     def __init__(self, rate: float, momentum: float = 0.0) -> None:
         super().__init__()
