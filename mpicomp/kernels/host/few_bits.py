@@ -37,12 +37,15 @@ import numpy as np
 
 from mpicomp.arrays import Array, address
 from mpicomp.kernels.host.bits import as_writable
-from mpicomp.kernels.host.compiled import inner, jit, loop, single
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import (
     LINE,
+    SUMMED,
     array_at,
     bits_of,
     number_of,
+    prefetch,
+    sum_up_to,
 )
 from mpicomp.kernels.host.lanes import (
     lanewise,
@@ -61,7 +64,6 @@ from mpicomp.kernels.host.streaming import (
 from mpicomp.threads import in_pieces, number_of_pieces
 
 _ROOM = 1 << 10  # values of a group, or one block: they stay in the first-level cache
-_LANES = 128  # of a sum over a block
 _HALF = np.finfo(np.float16)
 
 
@@ -280,9 +282,10 @@ def _rounds(bits: int) -> int | None:
 
 
 def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-    """Return buffers: values of a group of blocks and a line; errors of a group; -0.0 and fields of a block; scales.
+    """Return buffers: values of a group of blocks and a line; errors of a group; -0.0 and fields of a block.
 
-    -0.0 changes no value that is added to it.
+    And four arrays with a number for each block of a group: the largest magnitude, the
+    two scales, the sum of magnitudes. -0.0 changes no value that is added to it.
     """
     group = max(block, _ROOM)
     values, errors, nothing = (
@@ -290,8 +293,8 @@ def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
         for size in (group + LINE // dtype.itemsize, group, block)
     )
     nothing[...] = -0.0
-    low, high = np.empty((2, group // block), dtype)
-    return values, errors, nothing, np.empty(block, np.uint8), low, high
+    numbers = np.empty((4, group // block), dtype)
+    return values, errors, nothing, np.empty(block, np.uint8), *numbers
 
 
 def _from_a_line(size: int, dtype: np.dtype[Any]) -> Array:
@@ -307,11 +310,6 @@ def _add_scaled(a, b, factor, scale):  # type: ignore[no-untyped-def]
     return total, magnitude_bits(total)
 
 
-@lanewise(1, 0, reduce=True)
-def _largest(values):  # type: ignore[no-untyped-def]
-    return (magnitude_bits(values),)
-
-
 @lanewise(1, 2)
 def _to_levels(values, inverse, scale, offset, least, most):  # type: ignore[no-untyped-def]
     """Return errors and fields; `offset` rounds to an integer, and NaN is the least."""
@@ -321,32 +319,26 @@ def _to_levels(values, inverse, scale, offset, least, most):  # type: ignore[no-
     return values - (level - offset) * scale, lowest_byte(to_bits(level))
 
 
-@lanewise(2, 1)
+@lanewise(2, 1, reduce=True)
 def _add_levels(base, fields, middle, scale):  # type: ignore[no-untyped-def]
-    return (base + (number_of_byte(fields, base) - middle) * scale,)
+    total = base + (number_of_byte(fields, base) - middle) * scale
+    return total, magnitude_bits(total)
 
 
-@lanewise(1, 1)
-def _to_signs(values, threshold):  # type: ignore[no-untyped-def]
-    is_large = lowest_byte(magnitude(values) > threshold)
-    return (lowest_byte(values < 0) | is_large << 1,)
+@lanewise(1, 2)
+def _to_signs(values, threshold, low, high):  # type: ignore[no-untyped-def]
+    """Return errors and fields."""
+    is_large, is_negative = magnitude(values) > threshold, values < 0
+    size = where(is_large, high, low)
+    fields = lowest_byte(is_negative) | lowest_byte(is_large) << 1
+    return values + where(is_negative, size, -size), fields
 
 
-@lanewise(2, 1)
+@lanewise(2, 1, reduce=True)
 def _add_signs(base, fields, low, high):  # type: ignore[no-untyped-def]
     size = where((fields & 2) > 0, high, low)
-    return (base + where((fields & 1) > 0, -size, size),)
-
-
-@lanewise(2, 1)
-def _add_shares(base, values, threshold, share, zero):  # type: ignore[no-untyped-def]
-    size = magnitude(values)
-    return (base + where(size <= threshold, size * share, zero),)
-
-
-@lanewise(2, 1)
-def _add(a, b):  # type: ignore[no-untyped-def]
-    return (a + b,)
+    total = base + where((fields & 1) > 0, -size, size)
+    return total, magnitude_bits(total)
 
 
 @lanewise(1, 1)
@@ -452,14 +444,16 @@ def _add_terms(terms, number, size, codes, scales, work, sizes, rounds):  # type
     """Add the terms' blocks from `number` on to the buffer."""
     room, largest, block = work[0], work[4], sizes[1]
     for start in range(0, size, block):
+        i, key = start // block, np.int64(0)
+        place = room, start, min(block, size - start)
         for term in range(len(terms)):
             some = array_at(codes, terms[term, 0], codes.size)
             steps = array_at(scales, terms[term, 1], scales.size)
-            i = number + start // block
-            _decode(some, steps, i, room, start, room, start, work, sizes, rounds)
-        for j in range(size, start + block):
-            room[j] = 0
-        largest[start // block] = number_of(_largest(block, room, start), room)
+            own = room, start
+            key = np.int64(
+                _decode(some, steps, number + i, own, place, work, sizes, rounds)
+            )
+        largest[i] = number_of(key, room)
 
 
 @single
@@ -470,23 +464,17 @@ def _to_scales(number, size, scales, work, sizes, numbers, rounds):  # type: ign
     with others.
     """
     bits, block, cut, stored, _ = sizes
-    room, errors, low, high = work[0], work[1], work[4], work[5]
+    room, largest, low, high = work[0], work[4], work[5], work[6]
     real = room.dtype.type
+    if rounds is not None:
+        _to_magnitudes(size, block, work, rounds)
     for i in range((size + block - 1) // block):
-        largest = low[i]
         if rounds is None:
-            low[i] = _step_of(room, largest, real((1 << bits - 1) - 1), cut, numbers)
+            low[i] = _step_of(room, largest[i], real((1 << bits - 1) - 1), cut, numbers)
             scales[number + i] = bits_of(low[i]) >> stored
         else:
-            least = most = largest
-            if largest < np.inf:
-                start = i * block
-                own = room[start : start + block]
-                least, most = _magnitudes(
-                    own, min(block, size - start), rounds, errors, work[2]
-                )
-            low[i] = _rounded(room, min(least, largest), cut, numbers)
-            high[i] = _rounded(room, min(most, largest), cut, numbers)
+            low[i] = _rounded(room, min(low[i], largest[i]), cut, numbers)
+            high[i] = _rounded(room, min(high[i], largest[i]), cut, numbers)
             place = bits * (number + i)  # as many magnitudes as bits
             scales[place] = bits_of(low[i]) >> stored
             scales[place + bits - 1] = bits_of(high[i]) >> stored
@@ -510,10 +498,12 @@ def _to_codes(  # type: ignore[no-untyped-def]
 ):
     """Write the codes of the blocks in the buffer, and the errors; of a block that is not finite the values."""
     bits, block = sizes[0], sizes[1]
-    room, errors, _, fields, low, high = work
+    room, errors, _, fields, _, low, high, _ = work
     real = room.dtype.type
     a, step, decay, scale = own
     for start in range(0, size, block):
+        prefetch(part, begin + size + start, block)
+        prefetch(a, (at + size + start) * step, block * step)
         i = start // block
         is_finite = low[i] < np.inf
         if rounds is None:
@@ -539,8 +529,18 @@ def _to_codes(  # type: ignore[no-untyped-def]
         else:
             middle = real(0.5) * low[i] + real(0.5) * high[i]
             threshold = middle if bits == 2 else real(np.inf)
-            _to_signs(block, room, start, fields, 0, threshold)
-            _add_signs(block, room, start, fields, 0, errors, start, -low[i], -high[i])
+            _to_signs(
+                block,
+                room,
+                start,
+                errors,
+                start,
+                fields,
+                0,
+                threshold,
+                low[i],
+                high[i],
+            )
         _pack(fields, bits, codes, (number + i) * (block * bits // 8), block)
         if not is_finite:
             _add_scaled(
@@ -568,22 +568,25 @@ def _pack(fields, bits, codes, byte, block):  # type: ignore[no-untyped-def]
 
 
 @single
-def _decode(codes, scales, i, base, at, out, place, work, sizes, rounds):  # type: ignore[no-untyped-def]
-    """Write the values of block i, added to those of `base` from `at` on, to `out` from `place` on."""
+def _decode(codes, scales, i, base, out, work, sizes, rounds):  # type: ignore[no-untyped-def]
+    """Write the values of block i, added to others, and return the bits of the largest magnitude.
+
+    base: the others' array, and the first; out: likewise, and how many.
+    """
+    (given, at), (written, place, size) = base, out
     bits, block, _, stored, _ = sizes
-    fields, real = work[3], out.dtype.type
+    fields, real = work[3], written.dtype.type
     width, mask = block * bits // 8, np.uint8((1 << bits) - 1)
     for field in range(8 // bits):
         shift = np.uint8(bits * field)
         _extract(width, codes, i * width, fields, field * width, shift, mask)
     if rounds is None:
-        scale = number_of(np.int64(scales[i]) << stored, out)
+        scale = number_of(np.int64(scales[i]) << stored, written)
         middle = real(1 << bits - 1)
-        _add_levels(block, base, at, fields, 0, out, place, middle, scale)
-    else:
-        low = number_of(np.int64(scales[bits * i]) << stored, out)
-        high = number_of(np.int64(scales[bits * i + bits - 1]) << stored, out)
-        _add_signs(block, base, at, fields, 0, out, place, low, high)
+        return _add_levels(size, given, at, fields, 0, written, place, middle, scale)
+    low = number_of(np.int64(scales[bits * i]) << stored, written)
+    high = number_of(np.int64(scales[bits * i + bits - 1]) << stored, written)
+    return _add_signs(size, given, at, fields, 0, written, place, low, high)
 
 
 @jit
@@ -607,7 +610,8 @@ def _dequantise(  # type: ignore[no-untyped-def]
         done, kept, start = (low - blocks[row]) * block, np.int64(0), np.int64(0)
         for number in range(low, high):
             i = number - sizes[4]
-            _decode(codes, scales, i, nothing, start, values, kept, work, sizes, rounds)
+            base, place = (nothing, start), (values, kept, block)
+            _decode(codes, scales, i, base, place, work, sizes, rounds)
             if factor == 0:
                 _over(block, values, kept, values, kept, divisor)
             elif factor != 1:
@@ -659,45 +663,38 @@ def _rounded(c, magnitude, cut, numbers):  # type: ignore[no-untyped-def]
     )
 
 
-@inner
-def _magnitudes(c, size, rounds, y, nothing):  # type: ignore[no-untyped-def]
-    """Return the mean magnitude of the first `size` values of a block twice; for 2 bits two, by two rounds of Lloyd."""
-    real = c.dtype.type
-    share = real(1.0 / c.size)  # a power of two: sums of shares are in range
-    total = _sum_up_to(c, real(np.inf), share, y, nothing)
-    low = high = total / (real(size) * share)
-    for _ in range(rounds):
-        threshold = real(0.5) * low + real(0.5) * high
-        above = _count_above(c, threshold)
-        if above == 0 or above == size:
-            break
-        below = _sum_up_to(c, threshold, share, y, nothing)
-        # whatever rounding does to a mean
-        low = min(below / (real(size - above) * share), threshold)
-        high = max((total - below) / (real(above) * share), threshold)
-    return low, high
+@single
+def _to_magnitudes(size, block, work, rounds):  # type: ignore[no-untyped-def]
+    """Write the mean magnitude of each block in the buffer twice; for 2 bits two, by rounds of Lloyd's algorithm.
 
-
-@loop
-def _sum_up_to(c, threshold, share, y, nothing):  # type: ignore[no-untyped-def]
-    """Return the sum of shares of the magnitudes up to a threshold, in an order that serves vectors and warps.
-
-    Lane j of 128 adds the values j, j + 128, ... in order; the lanes are folded by
-    halves.
+    A round does all blocks, for the reason of `_to_scales`.
     """
-    half, zero = min(_LANES, c.size // 2), c.dtype.type(0)
-    _add_shares(half, nothing, 0, c, 0, y, 0, threshold, share, zero)
-    for start in range(half, c.size, half):
-        _add_shares(half, y, 0, c, start, y, 0, threshold, share, zero)
-    while half > 1:
-        half //= 2
-        _add(half, y, 0, y, half, y, 0)
-    return y[0]
+    largest, low, high, totals = work[4:]
+    real = largest.dtype.type
+    share = real(1.0 / block)  # a power of two: sums of shares are in range
+    count = (size + block - 1) // block
+    for i in range(count):
+        totals[i], _ = _sum_up_to(i, block, work, real(np.inf), share)
+        mean = totals[i] / (real(min(block, size - i * block)) * share)
+        low[i] = high[i] = mean if largest[i] < np.inf else largest[i]
+    for _ in range(rounds):
+        for i in range(count):
+            some = min(block, size - i * block)
+            threshold = real(0.5) * low[i] + real(0.5) * high[i]
+            below, above = _sum_up_to(i, block, work, threshold, share)
+            if 0 < above < some and largest[i] < np.inf:
+                # whatever rounding does to a mean
+                low[i] = min(below / (real(some - above) * share), threshold)
+                high[i] = max((totals[i] - below) / (real(above) * share), threshold)
 
 
-@loop
-def _count_above(c, threshold):  # type: ignore[no-untyped-def]
-    above = np.int32(0)
-    for j in range(c.size):
-        above = np.int32(above + np.int32(abs(c[j]) > threshold))
-    return above
+@inner
+def _sum_up_to(i, block, work, threshold, share):  # type: ignore[no-untyped-def]
+    """Return what the function of instructions does for a block in the buffer, of any size."""
+    room, errors = work[0], work[1]
+    first = i * block
+    if block < SUMMED:
+        for j in range(SUMMED):
+            errors[j] = room[first + j] if j < block else 0
+        return sum_up_to(errors, 0, SUMMED, threshold, share)
+    return sum_up_to(room, first, block, threshold, share)

@@ -18,6 +18,7 @@ from numba.np.arrayobj import populate_array
 
 WORD = 64  # values, or bits, that are processed together
 LINE = 64  # bytes of a cache line
+SUMMED = 128  # lanes of the sum of a block
 STRIDES = 1, 2, 4, 8, 16, 32  # of the butterflies of 64 values
 
 
@@ -53,6 +54,10 @@ def store_line(values, place, out, first):  # type: ignore[no-untyped-def]
     """
     count = LINE // out.itemsize
     out[first : first + count] = values[place : place + count]
+
+
+def prefetch(values, first, size):  # type: ignore[no-untyped-def]
+    """Begin to read the cache lines of values of a contiguous array, some of which may be beyond its end."""
 
 
 def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
@@ -112,6 +117,24 @@ def butterflies(values, out, first, scale):  # type: ignore[no-untyped-def]
             [pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1
         )
     out[first : first + WORD] = word * scale
+
+
+def sum_up_to(values, first, size, threshold, share):  # type: ignore[no-untyped-def]
+    """Return the sum of a share of each magnitude up to a threshold, in a fixed order, and the number above it.
+
+    values: contiguous float32 or float64; size: a multiple of 128. threshold, share: of
+    their dtype; each product is rounded. Lane j of 128 adds the values j, j + 128, ...
+    in order; the lanes are folded by halves, an order that also serves warps.
+    """
+    sizes = np.abs(values[first : first + size])
+    shares = np.where(sizes <= threshold, sizes * share, 0).reshape(-1, SUMMED)
+    lanes = shares[0]
+    for row in shares[1:]:
+        lanes = lanes + row
+    while lanes.size > 1:
+        low, high = np.split(lanes, 2)
+        lanes = low + high
+    return lanes[0], np.count_nonzero(sizes > threshold)
 
 
 def bits_of(number):  # type: ignore[no-untyped-def]
@@ -234,6 +257,28 @@ def _store_line(typing: Any, values: Any, place: Any, out: Any, first: Any) -> A
 
     given = values, types.intp, out, types.intp
     return (types.void(*given), code) if values.is_contig and out.is_contig else None
+
+
+@in_kernels(prefetch)
+def _prefetch(typing: Any, values: Any, first: Any, size: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        begin = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        # to be read, into all caches, of data
+        how = [ir.Constant(word, number) for number in (0, 3, 1)]
+        array, start, size = arguments
+        zero, step = (
+            ir.Constant(size.type, number)
+            for number in (0, LINE * 8 // values.dtype.bitwidth)
+        )
+        with cgutils.for_range_slice(builder, zero, size, step) as (index, _):
+            first = builder.add(start, index)
+            place = vector_at(context, builder, values, array, first, 1)
+            builder.call(begin, [builder.bitcast(place, byte), *how])
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp, types.intp), code
 
 
 @in_kernels(store_sum_reaching)
@@ -401,6 +446,54 @@ def _butterflies(typing: Any, values: Any, out: Any, first: Any, scale: Any) -> 
         if values.is_contig and out.is_contig
         else None
     )
+
+
+@in_kernels(sum_up_to)
+def _sum_up_to(
+    typing: Any, values: Any, first: Any, size: Any, threshold: Any, share: Any
+) -> Any:
+    key = types.Integer.from_bitwidth(values.dtype.bitwidth)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        size, threshold, share = arguments[2:]
+        kind = ir.VectorType(context.get_value_type(values.dtype), SUMMED)
+        keys = ir.VectorType(context.get_value_type(key), SUMMED)
+        mask = ir.Constant(keys, [(1 << key.bitwidth - 1) - 1] * SUMMED)
+        limit, factor = (
+            in_all_places(builder, each, kind) for each in (threshold, share)
+        )
+        nothing = ir.Constant(kind, None)
+        lanes = cgutils.alloca_once_value(builder, nothing)
+        above = cgutils.alloca_once_value(builder, ir.Constant(size.type, 0))
+        zero, step = (ir.Constant(size.type, number) for number in (0, SUMMED))
+        with cgutils.for_range_slice(builder, zero, size, step) as (index, _):
+            start = builder.add(arguments[1], index)
+            place = vector_at(context, builder, values, arguments[0], start, SUMMED)
+            own = builder.load(place, align=key.bitwidth // 8)
+            own = builder.bitcast(builder.and_(builder.bitcast(own, keys), mask), kind)
+            is_below = builder.fcmp_ordered("<=", own, limit)
+            added = builder.select(is_below, builder.fmul(own, factor), nothing)
+            builder.store(builder.fadd(builder.load(lanes), added), lanes)
+            flags = builder.fcmp_ordered(">", own, limit)
+            for half in range(0, SUMMED, WORD):
+                some = _shuffled(builder, flags, flags, [*range(half, half + WORD)])
+                number = builder.ctpop(builder.bitcast(some, ir.IntType(WORD)))
+                builder.store(builder.add(builder.load(above), number), above)
+        total, half = builder.load(lanes), SUMMED
+        while half > 1:
+            half //= 2
+            low, high = (
+                _shuffled(builder, total, total, [*range(at, at + half)])
+                for at in (0, half)
+            )
+            total = builder.fadd(low, high)
+        sums = [builder.extract_element(total, ir.Constant(ir.IntType(32), 0))]
+        return context.make_tuple(
+            builder, signature.return_type, [*sums, builder.load(above)]
+        )
+
+    given = values, types.intp, types.intp, values.dtype, values.dtype
+    return types.Tuple((values.dtype, types.int64))(*given), code
 
 
 @in_kernels(bits_of)
