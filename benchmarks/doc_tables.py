@@ -10,7 +10,7 @@
     python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
     mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
-    python benchmarks/every_step/simulate.py --json docs/results/every_step.json
+    python benchmarks/every_step/simulate.py --json docs/results/every_step.json     # and map.json: README.md there
     mpirun -n 4 python -m mpi4py benchmarks/training/train.py ...  # docs/contributing/accuracy.md: all of it
     make gpu-evidence                                                    # on a machine with a GPU
     python benchmarks/gpu_costs.py --architecture sm_90 --json docs/results/gpu_costs.json
@@ -41,6 +41,7 @@ sys.path += [
     for name in ("", "race", "every_step", "papers")
 ]
 
+import cells
 import losses
 import results
 from cold import FIRST_STEPS
@@ -384,6 +385,12 @@ def every_step(which: str) -> list[str]:
     return table(heads, rows)
 
 
+def local_steps(which: str) -> list[str]:
+    """Return the map of local steps, or the table of its trainings."""
+    heads, *rows = getattr(cells, which)(loaded("map")["rows"])
+    return table(heads, rows)
+
+
 def paper(name: str) -> list[str]:
     """Return the table of an experiment on the claims of the papers."""
     file = RESULTS / "papers" / f"{name}.json"
@@ -540,6 +547,8 @@ TABLES = {
     "benchmarks/every_step/README.md": {
         "methods": methods,
         "every_step": partial(every_step, "table"),
+        "map": partial(local_steps, "table"),
+        "map-trainings": partial(local_steps, "trainings"),
     },
     "benchmarks/papers/README.md": {
         name: partial(paper, name)

@@ -1,9 +1,10 @@
 """`mpicomp explain --train`: the methods by the predicted time for the progress of one dense step; without MPI.
 
 That time is steps x (computing + compression + messages). Steps: how many a method
-needs for the progress of one dense step with the same optimiser, the mean over the
-models of the simulation of benchmarks/every_step; fewer than one count as one, as a
-lead on small models is no reason to expect it on others. Compression: seconds measured
+needs for the progress of one dense step with the same optimiser and the batches of all
+ranks, the mean over the models of the simulation of benchmarks/every_step; fewer than one
+count as one, as a lead on small models is no reason to expect it on others. With other
+ranks or local steps they grow as on the model of its map. Compression: seconds measured
 on one core, counted in reads of the vector at `MEMORY`, at the memory rate of a rank.
 Messages: by the formulas of algorithm="auto" (`collectives.planning.choice`), which add and copy
 inside a node at that rate as well. Nothing overlaps; for PyTorch's own methods
@@ -12,11 +13,15 @@ inside a node at that rate as well. Nothing overlaps; for PyTorch's own methods
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from collectives.planning.choice import (
     choose,
@@ -39,13 +44,18 @@ CASTS = 2.0  # reads of the vector for a copy to 16 bits and back; not measured
 DENSE = "dense"
 SIXTEEN = "fp16"
 POWERSGD = "powersgd-8"
+LOCAL = "local-few-bits-10"
+SPARSE = "local-sparse-10"
 IN_BASIS = "in-basis-two-bit-8"
 ALONE = "one node alone"
 THEIRS = DENSE, SIXTEEN, POWERSGD  # PyTorch's own
 
 
 class Training(NamedTuple):
-    """A training. computing: seconds of a step. memory: bytes a second of a rank. optimizer: one of `measured()`."""
+    """A training. computing: seconds of a step. memory: bytes a second of a rank. optimizer: one of `measured()`.
+
+    every: local steps between exchanges; None: any of those that were measured.
+    """
 
     ranks: int
     parameters: int
@@ -54,6 +64,15 @@ class Training(NamedTuple):
     per_node: int = 1
     memory: float = MEMORY
     optimizer: str = "adamw"
+    every: int | None = None
+
+    @property
+    def methods(self) -> list[str]:
+        """Their names."""
+        local = [self.every] if self.every else on_the_map(self.optimizer)
+        sparse = with_every(SPARSE, self.every or 10)
+        others = [name for name in MESSAGES if name not in (SPARSE, LOCAL)]
+        return [*others, sparse, *(with_every(LOCAL, every) for every in local)]
 
     @property
     def nodes(self) -> int:
@@ -145,8 +164,8 @@ MESSAGES: dict[str, Callable[[Case, Links], float]] = {
     POWERSGD: powersgd,
     "few-bits-4": few_bits,
     IN_BASIS: sparse(8 / 256),
-    "local-sparse-10": sparse(128 / 4096),
-    "local-few-bits-10": few_bits,
+    SPARSE: sparse(128 / 4096),
+    LOCAL: few_bits,
 }
 
 
@@ -158,12 +177,63 @@ def compression(name: str, case: Case, links: Links, every: int = 1) -> float:
     return float(reads[of_round]) / every * case.length * case.value_nbytes / memory
 
 
+def with_every(name: str, every: int) -> str:
+    """Return the name of a local method with other local steps."""
+    return f"{name.removesuffix('10')}{every}"
+
+
+def with_ten(name: str) -> str:
+    """Return the name of a method, a local one with 10 local steps, as larger models were trained."""
+    every = outer_settings(name).get("every")
+    return f"{name.removesuffix(str(every))}10" if every else name
+
+
 def measured_of(name: str, training: Training) -> Row:
     """Return what was measured of a method; sums of 16 bits take the steps of dense ones."""
-    found: Row = measured()["methods"][training.optimizer][
-        DENSE if name == SIXTEEN else name
-    ]
-    return found
+    base = DENSE if name == SIXTEEN else with_ten(name)
+    found: Row = measured()["methods"][training.optimizer][base]
+    return {**found, "steps": found["steps"] * growth(name, training)}
+
+
+def on_the_map(optimizer: str) -> list[int]:
+    """Return the local steps with which 4 bits were trained on 2 to 16 ranks."""
+    names = measured()["map"]["steps"][optimizer]
+    return sorted(each for name in names if (each := outer_settings(name).get("every")))
+
+
+def growth(name: str, training: Training) -> float:
+    """Return how many times as many steps a method takes as on the ranks and with the local steps of larger models.
+
+    That is so on the model of the map: 4 bits in every step, and local steps by their
+    number.
+    """
+    every = outer_settings(name).get("every")
+    if not every and name not in measured()["map"]["steps"][training.optimizer]:
+        return 1.0
+    there = geometric_mean(
+        steps_on_the_map(training.optimizer, every and 10, ranks)
+        for ranks in measured()["ranks"]
+    )
+    return steps_on_the_map(training.optimizer, every, training.ranks) / there
+
+
+def steps_on_the_map(optimizer: str, every: int | None, ranks: int) -> float:
+    """Return the steps of 4 bits in every step, or of local steps, on the model of the map.
+
+    Between what was measured they are interpolated, by the logarithms of ranks and
+    local steps; beyond it they are those of the nearest.
+    """
+    rows = measured()["map"]["steps"][optimizer]
+
+    def of(name: str) -> float:
+        known = {int(key): value for key, value in rows[name].items()}
+        logs = np.log([*known])
+        return float(np.interp(math.log(ranks), logs, [*known.values()]))
+
+    if not every:
+        return of("few-bits-4")
+    found = {each: of(with_every(LOCAL, each)) for each in on_the_map(optimizer)}
+    return float(np.interp(math.log(every), np.log([*found]), [*found.values()]))
 
 
 def ranked(training: Training) -> list[Row]:
@@ -171,7 +241,7 @@ def ranked(training: Training) -> list[Row]:
 
     One node alone accumulates the batches of all nodes.
     """
-    rows = [row(name, training) for name in MESSAGES]
+    rows = [row(name, training) for name in training.methods]
     baseline = rows[0]["seconds"]
     if training.nodes > 1:
         batches = training.nodes * training.computing
@@ -188,7 +258,8 @@ def row(name: str, training: Training) -> Row:
     """Return the row of a method. overlapped: None where it is not one of PyTorch's."""
     every = outer_settings(name).get("every", 1)
     about = training.case, training.hardware
-    messages = MESSAGES[name](*about) / every if training.ranks > 1 else 0.0
+    of_round = MESSAGES[with_ten(name)](*about) if training.ranks > 1 else 0.0
+    messages = of_round / every
     computed = compression(name, *about, every)
     alone = training.computing + computed
     parts = {

@@ -30,9 +30,10 @@ NOT_MEASURED = (
 )
 ON_A_GPU = "No training was measured on a GPU, only calls (docs/devices.md): what a method computes is predicted."
 OTHER_RANKS = (
-    "Warning: steps are of {ranks} ranks and {parameters} parameters; with {yours} ranks they may be more, most of all "
-    "of local steps (docs/choosing.md#loss-per-step)."
+    "Steps are those of {ranks} ranks and {parameters} parameters; from there to {yours} ranks they grow as on a model "
+    "of {small} (docs/slow_links.md#how-far-this-holds){far}."
 )
+MORE_RANKS = "; no training had more than {most} ranks: with more expect more steps"
 MUON = (
     "With Muon for hidden matrices a dense step was worth {times:.2g} of AdamW, in {steps} steps of models with "
     "{parameters} parameters{far}: --optimizer muon (docs/slow_links.md)."
@@ -54,7 +55,7 @@ OVERLAPS = (
 )
 START = """\
 Start: mpirun -n RANKS --bind-to none python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch
-NumPy and JAX: the same exchange, by mean = exchange(gradient), or outer = OuterLoop(exchange, parameters, every=10)
+NumPy and JAX: the same exchange, by mean = exchange(gradient), or outer = OuterLoop(exchange, parameters, every=H)
 (docs/exchange.md, docs/slow_links.md, docs/frameworks.md#jax-and-numpy)
 """
 COLUMNS: list[Column] = [
@@ -78,7 +79,8 @@ seconds a step: computing (--step) + compression + messages. steps: for the prog
 as 1. overlapped: the least of seconds x steps, if DistributedDataParallel hides its sums behind the backward pass; ours
 do not count as hidden. rate: the tuned learning rate over that of dense. Here {ranks_here} ranks, {per_node} a node.
 Measured: steps, on {ranks} ranks, {parameters} parameters, {steps} steps with {optimizer}, {seeds} seeds, best of
-{trials} rates, the mean of those on each model; compression, on one core; here at {memory:g} GB/s (--memory).
+{trials} rates, the mean of those on each model, times their growth with ranks and local steps on a smaller one;
+compression, on one core; here at {memory:g} GB/s (--memory).
 Predicted: messages, by the formulas of algorithm="auto"; dense sums by the faster of a ring over ranks and one over
 nodes. Longer trainings, larger models and other optimisers may rank otherwise: compare the losses of the first two in
 a short training of your own.
@@ -95,7 +97,7 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
     if training.computing < PASSES * 4 * training.parameters / training.memory:
         notes.append(TOO_FAST.format(training=training, passes=PASSES))
     if training.ranks not in (1, *measured()["ranks"]):
-        notes.append(OTHER_RANKS.format(**rests_on(), yours=training.ranks))
+        notes.append(growth_of_steps(training.ranks))
     own = next(each["seconds"] for each in rows if each["method"] == chosen)
     rival = least_overlapped(rows)
     if chosen not in THEIRS and own * PAYS > rival["overlapped"]:
@@ -107,6 +109,15 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
         }
         notes.append(OVERLAPS.format(**about))
     return notes
+
+
+def growth_of_steps(ranks: int) -> str:
+    """Return on how many ranks steps were measured, and how they grow."""
+    on_map = measured()["map"]
+    far = MORE_RANKS.format(most=max(on_map["ranks"]))
+    about = {"small": f"{on_map['parameters']:.1g}", "yours": ranks}
+    far *= ranks > max(on_map["ranks"])
+    return OTHER_RANKS.format(**rests_on(), **about, far=far)
 
 
 def gain_of_muon(training: Training) -> str:

@@ -136,6 +136,8 @@ def add_to(commands: Any) -> None:
         default="adamw",
         help="that you train with (%(default)s)",
     )
+    about = "local steps between exchanges (the best of those measured, up to 100)"
+    add("--every", type=positive, metavar="H", help=about)
     about = "GB a second that a rank reads and writes: a core 15, a socket 100, a GPU 1000 (%(default)s)"
     add("--memory", type=above_zero, default=MEMORY / 1e9, metavar="R", help=about)
 
@@ -179,7 +181,7 @@ def refused(options: argparse.Namespace) -> str | None:
             "got no --step: expected the median seconds of a step on one rank, forward and backward pass and optimiser "
             "without communication; see `mpicomp explain --help`"
         )
-    others = ("length", "density") if options.train else ("parameters",)
+    others = ("length", "density") if options.train else ("parameters", "every")
     if given := [name for name in others if getattr(options, name) is not None]:
         way = "without" if options.train else "with"
         return f"got --{given[0]}: expected it {way} --train only"
@@ -195,7 +197,7 @@ def advise(options: argparse.Namespace, out: TextIO) -> int:
         options.network,
         options.per_node,
     )
-    training = Training(*about, options.memory, options.optimizer)
+    training = Training(*about, options.memory, options.optimizer, options.every)
     out.write(answer.as_json(training) if options.json else answer.report(training))
     return 0
 

@@ -176,3 +176,17 @@ def test_the_committed_rows_are_those_of_the_plan_and_of_known_methods(rules):
     assert {tuple(row[name] for name in KEY) for row in rows} <= set(planned)
     for heads, *lines in (table(rows), summary(rows)):
         assert {len(line) for line in lines} == {len(heads)}
+
+
+def test_every_cell_of_the_map_has_dense_training_with_its_batch(rules):
+    import cells
+    from plan import KEY
+
+    rows = json.loads((ROOT / "docs" / "results" / "map.json").read_text())["rows"]
+    assert len({tuple(row[name] for name in KEY) for row in rows}) == len(rows)
+    assert all(rules.made(row["method"], row["optimizer"]) for row in rows)
+    for cell in cells.cells(rows):
+        for optimizer in ("adamw", "muon"):
+            assert cell.loss(rows, cells.DENSE, optimizer), (cell, optimizer)
+    for heads, *lines in (cells.table(rows), cells.trainings(rows)):
+        assert {len(line) for line in lines} == {len(heads)}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write mpicomp_bench/measured.json, from which `mpicomp explain --train` takes steps and reads of each method.
 
-python benchmarks/every_step/condense.py          # from docs/results/every_step.json and passes.json
+python benchmarks/every_step/condense.py          # from docs/results/every_step.json, map.json and passes.json
 python benchmarks/every_step/condense.py --check  # writes nothing; exit status 1 where the file differs
 
 How many steps a method takes for the progress of a dense one follows from the losses at
@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+import cells
 from losses import LONG_STEPS, SEED, STEPS, of, rows_at_best_rate
 
 from mpicomp_bench import advice
@@ -108,6 +109,29 @@ def measurements(
     }
 
 
+def on_the_map(optimizer: str) -> dict[str, dict[int, float]]:
+    """Return the steps of each method on the map that make the progress of a dense one, by the ranks.
+
+    They are the mean over the texts and batches; what steps are worth is said by dense
+    training with the same optimiser.
+    """
+    rows = loaded("map")
+    worth = cells.worth(rows, optimizer)
+    found: dict[str, dict[int, float]] = {}
+    for method in cells.ON_THE_MAP[1:]:
+        for ranks in cells.RANKS:
+            gaps = [
+                gap
+                for cell in cells.cells(rows)
+                if cell.ranks == ranks
+                and (gap := cell.gap(rows, method, optimizer)) is not None
+            ]
+            if gaps:
+                steps = round(math.exp(fmean(gaps) / worth), 3)
+                found.setdefault(method, {})[ranks] = steps
+    return found
+
+
 def condensed() -> dict[str, Any]:
     """Return the content of the file."""
     rows = loaded("every_step")
@@ -136,6 +160,11 @@ def condensed() -> dict[str, Any]:
         "muon": round(geometric_mean(times), 2),
         "methods": methods,
         "reads": reads,
+        "map": {
+            "parameters": loaded("map")[0]["parameters"],
+            "ranks": cells.RANKS,
+            "steps": {each: on_the_map(each) for each in TRAINED},
+        },
     }
 
 

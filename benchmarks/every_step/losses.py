@@ -10,7 +10,15 @@ STEPS, LONG_STEPS = 300, 2000
 # models, and the schedule of the rate in the summary
 SCHEDULED = {"gpt": "linear", "manual": "cosine"}
 # for a reader
-OPTIMISERS = {"adamw": "AdamW", "muon": "Muon", "lion": "Lion", "sgd": "SGD with signs"}
+OPTIMISERS = {
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "lion": "Lion",
+    "sgd": "SGD with signs",
+    "normuon": "NorMuon",
+    "muon-quintic-3": "Muon, 3 steps of Newton-Schulz",
+    "muon-polar-4": "Muon, 4 of Polar Express",
+}
 
 
 def of(rows: Sequence[Any], **wanted: Any) -> list[Any]:
@@ -100,18 +108,14 @@ def table(rows: Sequence[Any]) -> list[list[str]]:
     for (model, schedule, steps, method, optimiser), own in sorted(
         by_setting.items(), key=lambda pair: pair[0][:3]
     ):
-        first = sorted((row["rate"], row["loss"]) for row in of(own, seed=SEED))
-        tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in first)
-        seeds = ", ".join(f"{loss:.3f}" for loss in at_best_rate(own))
         setting = f"{model}, {schedule}, {steps:,}"
-        lines.append(
-            [
-                setting,
-                f"`{method}`",
-                OPTIMISERS[optimiser],
-                tried,
-                seeds,
-                f"{own[0]['bits']:.2g}",
-            ]
-        )
+        lines.append([setting, f"`{method}`", OPTIMISERS[optimiser], *figures(own)])
     return [heads, *lines]
+
+
+def figures(rows: Sequence[Any]) -> list[str]:
+    """Return as text the loss at each rate with the first seed, those of all seeds at the best, and the bits."""
+    first = sorted((row["rate"], row["loss"]) for row in of(rows, seed=SEED))
+    tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in first)
+    seeds = ", ".join(f"{loss:.3f}" for loss in at_best_rate(rows))
+    return [tried, seeds, f"{rows[0]['bits']:.2g}"]

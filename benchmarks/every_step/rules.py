@@ -204,7 +204,6 @@ OPTIMISERS: dict[str, Callable[..., Any]] = {
     "muon": Muon,
     "normuon": partial(Muon, by_row=True),
     "muon-quintic-3": partial(Muon, QUINTIC[:3]),
-    "muon-polar-3": partial(Muon, POLAR[:3]),
     "muon-polar-4": partial(Muon, POLAR),
 }
 

@@ -4,6 +4,7 @@
     pip install -e ".[examples]" torch
     python benchmarks/every_step/simulate.py --json docs/results/every_step.json        # the rows that are missing
     python benchmarks/every_step/simulate.py --methods few-bits-2 --optimizer muon --rates 0.008 --json build/rows.json
+    python benchmarks/every_step/simulate.py --like docs/results/map.json --json build/map.json  # the map
 
 The rank's gradients are those of the race: the same start, and batches of each rank and
 step by the seed. One model computes the gradients of all ranks, one after the other:
@@ -16,6 +17,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -156,6 +158,8 @@ def parsed() -> argparse.Namespace:
         type=positive,
         help="windows of a rank and step, with --methods (those of the model)",
     )
+    about = "train what the rows of this file name (the plan)"
+    parser.add_argument("--like", type=Path, metavar="FILE", help=about)
     parser.add_argument(
         "--json",
         type=new_file,
@@ -178,6 +182,24 @@ def main() -> int:
     rows: list[Row] = (
         json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     )
+    for training in asked(options):
+        row: Row = dict(zip(KEY, training, strict=True))
+        if any(all(done[name] == row[name] for name in KEY) for done in rows):
+            continue
+        rows.append(trained(row))
+        sys.stderr.write(f"{' '.join(map(str, training))}: {rows[-1]['loss']:.4f}\n")
+        if write_rows(options, rows, {"torch": metadata.version("torch")}):
+            return 1
+    return 0
+
+
+def asked(options: argparse.Namespace) -> Iterable[Sequence[Any]]:
+    """Return the trainings that the command line names, or all that are planned."""
+    if options.like:
+        rows = json.loads(options.like.read_text())["rows"]
+        return [[row[name] for name in KEY] for row in rows]
+    if not options.methods:
+        return plan()
     ranks, batch = MODELS[options.model]
     about = (
         [options.optimizer],
@@ -188,16 +210,7 @@ def main() -> int:
         [options.ranks or ranks],
         [options.batch or batch],
     )
-    given = product([options.model], options.methods, *about)
-    for training in given if options.methods else plan():
-        row: Row = dict(zip(KEY, training, strict=True))
-        if any(all(done[name] == row[name] for name in KEY) for done in rows):
-            continue
-        rows.append(trained(row))
-        sys.stderr.write(f"{' '.join(map(str, training))}: {rows[-1]['loss']:.4f}\n")
-        if write_rows(options, rows, {"torch": metadata.version("torch")}):
-            return 1
-    return 0
+    return product([options.model], options.methods, *about)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""The map of local steps: losses by ranks, local steps and total batch, beside dense training with the same batch.
+
+The rows are those of docs/results/map.json. A cell is a text, a total batch, which is
+the number of windows of all ranks in a step, and a number of ranks.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from losses import (
+    LONG_STEPS,
+    OPTIMISERS,
+    SEED,
+    STEPS,
+    figures,
+    grouped,
+    of,
+    rows_at_best_rate,
+)
+
+MODELS = {"small": "library", "small-manual": "manual"}
+RANKS = 2, 4, 8, 16
+ALONE = 16, 4  # the total batch that stays, and the batch of a rank that stays
+EVERY = 5, 10, 30, 100
+DENSE, FEW_BITS = "dense", "few-bits-4"
+EVERY_OF_ADAMW = 10, 30
+
+
+def local(every: int) -> str:
+    """Return the name of local steps with 4 bits."""
+    return f"local-few-bits-{every}"
+
+
+ON_THE_MAP = (DENSE, FEW_BITS, *map(local, EVERY))
+
+
+class Cell(NamedTuple):
+    """A cell. total: windows of all ranks in a step."""
+
+    model: str
+    total: int
+    ranks: int
+
+    def trained(
+        self, rows: Sequence[Any], method: str, optimizer: str, steps: int = STEPS
+    ) -> list[Any]:
+        """Return the rows of a method at its best rate, one for each seed; dense training needs no ranks."""
+        ranks = {} if method == DENSE else {"ranks": self.ranks}
+        own = of(
+            rows,
+            model=self.model,
+            method=method,
+            optimizer=optimizer,
+            steps=steps,
+            **ranks,
+        )
+        own = [row for row in own if row["ranks"] * row["batch"] == self.total]
+        return rows_at_best_rate(own) if own else []
+
+    def loss(self, rows: Sequence[Any], method: str, optimizer: str) -> float | None:
+        """Return the mean loss over the seeds at the best rate, or None."""
+        own = self.trained(rows, method, optimizer)
+        return fmean(row["loss"] for row in own) if own else None
+
+    def gap(self, rows: Sequence[Any], method: str, optimizer: str) -> float | None:
+        """Return the nats behind dense training with this optimiser, over the seeds that both have, or None."""
+        losses = [
+            {row["seed"]: row["loss"] for row in self.trained(rows, name, optimizer)}
+            for name in (method, DENSE)
+        ]
+        both = losses[0].keys() & losses[1].keys()
+        return (
+            fmean(losses[0][each] - losses[1][each] for each in both) if both else None
+        )
+
+
+def cells(rows: Sequence[Any]) -> list[Cell]:
+    """Return the cells in which something was trained on more than one rank."""
+    found = {
+        Cell(row["model"], row["ranks"] * row["batch"], row["ranks"])
+        for row in rows
+        if row["ranks"] > 1
+    }
+    return sorted(found)
+
+
+def worth(rows: Sequence[Any], optimizer: str) -> float:
+    """Return the nats that e times the steps are worth to dense training with an optimiser."""
+    dense = of(rows, model="small", method=DENSE, optimizer=optimizer, seed=SEED)
+    dense = [row for row in dense if row["ranks"] * row["batch"] == ALONE[0]]
+    (longer,) = of(dense, steps=LONG_STEPS)
+    (short,) = of(dense, steps=STEPS, rate=longer["rate"])
+    return float((short["loss"] - longer["loss"]) / math.log(LONG_STEPS / STEPS))
+
+
+def table(rows: Sequence[Any]) -> list[list[str]]:
+    """Return the cells of the table of the map, its head first: the losses of dense training and of 4 bits."""
+    heads = ["text", "windows a step", "ranks", "dense AdamW", "dense Muon"]
+    heads += ["4 bits in every step, Muon"]
+    heads += [f"H = {every}" for every in EVERY]
+    heads += [f"AdamW, H = {every}" for every in EVERY_OF_ADAMW]
+    columns = [(DENSE, "adamw"), (DENSE, "muon"), (FEW_BITS, "muon")]
+    columns += [(local(every), "muon") for every in EVERY]
+    columns += [(local(every), "adamw") for every in EVERY_OF_ADAMW]
+    lines = []
+    for cell in cells(rows):
+        losses = [cell.loss(rows, *each) for each in columns]
+        texts = ["" if each is None else f"{each:.3f}" for each in losses]
+        lines.append([MODELS[cell.model], str(cell.total), str(cell.ranks), *texts])
+    return [heads, *lines]
+
+
+def trainings(rows: Sequence[Any]) -> list[list[str]]:
+    """Return the cells of the table of all trainings of the map, its head first, the best of a cell first."""
+    heads = ["text, windows a step, ranks, steps", "method", "optimiser"]
+    heads += ["rate: loss", "at the best rate, by seed", "bits a value"]
+    names = "model", "ranks", "batch", "steps", "method", "optimizer"
+    by_setting = grouped(rows, lambda row: tuple(row[name] for name in names))
+    lines = []
+    for (model, ranks, batch, steps, method, optimizer), own in sorted(
+        by_setting.items(), key=lambda pair: pair[0][:4]
+    ):
+        setting = f"{MODELS[model]}, {ranks * batch}, {ranks}, {steps:,}"
+        lines.append([setting, f"`{method}`", OPTIMISERS[optimizer], *figures(own)])
+    return [heads, *lines]
