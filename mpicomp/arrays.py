@@ -313,6 +313,8 @@ def adjacent(parts: Sequence[Array]) -> Array | None:
 
 def check_apart(arrays: Sequence[Any]) -> None:
     """Raise ValueError if two of the contiguous arrays that a step writes to share memory."""
+    if len(arrays) < 2:
+        return
     spans = sorted((address(array), array.nbytes) for array in arrays if array.size)
     if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(spans)):
         raise ValueError(
@@ -341,7 +343,7 @@ def converted(values: Array, dtype: Any) -> Array:
 
 def widened_values(values: Array) -> Array:
     """Return float16 values in float32, in which sums of them are in range; others as they are."""
-    return converted(values, np.promote_types(values.dtype, np.float32))
+    return converted(values, np.float32) if values.dtype == np.float16 else values
 
 
 def negated(values: Array) -> Array:
@@ -459,7 +461,8 @@ def _is_bfloat16(array: Any) -> bool:
 
 def kernels_for(array: Any) -> ModuleType:
     """Return the module of kernels for `array`: Numba's or CuPy's, loaded at the first call and not on import."""
-    return _kernels("device" if on_device(array) else "host")
+    is_host = type(array) is np.ndarray or not on_device(array)
+    return _kernels("host" if is_host else "device")
 
 
 @cache

@@ -197,20 +197,16 @@ class Bucket:
             mean = mean.values
         if isinstance(mean, CodedSum | Coefficients | SparseVector):
             return self._to_write(mean, outs)
-        if not outs:
-            return self._wrapped(self._split(mean)), []
-        buffers = [outs.get(tensor.name) for tensor in self.tensors]
         copy = partial(np.copyto, casting="same_kind")
         joined = None
-        if len(outs) == len(buffers):
+        if len(outs) == len(self.tensors):
             joined = adjacent([*outs.values()])
         if joined is not None:
             return {}, [partial(copy, joined, mean)]
         results = {}
         writes = list[Write]()
-        for tensor, buffer, part in zip(
-            self.tensors, buffers, self._split(mean), strict=True
-        ):
+        for tensor, part in zip(self.tensors, self._split(mean), strict=True):
+            buffer = outs.get(tensor.name)
             if buffer is None:
                 results[tensor.name] = tensor.wrapped(part)
             else:
@@ -221,23 +217,23 @@ class Bucket:
         self, mean: CodedSum | Coefficients | SparseVector, outs: Mapping[str, Array]
     ) -> tuple[dict[str, Any], list[Write]]:
         """Return new arrays without values, by tensor name, and a function that writes to them and to the buffers."""
-        new = {}
-        if len(outs) < len(self.tensors):
-            vector = self.tensors[0].xp.empty(self.length, mean.dtype)
-            new = dict(zip(self.names_of_tensors, self._split(vector), strict=True))
-        vectors = {**new, **outs}
-        write = writer_of(mean, [vectors[name] for name in self.names_of_tensors])
-        results = self._wrapped([*new.values()]) if new else {}
-        return {name: results[name] for name in results.keys() - outs.keys()}, [write]
+        room = 0 if len(outs) == len(self.tensors) else self.length
+        new = self.tensors[0].xp.empty(room, mean.dtype)
+        results = {}
+        parts = []
+        for tensor, (first, end) in zip(
+            self.tensors, pairwise(self.bounds), strict=True
+        ):
+            part = outs.get(tensor.name)
+            if part is None:
+                part = new[first:end]
+                results[tensor.name] = tensor.wrapped(part)
+            parts.append(part)
+        return results, [writer_of(mean, parts)]
 
     def _split(self, vector: Array) -> list[Array]:
         """Return the parts of a vector that belong to each tensor, as views."""
         return [vector[first:end] for first, end in pairwise(self.bounds)]
-
-    def _wrapped(self, parts: Sequence[Array]) -> dict[str, Any]:
-        """Return vectors of all tensors as the caller's arrays, by name."""
-        pairs = zip(self.tensors, parts, strict=True)
-        return {tensor.name: tensor.wrapped(part) for tensor, part in pairs}
 
     def parts(self, mean: SparseVector | Array) -> Sequence[SparseVector | Array]:
         """Return the part of a mean that belongs to each tensor."""

@@ -275,7 +275,7 @@ class RandomK(Density):
         dense = finite_vector(corrected)
         rng, count = (
             np.random.default_rng([self.seed, self.step]),
-            min(dense.size, int(self.counts(np.array(dense.size)))),
+            min(dense.size, self.counts([dense.size])[0]),
         )
         positions = np.sort(rng.choice(dense.size, count, replace=False, shuffle=False))
         self.step += 1

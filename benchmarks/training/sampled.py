@@ -44,7 +44,7 @@ class SampledTopK(Density):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that reach the threshold of a sample; see `Compressor.compress`."""
         dense = finite_vector(corrected)
-        k = int(self.counts(np.array(dense.size)))
+        k = self.counts([dense.size])[0]
         stride = max(1, min(STRIDE, dense.size // 2))
         start, self.step = (
             int(np.random.default_rng([self.seed, self.step]).integers(stride)),

@@ -56,15 +56,17 @@ def check_same(what: str, texts: list[dict[str, str]]) -> None:
 
 
 @contextmanager
-def all_or_none(comm: Any, operation: str, position: str = "") -> Iterator[None]:
+def all_or_none(
+    comm: Any, operation: str, position: Callable[[], str] = str
+) -> Iterator[None]:
     """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
 
     A rank whose block raised raises that error, with the block's traceback
     (`contextmanager` restores it, so no frame of the agreement holds it); the others
-    raise CollectiveError, or StepSkippedError if the only errors are gradients that are
-    not finite. All blocks must have started the same collectives. An interrupt is not
-    reported. operation: the name in errors. position: what this rank is about to complete;
-    at different places all raise CollectiveError.
+    raise CollectiveError. All blocks must have started the same collectives. An
+    interrupt is not reported. operation: the name in errors. position: returns, after
+    the block, what this rank is about to complete; at different places all raise
+    CollectiveError.
     """
     error: Exception | None = None
     try:
@@ -77,15 +79,16 @@ def all_or_none(comm: Any, operation: str, position: str = "") -> Iterator[None]
     if lost and error is None:
         error = CollectiveError(lost)
     if not ulfm.survives():
-        _raise_together(error, comm, operation, position)
+        _raise_together(error, comm, operation, position())
         return
-    sound, same = recovery.agreements_on(comm).agree(error is None, _digest(position))
+    here = position()
+    sound, same = recovery.agreements_on(comm).agree(error is None, _digest(here))
     if not sound:
         raise error or CollectiveError(
             f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
         )
     if not same:
-        _raise_apart(operation, gather_objects(position, comm, operation))
+        _raise_apart(operation, gather_objects(here, comm, operation))
 
 
 @collective()

@@ -117,13 +117,11 @@ def _signature(
 ) -> dict[str, Any]:
     """Return what must be the same on all ranks."""
     compared = {"operation": operation, "algorithm": algorithm, **call.arguments}
-    if call.follow:
-        return compared
-    return compared | {
-        "length": vector.length,
-        "dtype": DTYPE_NAMES[vector.dtype],
-        "width": vector.width,
-    }
+    if not call.follow:
+        compared["length"] = vector.length
+        compared["dtype"] = DTYPE_NAMES[vector.values.dtype]
+        compared["width"] = vector.width
+    return compared
 
 
 def _converted(steps: Steps[Any], convert: Callable[[Any], Any]) -> Steps[Any]:

@@ -209,7 +209,7 @@ class Collective(Generic[P, T]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the collective to its end."""
         try:
-            return self.nonblocking(*args, **kwargs).result()
+            return _calls().start(self, args, kwargs, None).result()  # type: ignore[no-any-return]
         finally:
             # else an error among them, its traceback and this frame hold each other
             del args, kwargs

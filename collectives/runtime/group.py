@@ -331,9 +331,7 @@ class Group:
         if header.signature != self._digest:
             raise DisagreementError
         if _padded(header.nbytes) != message.size:
-            raise DamagedMessageError(
-                f"received a damaged message: {message.size} bytes of {header.nbytes}"
-            )
+            raise _damaged(f"{message.size} bytes of {header.nbytes}")
         # and so are dtype and width
         if (
             header.kind != FEW_BITS
@@ -352,7 +350,7 @@ class Group:
                 return decode_few_bits(copy, header), header.sender_count
             return decode(copy, header, message), header.sender_count
         except CodecError as error:
-            raise DamagedMessageError(f"received a damaged message: {error}") from None
+            raise _damaged(error) from None
 
     def _gather_messages(self, message: Buffer) -> Steps[list[Buffer]]:
         """Return every rank's message, in rank order; each rank receives each message once."""
@@ -375,9 +373,7 @@ class Group:
                     self._header(part).signature != self._digest for part in received
                 ):
                     raise DisagreementError
-                raise DamagedMessageError(
-                    f"received a damaged message: {len(received)} of {count} parts"
-                )
+                raise _damaged(f"{len(received)} of {count} parts")
             held += received
         own = self.size - self.rank  # held starts with this rank's own message
         return held[own:] + held[:own]
@@ -406,18 +402,17 @@ class Group:
         try:
             json.loads(text_of(message))
         except ValueError:
-            raise DamagedMessageError(
-                "received a damaged message: an error notification that is not JSON"
-            ) from None
+            raise _damaged("an error notification that is not JSON") from None
         return message
 
     def _header(self, message: Buffer) -> Header:
         """Return the header of a message; DamagedMessageError if size, header or checksum are not valid."""
-        header = _read_header(message)
+        try:
+            header = read_header(message)
+        except CodecError as error:
+            raise _damaged(error) from None
         if self.link.checked and header.crc != _checksum(message):
-            raise DamagedMessageError(
-                "received a damaged message: its checksum differs"
-            )
+            raise _damaged("its checksum differs")
         return header
 
     def _arrival(self, source: int, like: Any) -> Arrival:
@@ -470,9 +465,7 @@ def split(buffer: Buffer) -> Iterator[Buffer]:
     while buffer.size:
         nbytes = _padded(_read_header(buffer).nbytes)
         if nbytes > buffer.size:
-            raise DamagedMessageError(
-                f"received a damaged message: {buffer.size} bytes of {nbytes}"
-            )
+            raise _damaged(f"{buffer.size} bytes of {nbytes}")
         yield buffer[:nbytes]
         buffer = buffer[nbytes:]
 
@@ -502,7 +495,11 @@ def _read_header(message: Buffer) -> Header:
     try:
         return read_header(message)
     except CodecError as error:
-        raise DamagedMessageError(f"received a damaged message: {error}") from None
+        raise _damaged(error) from None
+
+
+def _damaged(what: CodecError | str) -> DamagedMessageError:
+    return DamagedMessageError(f"received a damaged message: {what}")
 
 
 def _checksum(message: Buffer) -> int:

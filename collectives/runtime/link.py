@@ -234,6 +234,12 @@ def traffic(comm: Any) -> Traffic:
     return Traffic() if link is None else replace(link.traffic)
 
 
+def sent_nbytes(comm: Any) -> int:
+    """Return the bytes that this library has sent over `comm` so far; see `traffic`."""
+    link = link_if_any(comm)
+    return 0 if link is None else link.traffic.nbytes
+
+
 def attached(comm: "MPI.Comm", what: str, make: Callable[[], T]) -> T:
     """Return the object of a kind that is cached on `comm`; the first call creates it."""
     there = cast("T | None", comm.Get_attr(key_of(what)))

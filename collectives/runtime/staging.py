@@ -66,7 +66,7 @@ def wait_for_stream() -> None:
 
 def complete(namespaces: Iterable[Any]) -> None:
     """Wait for what was queued on the stream if one of the modules that made the arrays is CuPy."""
-    if any(xp is not np for xp in namespaces):
+    if any([xp is not np for xp in namespaces]):
         wait_for_stream()
 
 

@@ -16,7 +16,7 @@ from collectives.agreement.all_or_none import all_or_none, outcome_of
 from collectives.runtime import staging
 from collectives.runtime.collective import Sum
 from collectives.runtime.engine import Request
-from collectives.runtime.link import traffic
+from collectives.runtime.link import sent_nbytes
 from collectives.training.reduction import (
     SIGN,
     Reduction,
@@ -58,14 +58,13 @@ class Started(NamedTuple):
 class Finished(NamedTuple):
     """A bucket that only has to be committed.
 
-    entries, rejected: their numbers. results: new ones, by tensor name. writes: write
-    the mean to arrays.
+    counts: the first five of `Statistics`. results: new ones, by tensor name. writes:
+    write the mean to arrays.
     """
 
     started: Started
     mean: Mean
-    entries: int
-    rejected: int
+    counts: tuple[int, int, int, int, int]
     results: dict[str, Any]
     writes: list[Write]
 
@@ -100,8 +99,7 @@ class Step:
         self._exchange = exchange
         self._reduction = reduction
         self._nonfinite_error = nonfinite_error
-        self._of_arrays = dense_reduction(reduction.average)  # of small tensors
-        self._sent_before = traffic(comm).nbytes
+        self._sent_before = sent_nbytes(comm)
         # seconds
         self._compressing = 0.0
         self._communicating = 0.0
@@ -127,25 +125,19 @@ class Step:
         compared between ranks, as the number of the step is. error: of this rank, which
         raises it.
         """
-        here = f"step {self._number} of exchange {self._exchange}"
-        position = ", ".join([here, *state])
+        finished: list[Finished] = []
+
+        def position() -> str:
+            here = f"step {self._number} of exchange {self._exchange}"
+            return ", ".join([here, *state] if finished else [here, *state, "skipped"])
+
         try:
             with all_or_none(self._comm, OPERATION, position):
                 self.start(buckets, is_complete=True, error=error)
-                sums = self._sums(error)
-                check_apart(
-                    [array for started in self.started for array in started.written]
-                )
-                finished = [
-                    self._finish(started, total, form) for started, total in sums
-                ]
+                finished = self._finish(self._sums(error), form)
                 results = self._results(buckets, finished, form)
                 zeroed = [] if finished else self._zeroed(buckets)
             self.finished = finished
-        except StepSkippedError:  # the mean is out of range, on all ranks
-            finished = []
-            results = self._results(buckets, finished, form)
-            zeroed = self._zeroed(buckets)
         finally:
             if not self.finished:
                 self.undo()
@@ -181,7 +173,9 @@ class Step:
     def _start(self, bucket: Bucket, error: Exception | None) -> Started:
         """Compress this rank's gradients, and start the sum; an error of this rank is contributed."""
         began = perf_counter()
-        reduction = self._of_arrays if bucket.dense else self._reduction
+        reduction = self._reduction
+        if bucket.dense:
+            reduction = dense_reduction(reduction.average)
         compressed = None
         buffers: dict[str, Array] = {}
         prepared: Any = error or outcome_of(self._prepare, bucket, reduction)
@@ -248,45 +242,46 @@ class Step:
         dtype = started.compressed.corrected.dtype
         return started.reduction.received(outcome, started.bucket.length, dtype)
 
-    def _mean(self, started: Started, received: Sum) -> Mean:
-        """Return the mean of a bucket; if steps are skipped, one out of range is as a gradient that is not finite."""
-        dtype = started.compressed.corrected.dtype
-        dense_ranges = started.bucket.selection.dense_ranges
+    def _finish(self, sums: Sequence[tuple[Started, Any]], form: str) -> list[Finished]:
+        """Prepare what is committed; nothing if steps are skipped, and a mean is out of range, on all ranks alike."""
+        written = [array for started in self.started for array in started.written]
+        check_apart(written)
+        began = perf_counter()
         try:
-            return started.reduction.mean(
-                received, dtype, self._comm.size, dense_ranges
+            return [self._finished(started, total, form) for started, total in sums]
+        except NotFiniteError:
+            return []
+        finally:
+            self._restoring += perf_counter() - began
+
+    def _finished(self, started: Started, outcome: Any, form: str) -> Finished:
+        """Prepare the mean, the results, and the next residual of a bucket."""
+        bucket = started.bucket
+        feedback = bucket.feedback
+        compressed = started.compressed
+        dtype = compressed.corrected.dtype
+        received = self._received(started, outcome)
+        try:
+            mean = started.reduction.mean(
+                received, dtype, self._comm.size, bucket.selection.dense_ranges
             )
+            results, writes = _results_of(started, mean, form)
         except OverflowError as error:
             if self._nonfinite_error is not NotFiniteError:
                 raise
             raise NotFiniteError(str(error)) from None
-
-    def _finish(self, started: Started, outcome: Any, form: str) -> Finished:
-        """Prepare the mean, the next residual, and the results."""
-        began = perf_counter()
-        bucket = started.bucket
-        compressed = started.compressed
-        received = self._received(started, outcome)
-        mean = self._mean(started, received)
         if isinstance(mean, SparseVector):
             bucket.selection.observe(mean)
-        feedback = bucket.feedback
         if isinstance(compressed.sent, SparseVector):
             feedback.prepare_residual(
                 compressed.corrected, compressed.sent, received.rejected
             )
         else:
             feedback.prepare_rejected(compressed.corrected, received.rejected)
-        results, writes = _results_of(started, mean, form)
-        self._restoring += perf_counter() - began
-        return Finished(
-            started,
-            mean,
-            entries(received.value),
-            entries(received.rejected),
-            results,
-            writes,
-        )
+        sent, nbytes = compressed.sizes
+        rejected = entries(received.rejected)
+        counts = bucket.length, sent, entries(received.value), rejected, nbytes
+        return Finished(started, mean, counts, results, writes)
 
     def _results(
         self, buckets: Sequence[Bucket], finished: Sequence[Finished], form: str
@@ -330,7 +325,7 @@ class Step:
                 write()
         for vector in zeroed:
             vector.fill(0)
-        staging.complete(bucket.tensors[0].xp for bucket in buckets)
+        staging.complete([bucket.tensors[0].xp for bucket in buckets])
         self._restoring += perf_counter() - began
 
     def undo(self) -> None:
@@ -351,19 +346,11 @@ class Step:
 
     def statistics(self, residual_norm: float | None) -> Statistics:
         """Return the statistics of a step that was kept."""
-        sent = [ended.started.compressed.sizes for ended in self.finished]
-        return Statistics(
-            length=sum([ended.started.bucket.length for ended in self.finished]),
-            sent=sum([entries for entries, _ in sent]),
-            received=sum([ended.entries for ended in self.finished]),
-            rejected=sum([ended.rejected for ended in self.finished]),
-            nbytes=sum([nbytes for _, nbytes in sent]),
-            compress_seconds=self._compressing,
-            communicate_seconds=self._communicating,
-            restore_seconds=self._restoring,
-            wire_nbytes=traffic(self._comm).nbytes - self._sent_before,
-            residual_norm=residual_norm,
-        )
+        counts = [ended.counts for ended in self.finished]
+        seconds = self._compressing, self._communicating, self._restoring
+        wire_nbytes = sent_nbytes(self._comm) - self._sent_before
+        totals = map(sum, zip(*counts, strict=True))
+        return Statistics._make([*totals, *seconds, wire_nbytes, 1, residual_norm])
 
 
 def _results_of(

@@ -46,11 +46,11 @@ class Density(Compressor):
         self.density = None if density is None else to_density(density, "; or give k=")
         self.k = None if k is None else to_integer("k", k)
 
-    def counts(self, lengths: Array) -> Array:
+    def counts(self, lengths: Sequence[int]) -> list[int]:
         """Return the number of entries to select from vectors of these lengths."""
-        if self.k is not None:
-            return np.broadcast_to(self.k, lengths.shape)
-        return np.maximum(1, np.rint(self.density * lengths)).astype(np.int64)
+        if self.density is None:
+            return [self.k for _ in lengths]  # type: ignore[misc]
+        return [max(1, round(self.density * length)) for length in lengths]
 
 
 def mean_and_largest(values: Array) -> tuple[float, float]:

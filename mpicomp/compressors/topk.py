@@ -9,8 +9,7 @@ exact zeros are never sent.
 """
 
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import pairwise
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import SegmentedCompressor, Summands, to_add
@@ -36,9 +35,10 @@ class TopK(Density, SegmentedCompressor):
         summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.select`."""
-        sizes = np.diff(bounds)
-        k = np.minimum(self.counts(sizes), sizes)
+        sizes = [end - first for first, end in pairwise(bounds)]
+        k = [*map(min, self.counts(sizes), sizes)]
+        chunk = [max(1, size) for size in sizes]
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, k, sizes.clip(1), k, summands=to_add(summands)
+            corrected, bounds, k, chunk, k, summands=to_add(summands)
         )
         return selected(corrected, bounds, entries)

@@ -226,16 +226,33 @@ def test_memory_that_ends_anywhere_leaves_all_of_a_step_or_none(
         return arrays if form == "dict" else list(arrays.values())
 
     exchange(gradients(0))
+    assert failures_of(comm, exchange, lambda: gradients(1), monkeypatch) > 3
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_memory_that_ends_in_a_step_whose_sum_leaves_the_range(comm, form, monkeypatch):
+    """All ranks skip it, or all raise."""
+    exchange = GradientExchange(comm, TopK(k=9), average=False, nonfinite="skip")
+    mine = np.full(LENGTH, 4e4, np.float16)
+    exchange(mine / 4)
+    is_sparse = form == "sparse"
+    assert failures_of(comm, exchange, mine.copy, monkeypatch, is_sparse) > 3
+    assert exchange.skipped == 1
+
+
+def failures_of(comm, exchange, gradients, monkeypatch, sparse=False):
+    """Return how many allocations of a step can fail on one rank; check that all ranks raise then, and keep nothing."""
     exhausted = Exhausted(monkeypatch)
     raised = True
     failures = 0
     while raised:
         before, steps = state_of(exchange), exchange.steps
-        mine = gradients(1)
+        mine = gradients()
         exhausted.left = failures if is_last(comm) else None
         error = None
         try:
-            exchange(mine)
+            exchange(mine, sparse=sparse)
         except (MemoryError, CollectiveError) as caught:
             error = caught
         exhausted.left = None
@@ -246,7 +263,7 @@ def test_memory_that_ends_anywhere_leaves_all_of_a_step_or_none(
             assert state_of(exchange) == before
             assert exchange.steps == steps
         failures += raised
-    assert failures > 3
+    return failures
 
 
 def test_an_error_that_is_its_own_cause(comm):

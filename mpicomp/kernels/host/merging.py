@@ -5,6 +5,7 @@ whatever the entries elsewhere. float16 is added in float32, and the sum is roun
 once.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -163,11 +164,11 @@ def sparse_writer(
     indices, values: of the parts together, as a `SparseVector` has them, 1-d and of the
     parts' dtype.
     """
-    edges = np.append(0, np.cumsum([part.size for part in parts], dtype=np.int64))
-    ends = np.searchsorted(indices, edges[1:]).tolist()
+    edges = [0, *itertools.accumulate([part.size for part in parts])]
+    ends = indices.searchsorted(np.array(edges[1:], indices.dtype)).tolist()
     pieces = []
     start = 0
-    for part, first, end in zip(parts, edges.tolist(), ends, strict=False):
+    for part, first, end in zip(parts, edges, ends, strict=False):
         pieces.append((part, indices[start:end] - first, values[start:end]))
         start = end
 

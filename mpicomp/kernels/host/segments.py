@@ -67,13 +67,14 @@ def largest_in_segments(
     a + b``, in the same pass, where the parts are b segment by segment; the product is
     rounded before it is added. threads: as for `largest`; a segment of several chunks is divided among them.
     """
+    sizes = [end - first for first, end in pairwise(bounds)]
+    if len(sizes) == 1 or max(sizes, default=0) >= _ALONE:
+        rows = [*zip(sizes, k, chunk, last, strict=True)]
+        if all([size <= most for size, _, most, _ in rows]):
+            wanted = [few if size == most else rest for size, few, most, rest in rows]
+            return _one_by_one(values, bounds, wanted, summands, threads)
     edges = np.asarray(bounds, np.int64)
-    lengths = edges[1:] - edges[:-1]
-    if (lengths <= chunk).all() and (
-        lengths.size == 1 or lengths.max(initial=0) >= _ALONE
-    ):
-        counts = np.where(lengths == chunk, k, last).tolist()
-        return _one_by_one(values, bounds, counts, summands, threads)
+    lengths = np.asarray(sizes, np.int64)
     form = FORMATS[values.dtype]
     if summands is not None and values.dtype == np.float16:
         add_parts(*summands, values)
@@ -104,7 +105,7 @@ def largest_in_segments(
 
 
 def _selected(positions: Array, values: Array, edges: Array) -> Selected:
-    places = np.searchsorted(positions, edges).tolist()
+    places = positions.searchsorted(edges).tolist()
     indices = positions.astype(index_dtype(int(edges[-1])), copy=False)
     return Selected(indices, values, places)
 

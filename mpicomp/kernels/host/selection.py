@@ -207,12 +207,14 @@ def _with_ties(
 def _by_histogram(
     bits: Array, form: Format, k: int, threads: int | None
 ) -> list[Found]:
-    """Return the magnitudes from the histogram bin of the k-th largest on."""
-    counts = _histogram(bits, form, threads)
-    floor = max(1, bin_of_kth(counts, k)[0] << (form.width - _DIGIT))
-    parts = _at_or_above(
-        bits, form, floor, int(counts[floor >> (form.width - _DIGIT) :].sum()), threads
-    )
+    """Return the magnitudes from the histogram bin of the k-th largest on; of a short vector all that are not zero."""
+    floor = 1
+    room = bits.size
+    if room > _FEW:
+        counts = _histogram(bits, form, threads)
+        floor = max(1, bin_of_kth(counts, k)[0] << (form.width - _DIGIT))
+        room = int(counts[floor >> (form.width - _DIGIT) :].sum())
+    parts = _at_or_above(bits, form, floor, room, threads)
     assert parts, "the histogram counted fewer magnitudes than there are"
     return parts
 
