@@ -16,12 +16,12 @@ from mpicomp import Dense, Quantised, TopK
         (
             {"compressor": TopK(0.1), "bits": 4},
             ValueError,
-            "got bits=4 and compressor=TopK(density=0.1): expected one of them",
+            "compressor is TopK(density=0.1), and the collective sums all values",
         ),
         (
             {"compressor": Quantised(TopK(0.1), "sign"), "bits": 8},
             ValueError,
-            "got bits=8 and compressor=Quantised(",
+            "compressor is Quantised(",
         ),
         *(
             ({"bits": bits}, ValueError, f"bits is {bits!r}: expected one of [8, 4, 2,")

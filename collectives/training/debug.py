@@ -5,8 +5,7 @@ over the ranks of (c - e) is s; for a method that keeps nothing c - e is the sen
 the rejected entries. All values are finite, and compressors change no input.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from mpicomp.bucket import Bucket, Compressed, Mean
 from mpicomp.checking import is_same_mass, mass, scaled_mass, tolerance, total_mass
 from mpicomp.coded import CodedSum
 from mpicomp.errors import CheckError
-from mpicomp.vector import SparseVector, from_all_values, split
+from mpicomp.vector import SparseVector
 
 
 class CheckedStep(Step):
@@ -30,24 +29,32 @@ class CheckedStep(Step):
         super().__init__(
             *exchange, nonfinite_error=nonfinite_error or ValueError, **settings
         )
-        self._audits: dict[Bucket, Audit] = {}
+        # by bucket: the vector to compress, and what is known before it is overwritten
+        self._expected: dict[Bucket, Array] = {}
+        self._known: dict[Bucket, dict[str, Any]] = {}
 
     def _compressed(
         self, bucket: Bucket, reduction: Reduction, gradient: Sequence[Array]
     ) -> Compressed:
-        expected = bucket.feedback.correct(*gradient).copy()
+        self._expected[bucket] = bucket.feedback.correct(*gradient).copy()
         compressed = super()._compressed(bucket, reduction, gradient)
-        self._audits[bucket] = Audit(bucket, expected)
-        self._audits[bucket].check_input(compressed.corrected)
+        _check_input(bucket, self._expected[bucket], compressed.corrected)
         return compressed
 
     def _received(self, started: Started, outcome: Any) -> Sum:
         received = super()._received(started, outcome)
+        bucket = started.bucket
         sent = started.compressed.sent
         if not isinstance(sent, SparseVector):
-            sent = None
-        audit = self._audits[started.bucket]
-        audit.receive(sent, received.value, received.rejected)
+            sent = self._expected[bucket]
+        left = mass(sent)
+        if received.rejected is not None:
+            left = total_mass([left, scaled_mass(mass(received.rejected), -1.0)])
+        self._known[bucket] = {
+            "left": left,
+            "sum": mass(_decoded(received.value)),
+            "written": bucket.feedback.written,
+        }
         return received
 
     def end(self, error: BaseException) -> None:
@@ -62,96 +69,72 @@ class CheckedStep(Step):
         _balance(gather_objects(accounts, self._comm, OPERATION), self._number)
 
     def _accounts(self) -> list[dict[str, Any]]:
-        return [
-            account
-            for finished in self.finished
-            for account in self._audits[finished.started.bucket].accounts(finished.mean)
-        ]
-
-
-class Audit:
-    """What a bucket's step does to the mass of each of its segments. expected: the vector to compress."""
-
-    def __init__(self, bucket: Bucket, expected: Array) -> None:
-        self._bucket = bucket
-        self._expected = expected
-        self._left: list[list[float]] = []  # sent less rejected, by segment
-        self._sums: list[list[float]] = []
-        # the gradients' arrays, where they hold the residual
-        self._written: list[Array] = []
-
-    def check_input(self, corrected: Array) -> None:
-        """Raise CheckError if a compressor changed its input."""
-        different = np.flatnonzero(self._expected != corrected)
-        if not different.size:
-            return
-        bucket = self._bucket
-        first = int(different[0])
-        segment = int(np.searchsorted(bucket.edges, first, side="right")) - 1
-        name = bucket.names[segment]
-        where = "" if len(bucket.names) == 1 else f"in {name}: "
-        compressor = bucket.selection.settings[segment]
-        raise CheckError(
-            f"{where}{compressor} changed {different.size} values of its input "
-            f"array, the first at {first - bucket.edges[segment]}: expected it to change a copy"
-        )
-
-    def receive(self, sent: SparseVector | None, total: Any, rejected: Any) -> None:
-        """Weigh what was sent, None for all values, the sum, and what was rejected, before they are overwritten."""
-        edges = self._bucket.edges
-        if sent is None:
-            sent = from_all_values(self._expected)
-        self._sums = [mass(part) for part in split(_sparse(total), edges)]
-        self._written = self._bucket.feedback.written
-        self._left = [mass(part) for part in split(sent, edges)]
-        if rejected is None:
-            return
-        for segment, part in enumerate(split(_sparse(rejected), edges)):
-            back = scaled_mass(mass(part), -1.0)
-            self._left[segment] = total_mass([self._left[segment], back])
-
-    def accounts(self, mean: Mean) -> list[dict[str, Any]]:
-        """Return the account of each segment, of a step that was committed; see `_balance`."""
-        bucket = self._bucket
-        residual = bucket.feedback.residual
-        if self._written:
-            residual = np.concatenate(self._written)
-        values = _sparse(mean).values
-        fault = None
-        for what, array in (("the result", values), ("the residual", residual)):
-            if fault is None and array is not None and not np.isfinite(array).all():
-                fault = f"{what} is not finite after the step"
+        """Return the account of each bucket, of a step that was committed; see `_balance`."""
         accounts = []
-        for segment, (first, end) in enumerate(pairwise(bucket.edges)):
-            left = self._left[segment]
-            if residual is not None:
-                before = to_numpy(self._expected[first:end]).astype(np.float64)
-                kept = to_numpy(residual[first:end])
-                left = mass(before - kept)
-                # by which what is kept is rounded
-                left[2] = max(left[2], float(np.abs(before[before != kept]).sum()))
-            accounts.append(
-                {
-                    "vector": bucket.names[segment],
-                    "left": left,
-                    "sum": self._sums[segment],
-                    "dtype": str(mean.dtype),
-                    "fault": fault,
-                }
+        for finished in self.finished:
+            bucket = finished.started.bucket
+            mean = _decoded(finished.mean)
+            account = _account(
+                self._expected[bucket], bucket, mean, self._known[bucket]
             )
+            accounts.append(account)
         return accounts
 
 
-def _sparse(vector: Mean) -> SparseVector:
-    if isinstance(vector, CodedSum):
-        vector = vector.to_array()
-    return vector if isinstance(vector, SparseVector) else from_all_values(vector)
+def _check_input(bucket: Bucket, expected: Array, corrected: Array) -> None:
+    """Raise CheckError if a compressor changed its input."""
+    different = np.flatnonzero(expected != corrected)
+    if not different.size:
+        return
+    first = int(different[0])
+    segment = int(np.searchsorted(bucket.edges, first, side="right")) - 1
+    where = "" if len(bucket.names) == 1 else f"in {bucket.names[segment]}: "
+    compressor = bucket.selection.settings[segment]
+    raise CheckError(
+        f"{where}{compressor} changed {different.size} values of its input "
+        f"array, the first at {first - bucket.edges[segment]}: expected it to change a copy"
+    )
+
+
+def _account(
+    expected: Array,
+    bucket: Bucket,
+    mean: SparseVector | Array,
+    known: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what a step did to the mass of a bucket; of a residual, by how much it differs from what was expected."""
+    left = known["left"]
+    residual = bucket.feedback.residual
+    if known["written"]:
+        residual = np.concatenate(known["written"])
+    values = mean.values if isinstance(mean, SparseVector) else mean
+    fault = None
+    for what, array in (("the result", values), ("the residual", residual)):
+        if fault is None and array is not None and not np.isfinite(array).all():
+            fault = f"{what} is not finite after the step"
+    if residual is not None:
+        before = to_numpy(expected).astype(np.float64)
+        kept = to_numpy(residual)
+        left = mass(before - kept)
+        # by which what is kept is rounded
+        left[2] = max(left[2], float(np.abs(before[before != kept]).sum()))
+    return {
+        "vector": ", ".join(bucket.names[:3]),
+        "left": left,
+        "sum": known["sum"],
+        "dtype": str(mean.dtype),
+        "fault": fault,
+    }
+
+
+def _decoded(mean: Mean) -> SparseVector | Array:
+    return mean.to_array() if isinstance(mean, CodedSum) else mean
 
 
 def _balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
     """Raise CheckError unless the mass that left the ranks is the mass received.
 
-    everyone: the accounts (`Audit.accounts`) of each rank, in rank order.
+    everyone: the accounts (`_account`) of each rank, in rank order.
     """
     where = f"MPICOMP_CHECK: step {step}, "
     for of_one in zip(*everyone, strict=True):

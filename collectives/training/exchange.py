@@ -120,7 +120,10 @@ class GradientExchange:
         takes_arrays = self._reduction.declared.takes_arrays
         if compressor is None and takes_arrays:
             compressor = Dense()
-        check_one_of(compressor, bits)
+        if compressor is None:
+            raise TypeError(
+                "compressor is None: expected a compressor such as TopK(density=0.01), or bits=4 in its place"
+            )
         # dense sums and bases need no exemption for small tensors
         if small is None:
             small = 0 if takes_arrays or basis is not None else 1024
@@ -565,21 +568,6 @@ class GradientExchange:
             warnings.warn(
                 f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2
             )
-
-
-def check_one_of(compressor: Any, bits: int | None) -> None:
-    """Raise TypeError for neither a compressor nor bits, ValueError for both."""
-    if compressor is None:
-        raise TypeError(
-            "compressor is None: expected a compressor such as TopK(density=0.01), or bits=4 in its place"
-        )
-    selects = isinstance(compressor, Compressor) and not isinstance(
-        compressor.chain()[-1], Dense
-    )
-    if bits is not None and selects:
-        raise ValueError(
-            f"got bits={bits!r} and compressor={compressor!r}: expected one of them, as bits codes every value"
-        )
 
 
 def copied(part: Any) -> Any:

@@ -6,12 +6,17 @@ A bitmap has the first index, the span S, and S bits in 64-bit words. Elias-Fano
 first index and the span; with l = floor(log2(S / N)) the l low bits of each index from
 the first on, then S >> l zeros among N ones that stand for the high bits.
 
-A section of a message is a multiple of 8 bytes. `read` validates it, and returns None
-unless its size is that of the format for N entries.
+A section of a message is a multiple of 8 bytes. Every format has three methods:
+
+* `nbytes` returns the bytes that the indices of a vector take; None if it cannot
+  represent them.
+* `write` fills the whole section, including padding.
+* `read` returns `count` indices of a dtype, or int64 if they do not fit it; None if the
+  section is not valid, or its size is not that of the format. fields: the section, or
+  its copy in host memory, from which the leading numbers are read.
 """
 
 import struct
-from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -31,29 +36,7 @@ INT32, INT64, RANGE, BITMAP, ELIAS_FANO = range(5)
 _FIRST, _PAIR = struct.Struct("<q"), struct.Struct("<qq")  # what a section begins with
 
 
-class IndexFormat(ABC):
-    """Base class of formats for the indices of a vector."""
-
-    @abstractmethod
-    def nbytes(self, vector: SparseVector) -> int | None:
-        """Return the bytes that the indices of a vector take; None if the format cannot represent them."""
-
-    @abstractmethod
-    def write(self, vector: SparseVector, section: Buffer) -> None:
-        """Fill the whole section, including padding."""
-
-    @abstractmethod
-    def read(
-        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
-    ) -> Array | None:
-        """Return `count` indices of a dtype, or int64 if they do not fit it; None if the section is not valid.
-
-        fields: the section, or its copy in host memory, from which the leading numbers
-        are read.
-        """
-
-
-class Plain(IndexFormat):
+class Plain:
     """Formats 0 and 1."""
 
     def __init__(self, dtype: Any) -> None:
@@ -84,7 +67,7 @@ class Plain(IndexFormat):
         )
 
 
-class Range(IndexFormat):
+class Range:
     """Format 2."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
@@ -110,7 +93,7 @@ class Range(IndexFormat):
         return kernels.consecutive(first, end, _room_for(end, dtype))  # type: ignore[no-any-return]
 
 
-class Bitmap(IndexFormat):
+class Bitmap:
     """Format 3."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
@@ -139,7 +122,7 @@ class Bitmap(IndexFormat):
         )
 
 
-class EliasFano(IndexFormat):
+class EliasFano:
     """Format 4."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
@@ -185,6 +168,7 @@ class EliasFano(IndexFormat):
         return indices
 
 
+IndexFormat = Plain | Range | Bitmap | EliasFano
 INDEX_FORMATS: tuple[IndexFormat, ...] = (
     Plain(np.int32),
     Plain(np.int64),

@@ -1,5 +1,10 @@
 """Value formats (docs/contributing/wire_format.md): the values of a vector as bytes. None of them loses a bit.
 
+Every format has a number, which messages contain, and three methods: `nbytes` returns
+the bytes that `count` values take; `write` fills the section with values that fit;
+`read` returns `count` values from a section of the right size, as a view if possible,
+and raises ValueError for others.
+
 A plane has one bit a value, and is a multiple of 8 bytes. Runs have a plane of signs,
 and for two magnitudes one of bits that are set at the larger one. Then come, for each
 run, the position of its first value and the bits of its magnitudes, the least first;
@@ -8,7 +13,6 @@ one; then the least magnitude and w. All of these are int64.
 """
 
 import struct
-from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -34,33 +38,14 @@ _MOST_RUNS = 1024
 _FEW = 32  # values: below, offsets spare next to nothing
 
 
-class ValueFormat(ABC):
-    """Base class of formats for values of a dtype; messages contain the number."""
-
-    def __init__(self, number: int, dtype: Any) -> None:
-        self.number = number
-        self.dtype = np.dtype(dtype)
-
-    @abstractmethod
-    def nbytes(self, count: int) -> int:
-        """Return the bytes that `count` values take."""
-
-    @abstractmethod
-    def write(self, values: Array, section: Buffer) -> None:
-        """Fill the section with values that fit."""
-
-    @abstractmethod
-    def read(self, section: Buffer, count: int) -> Array:
-        """Return `count` values from a section of the right size, as a view if possible; ValueError for others."""
-
-
-class Stored(ValueFormat):
+class Stored:
     """Formats 0 to 8: the values of one dtype, stored as another one whose fraction has `precision` bits."""
 
     def __init__(
         self, number: int, dtype: Any, stored: Any, precision: int | None = None
     ) -> None:
-        super().__init__(number, dtype)
+        self.number = number
+        self.dtype = np.dtype(dtype)
         self.stored = np.dtype(stored)
         self._itemsize = int(self.stored.itemsize)
         cut = np.finfo(self.dtype).nmant - (
@@ -117,7 +102,7 @@ class StoredBfloat16(Stored):
         return super()._back(bits.view(np.float32))
 
 
-class Runs(ValueFormat):
+class Runs:
     """Formats 9 to 14: runs of values with at most one magnitude, or two.
 
     most: magnitudes of a run. table: in host memory, a row for each run: its start, and
@@ -127,7 +112,8 @@ class Runs(ValueFormat):
     def __init__(
         self, dtype: np.dtype[Any], most: int, table: NDArray[np.int64]
     ) -> None:
-        super().__init__(6 + 3 * most + VALUE_DTYPES.index(dtype), dtype)
+        self.number = 6 + 3 * most + VALUE_DTYPES.index(dtype)
+        self.dtype = dtype
         self.most = most
         self.table = table
 
@@ -219,11 +205,12 @@ class Runs(ValueFormat):
         return repeated
 
 
-class Offsets(ValueFormat):
+class Offsets:
     """Formats 15 to 17: differences of `width` bits between the bits of the magnitudes and the least of these."""
 
     def __init__(self, dtype: np.dtype[Any], least: int, width: int) -> None:
-        super().__init__(15 + VALUE_DTYPES.index(dtype), dtype)
+        self.number = 15 + VALUE_DTYPES.index(dtype)
+        self.dtype = dtype
         self.least = least
         self.width = width
 
@@ -282,6 +269,7 @@ def _read_plane(section: Buffer, count: int) -> Array:
     return np.unpackbits(section, bitorder="little")[:count].view(np.bool_)
 
 
+ValueFormat = Stored | Runs | Offsets
 _HALF, _SINGLE, _DOUBLE = VALUE_DTYPES
 VALUE_FORMATS = (
     *(Stored(number, dtype, dtype) for number, dtype in enumerate(VALUE_DTYPES)),

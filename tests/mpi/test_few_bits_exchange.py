@@ -133,7 +133,7 @@ def test_settings_that_do_not_go_together_are_refused(comm):
         GradientExchange(comm, bits=4, collective=quantised_allreduce)
     with pytest.raises(
         ValueError,
-        match=r"got bits=4 and compressor=TopK\(density=0.1\): expected one of them",
+        match=r"compressor is TopK\(density=0.1\), and the collective sums all values",
     ):
         GradientExchange(comm, TopK(0.1), bits=4)
     with pytest.raises(
