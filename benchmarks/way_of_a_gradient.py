@@ -17,9 +17,9 @@ on one array, with sys.setprofile on rank 0, and prints two counts.
    dict that holds one. Attributes of arguments are not looked at. Not counted are
 
    * properties, comprehensions, generator expressions, lambdas, and dunder methods but __init__ and __call__;
+   * the leaves: arrays.py, vector.py and the kernels, which compute, and call none of the others;
    * the collective itself, the methods of its Request, and the agreement to keep the step (`all_or_none`), with all
-     that these call;
-   * what a kernel (`mpicomp/kernels`) calls: a kernel is its public function.
+     that these call.
 
    A function that is called several times counts once. A file is entered again when a call goes to it after calls to
    other files; the return to a caller is no entry.
@@ -62,6 +62,7 @@ ROOTS = {
 CARRIERS = np.ndarray, SparseVector, Step, Compressed, Started, Sum, Finished
 # the form in which the exchange calls gtopk_allreduce
 COLLECTIVE = gtopk_iallreduce.__code__
+LEAVES = "mpicomp/arrays.py", "mpicomp/vector.py", "mpicomp/kernels/"
 TRANSPORT = {
     COLLECTIVE,
     inspect.unwrap(all_or_none).__code__,
@@ -113,6 +114,7 @@ class Tracer:
         counted = (
             self._hidden is None
             and code not in TRANSPORT
+            and not file.startswith(LEAVES)
             and self._is_function(code)
             and carries(frame)
         )

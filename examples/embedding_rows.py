@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
+from checks import verdict
 from mpi4py import MPI
 
 from collectives import SupportPlan, dense_allreduce, sparse_allreduce, traffic
@@ -169,15 +170,7 @@ def verdicts(comm, steps):
 
 def main():
     options, comm = parse_arguments(), MPI.COMM_WORLD
-    checks = [*verdicts(comm, options.steps)]
-    everyone = [
-        all(holds)
-        for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)
-    ]
-    if comm.rank == 0:
-        for (words, _), holds in zip(checks, everyone, strict=True):
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(everyone) else 1
+    return verdict(dict(verdicts(comm, options.steps)), comm)
 
 
 def parse_arguments():

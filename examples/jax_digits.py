@@ -29,6 +29,8 @@ try:
 except ImportError as error:
     sys.exit(f"{error}; in the checkout: pip install '.[jax,examples]'")
 
+from checks import verdict
+
 from collectives import GradientExchange
 from collectives.jax import exchange_pytree
 from mpicomp import TopK
@@ -126,10 +128,7 @@ def main():
         f"it learns (test accuracy {before:.1%} before, {after:.1%} after)": after
         > before + 0.3,
     }
-    if comm.rank == 0:
-        for words, holds in checks.items():
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(checks.values()) else 1
+    return verdict(checks, comm)
 
 
 def parse_arguments():

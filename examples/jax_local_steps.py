@@ -24,6 +24,8 @@ try:
 except ImportError as error:
     sys.exit(f"{error}; in the checkout: pip install '.[jax,examples]' optax")
 
+from checks import verdict
+
 from collectives import GradientExchange, OuterLoop
 
 EVERY = 10  # steps between two exchanges
@@ -86,10 +88,7 @@ def main():
         "all ranks have the same bits": len({*comm.allgather(bits)}) == 1,
         f"the loss falls to a tenth: {first:.3g}, {last:.3g}": last < first / 10,
     }
-    if comm.rank == 0:
-        for words, holds in checks.items():
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(checks.values()) else 1
+    return verdict(checks, comm)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ try:
 except ImportError as error:
     sys.exit(f"{error}; in the checkout: pip install '.[examples]'")
 
+from checks import verdict
+
 from collectives import GradientExchange, OuterLoop, dense_allreduce, traffic
 from mpicomp import ChunkedTopK, ErrorFeedback, Quantised
 
@@ -209,13 +211,7 @@ def main():
         f"accuracy {reached[0]:.1%}, dense {reached[1]:.1%}: at most 2 points behind": reached[0] > reached[1] - 0.02,
         f"bytes a rank sends a step {of_local:,.0f}, dense {of_dense:,.0f}: at most 2 %": of_local <= of_dense / 50,
     }  # fmt: skip
-    everyone = [
-        all(holds) for holds in zip(*comm.allgather([*checks.values()]), strict=True)
-    ]
-    if comm.rank == 0:
-        for words, holds in zip(checks, everyone, strict=True):
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(everyone) else 1
+    return verdict(checks, comm)
 
 
 def parse_arguments():

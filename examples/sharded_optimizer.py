@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
+from checks import verdict
 from mpi4py import MPI
 
 from collectives import sparse_allreduce, sparse_reduce_scatter, traffic
@@ -170,13 +171,7 @@ def main():
         f"it learns (loss {before:.3f} before, {after:.3f} after)": after
         < 0.8 * before,
     }
-    everyone = [
-        all(holds) for holds in zip(*comm.allgather([*checks.values()]), strict=True)
-    ]
-    if comm.rank == 0:
-        for words, holds in zip(checks, everyone, strict=True):
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(everyone) else 1
+    return verdict(checks, comm)
 
 
 def parse_arguments():

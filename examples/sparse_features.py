@@ -39,6 +39,8 @@ try:
 except ImportError as error:
     sys.exit(f"{error}; in the checkout: pip install '.[examples]'")
 
+from checks import verdict
+
 from collectives import dense_allreduce, sparse_allreduce, traffic
 from mpicomp import SparseVector
 
@@ -183,15 +185,7 @@ def verdicts(comm, options):
 
 def main():
     options, comm = parse_arguments(), MPI.COMM_WORLD
-    checks = [*verdicts(comm, options)]
-    everyone = [
-        all(holds)
-        for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)
-    ]
-    if comm.rank == 0:
-        for (words, _), holds in zip(checks, everyone, strict=True):
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(everyone) else 1
+    return verdict(dict(verdicts(comm, options)), comm)
 
 
 def parse_arguments():

@@ -22,6 +22,7 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+from checks import verdict
 from mpi4py import MPI
 
 from collectives import gtopk_allreduce, sparse_reduce, sparse_reduce_scatter, traffic
@@ -114,15 +115,7 @@ def verdicts(comm, options):
 
 def main():
     options, comm = parse_arguments(), MPI.COMM_WORLD
-    checks = [*verdicts(comm, options)]
-    everyone = [
-        all(holds)
-        for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)
-    ]
-    if comm.rank == 0:
-        for (words, _), holds in zip(checks, everyone, strict=True):
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(everyone) else 1
+    return verdict(dict(verdicts(comm, options)), comm)
 
 
 def parse_arguments():

@@ -28,6 +28,8 @@ try:
 except ImportError as error:
     sys.exit(f"{error}; in the checkout: pip install '.[torch,examples]'")
 
+from checks import verdict
+
 from collectives import GradientExchange, dense_allreduce, traffic
 from collectives.torch import outer_loop
 
@@ -168,14 +170,9 @@ def main():
         > reached[1] - 0.04,
         f"bytes that a rank sends: {share:.2%} of dense, at most 2 %": share <= 0.02,
     }
-    everyone = [
-        all(holds) for holds in zip(*comm.allgather([*checks.values()]), strict=True)
-    ]
     if comm.rank == 0:
         print(outer.exchange.report())
-        for words, holds in zip(checks, everyone, strict=True):
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(everyone) else 1
+    return verdict(checks, comm)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ try:
 except ImportError as error:
     sys.exit(f"{error}; in the checkout: pip install '.[torch,examples]'")
 
+from checks import verdict
+
 from collectives import GradientExchange, traffic
 from mpicomp import TopK
 
@@ -187,18 +189,6 @@ def outcomes(case, model, test, comm):
     yield f"{case.name}: it learns", recognised > accuracy(new_network(), test) + 0.3
 
 
-def verdict(checks, comm):
-    """Print the checks, and return the exit status: 1 when one fails on any rank."""
-    everyone = [
-        all(holds)
-        for holds in zip(*comm.allgather([holds for _, holds in checks]), strict=True)
-    ]
-    if comm.rank == 0:
-        for (words, _), holds in zip(checks, everyone, strict=True):
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(everyone) else 1
-
-
 def main():
     comm, steps = MPI.COMM_WORLD, parse_arguments().steps
     torch.set_num_threads(1)
@@ -212,7 +202,7 @@ def main():
                 early > 0 or comm.size == 1,
             )
         ]
-    return verdict(checks, comm)
+    return verdict(dict(checks), comm)
 
 
 def parse_arguments(words=__doc__):

@@ -33,6 +33,8 @@ try:
 except ImportError as error:
     sys.exit(f"{error}; in the checkout: pip install '.[torch,examples]'")
 
+from checks import verdict
+
 from collectives import GradientExchange, OuterLoop
 from collectives.torch import init_process_group, outer_loop
 
@@ -112,10 +114,7 @@ def main():
         last = comm.allreduce(sum(losses[-5:]))
         checks[f"{way.__name__}: the loss falls by a fifth"] = last < 0.8 * first
     dist.destroy_process_group()
-    if comm.rank == 0:
-        for words, holds in checks.items():
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
-    return 0 if all(checks.values()) else 1
+    return verdict(checks, comm)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ try:
 except ImportError as error:
     sys.exit(f"{error}; in the checkout: pip install '.[torch,examples]'")
 
+from checks import verdict
+
 from collectives import GradientExchange
 from collectives.torch import attach, init_process_group
 from mpicomp import ChunkedTopK, ErrorFeedback, Hadamard
@@ -157,10 +159,8 @@ def main():
     }
     if comm.rank == 0:
         print(exchange.report())
-        for words, holds in checks.items():
-            print(f"check: {words}: {'ok' if holds else 'FAILED'}")
     dist.destroy_process_group()
-    return 0 if all(checks.values()) else 1
+    return verdict(checks, comm)
 
 
 if __name__ == "__main__":

@@ -193,10 +193,13 @@ def test_pieces_run_at_the_same_time():
 
 
 def test_short_vectors_are_left_to_one_thread(monkeypatch):
-    monkeypatch.setattr(threads, "_ready_pool", None)
-    host.sides(np.zeros((1 << 21) - 1, np.float32), 1.0, threads=4)
+    monkeypatch.setattr(
+        threads, "_ready_pool", None
+    )  # with it threads would be started
+    short = np.zeros((1 << 21) - 1, np.float32)
+    assert host.sides(short, 1.0, threads=4).below == short.size
     monkeypatch.setattr(threads, "count", lambda: 1)
-    host.sides(np.zeros(1 << 22, np.float32), 1.0)
+    assert host.sides(np.zeros(1 << 22, np.float32), 1.0).below == 1 << 22
 
 
 @pytest.mark.skipif(

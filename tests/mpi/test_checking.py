@@ -262,6 +262,7 @@ def test_what_rounding_takes_from_a_residual_that_is_much_larger_than_what_was_s
     exchange = GradientExchange(watched, **settings)
     for _ in range(3):
         exchange(gradient)
+    assert exchange.steps == 3
 
 
 @pytest.mark.at_least(2)

@@ -474,7 +474,7 @@ def test_replicas_that_start_with_other_parameters_are_refused(world, mesh, dtyp
         model.middle.bias.to_local()[-1:] = mesh.get_local_rank("replica")
     exchange = GradientExchange(comm, TopK(0.1))
     if comm.size == 1:
-        attach_fsdp(model, exchange)
+        assert attach_fsdp(model, exchange).exchange is exchange
         return
     with pytest.raises(
         CollectiveError,
@@ -483,7 +483,7 @@ def test_replicas_that_start_with_other_parameters_are_refused(world, mesh, dtyp
         attach_fsdp(model, exchange)
     with torch.no_grad():
         model.middle.bias.to_local()[-1:] = 0
-    attach_fsdp(model, exchange)
+    assert attach_fsdp(model, exchange).exchange is exchange
 
 
 def test_a_part_of_a_larger_model_is_warned_of(world, mesh):
@@ -492,7 +492,8 @@ def test_a_part_of_a_larger_model_is_warned_of(world, mesh):
         attach_fsdp(model.middle, GradientExchange(comm, TopK(0.1)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attach_fsdp(sharded(mesh["shard"]), GradientExchange(comm, TopK(0.1)))
+        handle = attach_fsdp(sharded(mesh["shard"]), GradientExchange(comm, TopK(0.1)))
+    assert not handle.exchange.is_in_step
 
 
 def test_a_scaler_on_some_ranks_only_raises(world, mesh):
