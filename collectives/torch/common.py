@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collectives.training import GradientExchange
 from collectives.training.names import canonical_names
 from mpicomp.feedback import ErrorFeedback
-from mpicomp.tensors import DICT, describe
 
 
 class ModelParameters:
@@ -128,9 +127,7 @@ def some(names: Sequence[str]) -> str:
 class Handle:
     """The handle that `attach` and `attach_fsdp` return: a model's parameters in an exchange, and their state.
 
-    exchange: a new one; or an earlier handle, whose exchange is taken over. Tensors of
-    the exchange that the model does not have are left out of its steps. remedy: for a
-    model that cannot go on after an error.
+    exchange: a new one. remedy: for a model that cannot go on after an error.
 
     A step is that of a backward pass. An error of this rank alone is contributed to the
     step, so that all ranks raise, once the pass has ended on all of them.
@@ -138,12 +135,12 @@ class Handle:
 
     def __init__(
         self,
-        exchange: "GradientExchange | Handle",
+        exchange: GradientExchange,
         parameters: ModelParameters,
         scaler: Any,
         remedy: str,
     ) -> None:
-        self.exchange = exchange_of(exchange)
+        self.exchange = exchange
         # a disabled one is none
         self._scaler = scaler if is_scaling(scaler) else None
         self._scale = 1.0  # of the loss in the step under way
@@ -153,7 +150,6 @@ class Handle:
             parameter: name for name, parameter in parameters.registered.items()
         }
         self._held = set[str]()  # names that the exchange leaves out
-        self._missing = set[str]()  # those of them that the model does not have
         self._in_pass = False  # a backward pass began, and has not ended
         self._has_ended = False  # the exchange has ended the step of the last pass
         self._steps_before = 0  # steps kept before the pass
@@ -162,10 +158,6 @@ class Handle:
         self._nonfinite_error: Exception | None = None
         # by the exchange in this step, on all ranks
         self._raised: Exception | None = None
-        if isinstance(exchange, Handle):
-            self._held = exchange._held
-            self._missing = _registered(self.exchange).keys() - parameters.registered
-            return
         try:
             # the order of the backward pass
             self.exchange.register(
@@ -173,15 +165,17 @@ class Handle:
             )
         except RuntimeError as error:
             raise RuntimeError(
-                "the exchange is in use: expected a new one, or in its place the handle of the model that used it "
-                f"({error})"
+                f"the exchange is in use: expected a new one; load the state of its handle to keep residuals ({error})"
             ) from error
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's state of the exchange, as tensors by name; each rank saves its own.
 
-        `torch.load` reads them with its defaults.
+        `torch.load` reads them with its defaults. After an error of this rank alone in a
+        backward pass it ends the step, for which the other ranks wait.
         """
+        with suppress(RuntimeError):
+            self._check_interrupted()
         return to_tensors(self.exchange.state_dict())
 
     def load_state_dict(
@@ -205,29 +199,6 @@ class Handle:
     def __reduce__(self) -> Any:
         """Copy and pickle as a function that does nothing: a copy of the model has no hook, and may be attached."""
         return getattr, (nullcontext(), "__exit__")
-
-    def check_fits(self, parameters: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the exchange has registered parameters of these names, shapes and dtypes."""
-        registered = _registered(self.exchange)
-        other = [
-            tensor.name
-            for tensor in describe(_shards(parameters), DICT)
-            if registered.get(tensor.name) != (tensor.shape, tensor.dtype)
-        ]
-        if other:
-            raise ValueError(
-                f"the handle's exchange has no {some(other)} of this shape and dtype: expected a new exchange, whose "
-                "residuals are zero"
-            )
-
-    def end_interrupted(self) -> None:
-        """End the step of a backward pass that an error interrupted on this rank, for which the others wait."""
-        with suppress(RuntimeError):
-            self._check_interrupted()
-
-    def remove(self) -> None:
-        """Let go of the model: another handle may take over the exchange, or another exchange the model."""
-        raise NotImplementedError
 
     def _check_interrupted(self) -> None:
         """Raise RuntimeError if an error interrupted the last backward pass; in a pass it returns."""
@@ -272,12 +243,11 @@ class Handle:
             for parameter, name in self._names.items()
             if not parameter.requires_grad
         }
-        held = frozen | self._missing
-        if held == self._held or self._nonfinite_error or self._raised:
+        if frozen == self._held or self._nonfinite_error or self._raised:
             return
         try:
-            self.exchange.hold(held)
-            self._held = held
+            self.exchange.hold(frozen)
+            self._held = frozen
         except Exception as error:
             self._raised = error
 
@@ -432,40 +402,31 @@ def raise_after_backward(error: Exception) -> None:
         raise error from None
 
 
-def exchange_of(exchange: Any) -> GradientExchange:
-    """Return an exchange, or that of a handle; TypeError for anything else."""
-    inner = exchange.exchange if isinstance(exchange, Handle) else exchange
-    if not isinstance(inner, GradientExchange):
+def comm_of(exchange: Any) -> Any:
+    """Return the communicator of an exchange; TypeError for anything else."""
+    if not isinstance(exchange, GradientExchange):
         raise TypeError(
-            f"exchange is {type(inner).__name__}: expected an object such as GradientExchange(comm, TopK(0.01))"
+            f"exchange is {type(exchange).__name__}: expected an object such as GradientExchange(comm, TopK(0.01))"
         )
-    return inner
+    return exchange.comm
 
 
-def check_settings(
-    exchange: GradientExchange | Handle, scaler: Any, parameters: Mapping[str, Any]
-) -> dict[str, str]:
+def check_settings(exchange: GradientExchange, scaler: Any) -> dict[str, str]:
     """Return the settings of `attach` and `attach_fsdp` that must be the same on all ranks.
 
-    Raises TypeError or ValueError for a bad scaler, for residuals in place, and unless
-    the exchange of a handle fits the parameters.
+    Raises TypeError or ValueError for a bad scaler, and for residuals in place.
     """
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(
             f"scaler is {type(scaler).__name__}: expected a torch.amp.GradScaler, or None"
         )
-    feedback = exchange_of(exchange).feedback
+    feedback = exchange.feedback
     if isinstance(feedback, ErrorFeedback) and feedback.in_place:
         raise ValueError(
             f"the feedback of the exchange is {feedback!r}, and .grad receives the mean: expected one with a residual "
             "of its own, such as ErrorFeedback()"
         )
-    if isinstance(exchange, Handle):
-        exchange.check_fits(parameters)
-    return {
-        "scaler": "one that is enabled" if is_scaling(scaler) else "none",
-        "exchange": "that of a handle" if isinstance(exchange, Handle) else "new",
-    }
+    return {"scaler": "one that is enabled" if is_scaling(scaler) else "none"}
 
 
 def is_scaling(scaler: Any) -> bool:
@@ -533,13 +494,4 @@ def _shards(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's shards of parameters by name, detached."""
     return {
         name: local_shard(parameter.detach()) for name, parameter in parameters.items()
-    }
-
-
-def _registered(exchange: GradientExchange) -> dict[str, Any]:
-    """Return shape and dtype of each tensor of an exchange, by name."""
-    return {
-        tensor.name: (tensor.shape, tensor.dtype)
-        for bucket in exchange.buckets
-        for tensor in bucket.tensors
     }

@@ -31,7 +31,7 @@ from collectives.torch.common import (
     after_backward,
     check_settings,
     check_signs,
-    exchange_of,
+    comm_of,
     named,
     parts_of,
     raise_after_backward,
@@ -46,7 +46,7 @@ from mpicomp.settings import to_number
 
 def attach(
     model: DistributedDataParallel,
-    exchange: GradientExchange | Handle,
+    exchange: GradientExchange,
     *,
     clip: float | None = None,
     scaler: Any = None,
@@ -55,10 +55,8 @@ def attach(
 
     Call it once, on all ranks, before the first backward pass. It registers the
     parameters with the exchange, which must be new, under their names in
-    `model.module`. Or `exchange` is the handle of an earlier `attach`, whose model could
-    not go on and was wrapped again: its exchange is taken over, with the residuals. A
-    backward pass then writes the means to `.grad`; inside `model.no_sync()` nothing is
-    exchanged.
+    `model.module`. A backward pass then writes the means to `.grad`; inside
+    `model.no_sync()` nothing is exchanged.
 
     clip: before it is compressed, this rank's gradient is scaled to a Euclidean norm of
     at most clip / sqrt(P). The norm is that of all parameters, so with `clip` the
@@ -86,9 +84,7 @@ def attach(
     >>> exchange = GradientExchange(comm, TopK(0.01))
     >>> handle = attach(DistributedDataParallel(network), exchange)
     """
-    comm = exchange_of(exchange).comm
-    if isinstance(exchange, Handle):
-        exchange.end_interrupted()
+    comm = comm_of(exchange)
 
     def check() -> dict[str, Any]:
         ddp = _check_ddp(model)
@@ -96,7 +92,7 @@ def attach(
         limit = (
             None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
         )
-        settings = check_settings(exchange, scaler, _registered(ddp))
+        settings = check_settings(exchange, scaler)
         return {
             "settings": settings | {"clip": repr(limit)},
             "rank": dist.get_rank(),
@@ -109,18 +105,16 @@ def attach(
         sorted(answer["rank"] for answer in everyone),
     )
     check_same("arguments of attach", [answer["settings"] for answer in everyone])
-    if isinstance(exchange, Handle):
-        exchange.remove()
     (ddp,) = parts_of(model, DistributedDataParallel)
     handle = DDPHandle(ddp, exchange, None if clip is None else float(clip), scaler)
-    if handle.exchange.average == SIGN and comm.rank == 0:
+    if exchange.average == SIGN and comm.rank == 0:
         check_signs(handle._names)
     return handle
 
 
 _ANEW = (
-    "wrap it in DistributedDataParallel again, and call attach(model, handle), which takes over the exchange, or with "
-    "other names, shapes or dtypes attach with a new exchange"
+    "wrap it in DistributedDataParallel again, and attach it with a new exchange; if names, shapes and dtypes are the "
+    "same, new_handle.load_state_dict(handle.state_dict()) keeps the residuals"
 )
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -135,7 +129,7 @@ class DDPHandle(Handle):
     def __init__(
         self,
         model: DistributedDataParallel,
-        exchange: GradientExchange | Handle,
+        exchange: GradientExchange,
         clip: float | None,
         scaler: Any,
     ) -> None:

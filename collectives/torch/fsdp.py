@@ -29,7 +29,7 @@ from collectives.torch.common import (
     Handle,
     ModelParameters,
     check_settings,
-    exchange_of,
+    comm_of,
     living,
     local_shard,
     named,
@@ -43,15 +43,14 @@ from collectives.training import GradientExchange
 
 
 def attach_fsdp(
-    model: FSDPModule, exchange: GradientExchange | Handle, *, scaler: Any = None
+    model: FSDPModule, exchange: GradientExchange, *, scaler: Any = None
 ) -> "FSDPHandle":
     """Exchange the gradient shards of an FSDP2 model between its replicas (hybrid sharding), through `exchange`.
 
     model: sharded by `fully_shard` over the one-dimensional mesh of one replica; torch
     itself would average densely over the second dimension of a mesh. exchange: a new
-    one, over the ranks that have the same shard in all replicas; or the handle of an
-    earlier `attach_fsdp`, whose exchange is taken over, with the residuals. The replicas
-    must start with the same parameters, which are compared.
+    one, over the ranks that have the same shard in all replicas. The replicas must
+    start with the same parameters, which are compared.
 
     A backward pass writes the means to `.grad`. With
     `set_requires_gradient_sync(False)` gradients accumulate, and nothing is exchanged.
@@ -69,35 +68,29 @@ def attach_fsdp(
     >>> replicas = comm.Split(mesh.get_local_rank("shard"), comm.rank)
     >>> handle = attach_fsdp(model, GradientExchange(replicas, TopK(0.01)))
     """
-    comm = exchange_of(exchange).comm
-    if isinstance(exchange, Handle):
-        exchange.end_interrupted()
+    comm = comm_of(exchange)
 
     def check() -> dict[str, dict[str, str]]:
         shard = check_fsdp(model, comm)
-        check_unattached(model, exchange)
+        check_unattached(model)
         return {
             "shard": shard,
-            "arguments of attach_fsdp": check_settings(
-                exchange, scaler, trainable(model)
-            ),
+            "arguments of attach_fsdp": check_settings(exchange, scaler),
             "parameters, by torch.manual_seed or a checkpoint": _digests(model),
         }
 
     everyone = gather_results(check, comm, "attach_fsdp")
     for what in everyone[0]:
         check_same(what, [answer[what] for answer in everyone])
-    if isinstance(exchange, Handle):
-        exchange.remove()
     _warn_of_others(model)
     return FSDPHandle(model, exchange, scaler)
 
 
 _ANEW = (
-    "call attach_fsdp(model, handle), which keeps the exchange; or with other names, shapes or dtypes handle.remove(), "
-    "and attach_fsdp with a new exchange"
+    "call handle.remove(), and attach_fsdp with a new exchange; if names, shapes and dtypes are the same, "
+    "new_handle.load_state_dict(handle.state_dict()) keeps the residuals"
 )
-_INTERRUPTED = "on all ranks call model.reset_iter_state(), and attach_fsdp(model, handle), which keeps the exchange"
+_INTERRUPTED = f"on all ranks call model.reset_iter_state(); {_ANEW}"
 
 
 class FSDPHandle(Handle):
@@ -109,7 +102,7 @@ class FSDPHandle(Handle):
     """
 
     def __init__(
-        self, model: FSDPModule, exchange: GradientExchange | Handle, scaler: Any
+        self, model: FSDPModule, exchange: GradientExchange, scaler: Any
     ) -> None:
         parameters = trainable(model)
         known = ModelParameters(model, parameters, "attach_fsdp", _ANEW)
@@ -270,12 +263,11 @@ class FSDPHandle(Handle):
                 self._refuse_change(self._names[parameter])
 
 
-def check_unattached(model: Any, exchange: Any) -> None:
-    """Raise ValueError if another handle than `exchange` has hooks in a model."""
+def check_unattached(model: Any) -> None:
+    """Raise ValueError if a handle has hooks in a model."""
     for module in parts_of(model, FSDPModule):
         for hook in module._forward_hooks.values():
-            owner = getattr(hook, "__self__", exchange)
-            if isinstance(owner, FSDPHandle) and owner is not exchange:
+            if isinstance(getattr(hook, "__self__", None), FSDPHandle):
                 raise ValueError(
                     "the model is already attached: use the handle that attach_fsdp has returned; or call its remove()"
                 )

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collectives.agreement.all_or_none import check_same, gather_results
 from collectives.torch.common import (
     ModelParameters,
-    exchange_of,
+    comm_of,
     living,
     local_shard,
     parts_of,
@@ -48,7 +48,7 @@ def outer_loop(
 
     >>> outer = outer_loop(network, exchange, every=10)
     """
-    comm = exchange_of(exchange).comm
+    comm = comm_of(exchange)
     everyone = gather_results(partial(_check, model, comm), comm, "outer_loop")
     check_same("shard", [answer["shard"] for answer in everyone])
     _check_groups(
@@ -91,7 +91,7 @@ def _check(model: Any, comm: Any) -> dict[str, Any]:
         raise TypeError(
             f"model is {type(model).__name__}: expected a torch.nn.Module; OuterLoop takes arrays"
         )
-    check_unattached(model, comm)
+    check_unattached(model)
     # DDP hooks the parameters, whatever module is passed here
     mine = {*model.parameters()}
     wrapped = living(
