@@ -72,21 +72,20 @@ def torchrun_variables(
     """
     first = first_on_node[rank]
     nodes = sorted(set(first_on_node))
-    numbers = {"RANK": rank, "WORLD_SIZE": len(first_on_node)}
-    numbers |= {
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": len(first_on_node),
         "LOCAL_RANK": first_on_node[:rank].count(first),
         "LOCAL_WORLD_SIZE": first_on_node.count(first),
-    }
-    numbers |= {"GROUP_RANK": nodes.index(first), "GROUP_WORLD_SIZE": len(nodes)}
-    numbers |= {
+        "GROUP_RANK": nodes.index(first),
+        "GROUP_WORLD_SIZE": len(nodes),
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": len(first_on_node),
-        "MASTER_PORT": port,
-    }
-    numbers |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
-    texts = {
-        "MASTER_ADDR": address,
         "ROLE_NAME": "default",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RUN_ID": f"mpi-{address}-{port}",
     }
-    return {name: str(number) for name, number in numbers.items()} | texts
+    return {name: str(value) for name, value in variables.items()}
