@@ -154,4 +154,17 @@ def device() -> dict[str, str]:
         used = f"{'direct' if direct else 'staged through pinned memory'}: {why}"
     except ValueError as error:
         used = f"cannot be used: {error}"
-    return {"arrays": seen, "device": used, "CUDA": cuda_aware.answers()}
+    return {"arrays": seen, "device": used, "CUDA": answers()}
+
+
+def answers() -> str:
+    """Return what this MPI says of itself, in both ways, and what follows."""
+    supports = cuda_aware.query()
+    kinds = cuda_aware.alloc_kinds()
+    query_says = "missing" if supports is None else int(supports)
+    said = f"MPIX_Query_cuda_support {query_says}, mpi_memory_alloc_kinds {kinds or 'missing'}"
+    if supports or cuda_aware.has_cuda(kinds):
+        return (
+            f"{said}: CUDA-aware, {cuda_aware.VARIABLE}=1 passes device memory to MPI"
+        )
+    return f"{said}: not known to be CUDA-aware, {cuda_aware.VARIABLE}=1 tries a device buffer first"

@@ -344,7 +344,6 @@ def test_in_place_the_gradient_changes_at_the_commit_and_nothing_is_kept():
     assert gradient.tolist() == [4, 1, -1, 9]
     assert feedback.residual is None
     assert feedback.state_dict() == {}
-    assert feedback.size is None
     with pytest.raises(
         RuntimeError, match="the residual is in the gradient's own array"
     ):

@@ -62,19 +62,6 @@ def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:
     return True, f"{reason}; this MPI says that it is not CUDA-aware, but {ARRIVED}"
 
 
-def answers() -> str:
-    """Return what this MPI says of itself, in both ways, and what follows."""
-    supports = query()
-    kinds = alloc_kinds()
-    query_says = "missing" if supports is None else int(supports)
-    said = f"MPIX_Query_cuda_support {query_says}, mpi_memory_alloc_kinds {kinds or 'missing'}"
-    if supports or has_cuda(kinds):
-        return f"{said}: CUDA-aware, {VARIABLE}=1 passes device memory to MPI"
-    return (
-        f"{said}: not known to be CUDA-aware, {VARIABLE}=1 tries a device buffer first"
-    )
-
-
 def query() -> bool | None:
     """Return the result of MPIX_Query_cuda_support; None if MPI does not have it.
 

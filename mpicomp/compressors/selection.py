@@ -99,7 +99,10 @@ class Selection:
                 vector = run.compressor.select(corrected[span], bounds, own)
                 check_selected(vector, corrected[span], run.compressor)
             except Exception as error:
-                self._name_segment(error, run, corrected)
+                if run.end - run.first == 1:
+                    _prefix(error, self.names[run.first])
+                elif isinstance(error, ValueError):
+                    self._check_segments(corrected, run.first, run.end)
                 raise
             vectors.append(vector)
         return concatenate(vectors) if len(vectors) > 1 else vectors[0]
@@ -153,17 +156,8 @@ class Selection:
         start = self.bounds[run.first]
         return [bound - start for bound in self.bounds[run.first : run.end + 1]]
 
-    def _name_segment(self, error: Exception, run: Run, vector: Array) -> None:
-        """Add the segment to an error's text: the only one, or the one with a value that is not finite."""
-        if isinstance(error, ValueError) and run.end - run.first > 1:
-            try:
-                self._check_segments(vector, run.first, run.end)
-            except ValueError as named:
-                error.args = named.args
-        elif run.end - run.first == 1:
-            _prefix(error, self.names[run.first])
-
     def _check_segments(self, vector: Array, first: int, end: int) -> None:
+        """Raise ValueError that names the first of some segments with a value that is not finite, if one has."""
         edges = pairwise(self.bounds[first : end + 1])
         for name, (low, high) in zip(self.names[first:end], edges, strict=True):
             try:

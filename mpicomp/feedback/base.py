@@ -61,6 +61,8 @@ class Feedback(Configured):
         self._spares: dict[str, Array] = {}
         # the first position of each segment of the staged gradient, and its length
         self._bounds: list[int] = [0]
+        # length and dtype of the gradients that the arrays are for
+        self._kind: tuple[int, np.dtype[Any]] | None = None
         self._begun = False  # a step was kept: the arrays are not just zeros
         self._staged = False  # `correct` was called, and `prepare_residual` was not
         # the arrays that `commit` swaps with their spares
@@ -188,18 +190,10 @@ class Feedback(Configured):
         kept = residual.astype(accumulation_dtype(residual.dtype), copy=False)
         return math.sqrt(float(np.vdot(kept, kept)))
 
-    @property
-    def size(self) -> int | None:
-        """Length of the arrays; None before the first step, or without arrays."""
-        return (
-            next((array.size for array in self._arrays.values()), None)
-            if self._begun
-            else None
-        )
-
     def fits(self, size: int, dtype: np.dtype[Any]) -> bool:
         """Return whether the arrays, if there are any, are those for gradients of this size and dtype."""
-        return self.size is None or self._is_for((size,), dtype)
+        is_empty = not (self._begun and self._arrays)
+        return is_empty or self._kind == (size, dtype)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residual by `factor`, the old learning rate over the new one, if it is in gradient units.
@@ -230,6 +224,7 @@ class Feedback(Configured):
         """Clear the state; the mass of the residual is lost. For a model that was replaced."""
         self._arrays = {}
         self._spares = {}
+        self._kind = None
         self._begun = False
         self._staged = False
         self._prepared = ()
@@ -250,18 +245,8 @@ class Feedback(Configured):
             for name, array in values.items()
             if name not in numbers and array is not None
         }
-        if begun and (
-            not self._dtypes_for(begun)
-            or len({array.size for array in begun.values()}) > 1
-        ):
-            fits = " or ".join(
-                str({name: str(kind) for name, kind in self.dtypes(dtype).items()})
-                for dtype in VALUE_DTYPES
-            )
-            raise ValueError(
-                f"the state has {_kinds(begun)}: expected {fits}, of one shape"
-            )
-        if self._begun and begun and _kinds(begun) != _kinds(self._arrays):
+        kind = self._kind_of(begun)
+        if self._begun and begun and kind != self._kind:
             raise ValueError(
                 f"the state has {_kinds(begun)}: expected {_kinds(self._arrays)} as in the calls before; reset() "
                 "first to change it"
@@ -269,7 +254,25 @@ class Feedback(Configured):
         super().take(numbers)
         self.reset()
         self._arrays = begun
+        self._kind = kind
         self._begun = bool(begun)
+
+    def _kind_of(self, arrays: Mapping[str, Array]) -> tuple[int, np.dtype[Any]] | None:
+        """Return length and dtype of the gradients that arrays are for, None for none; ValueError if there are none."""
+        sizes = {array.size for array in arrays.values()}
+        held = {name: array.dtype for name, array in arrays.items()}
+        for dtype in VALUE_DTYPES:
+            if len(sizes) == 1 and self.dtypes(dtype) == held:
+                return sizes.pop(), dtype
+        if not arrays:
+            return None
+        fits = " or ".join(
+            str({name: str(kind) for name, kind in self.dtypes(dtype).items()})
+            for dtype in VALUE_DTYPES
+        )
+        raise ValueError(
+            f"the state has {_kinds(arrays)}: expected {fits}, of one shape"
+        )
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         """Return the dtypes of the arrays to keep, all of shape (n,), by name, for gradients of `dtype`."""
@@ -292,14 +295,17 @@ class Feedback(Configured):
             self._arrays = {
                 name: to_device_of(array, first) for name, array in self._arrays.items()
             }
-        if first.ndim == 1 and self._is_for((size,), first.dtype):
+        kind = size, first.dtype
+        if first.ndim == 1 and kind == self._kind:
             self._staged = True
             return
         got = f"{first.dtype} of shape {(size,) if first.ndim == 1 else first.shape}"
-        if self._begun:
+        if not self.fits(*kind):
+            assert self._kind is not None
+            length, dtype = self._kind
             raise ValueError(
-                f"the gradient is {got}: expected {' or '.join(self._dtypes_for(self._arrays))} of shape "
-                f"({self.size},) as in the calls before; use one {type(self).__name__} for each tensor"
+                f"the gradient is {got}: expected {dtype} of shape ({length},) as in the calls before; use one "
+                f"{type(self).__name__} for each tensor"
             )
         if first.ndim != 1 or first.dtype not in VALUE_DTYPES:
             expected = " or ".join(map(str, VALUE_DTYPES))
@@ -312,6 +318,7 @@ class Feedback(Configured):
             name: new_vector(xp, size, dtype) for name, dtype in layout.items()
         }
         self._spares = {}
+        self._kind = kind
         self._staged = True
 
     def _joined(self, gradient: Sequence[Array]) -> Array:
@@ -369,20 +376,6 @@ class Feedback(Configured):
         if rejected is not None:
             kernels.scatter_add(corrected, rejected.indices, rejected.values)
             check_range(kernels.gather(corrected, rejected.indices), "residual")
-
-    def _is_for(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-        """Return whether the arrays are those for gradients of this shape and dtype."""
-        held = {
-            name: (array.dtype, array.shape) for name, array in self._arrays.items()
-        }
-        return held == {
-            name: (kind, shape) for name, kind in self.dtypes(dtype).items()
-        }
-
-    def _dtypes_for(self, arrays: Mapping[str, Array]) -> list[str]:
-        """Return the dtypes of gradients for which arrays of these dtypes are kept."""
-        held = {name: array.dtype for name, array in arrays.items()}
-        return [str(dtype) for dtype in VALUE_DTYPES if self.dtypes(dtype) == held]
 
 
 def check_feedback(feedback: Any) -> None:
