@@ -83,9 +83,9 @@ def _to_elias_fano(indices, first, low_bits, lows, highs):  # type: ignore[no-un
     high, at = none, none
     for i in range(indices.size):
         number = np.uint64(indices[i] - first)
-        place = (number >> width) + np.uint64(i)
-        high = (high if place >> six == at else none) | one << (place & last)
-        at = place >> six
+        position = (number >> width) + np.uint64(i)
+        high = (high if position >> six == at else none) | one << (position & last)
+        at = position >> six
         highs[at] = high
         bits = number & mask
         low |= bits << shift
@@ -109,12 +109,12 @@ def _from_elias_fano(lows, highs, first, low_bits, indices):  # type: ignore[no-
         while ones != np.uint64(0):
             if i == size:
                 return i + one
-            place = (np.uint64(w) << six) + lowest(ones)
+            position = (np.uint64(w) << six) + lowest(ones)
             word, shift = at >> six, at & last
             low = (
                 (lows[word] >> shift) | ((lows[word + one] << one) << (last - shift))
             ) & mask
-            indices[i] = np.int64(((place - i) << width) | low) + first
+            indices[i] = np.int64(((position - i) << width) | low) + first
             ones &= ones - one
             at += width
             i += one

@@ -61,8 +61,8 @@ def add_largest(
         add_parts(a, scale, [b], out, threads=threads, long=long)
     if parts is None:
         return largest(np.ascontiguousarray(out), k, threads=threads)
-    positions, found = largest_of(parts, form, k)
-    return positions, found.view(out.dtype)
+    positions, values = largest_of(parts, form, k)
+    return positions, values.view(out.dtype)
 
 
 def _by_sample(
@@ -74,23 +74,24 @@ def _by_sample(
 
     def compacted(start: int, end: int) -> tuple[Array, Array, int]:
         piece = a[start:end], factor, b[start:end], out[start:end]
-        positions, found, rest = _add_compacted(*piece, form, floor, start, room)
+        positions, sums, rest = _add_compacted(*piece, form, floor, start, room)
         if rest:
             left = slice(end - rest, end)
             add_parts(a[left], factor, [b[left]], out[left], threads=1)
-        return positions, found, rest
+        return positions, sums, rest
 
     parts = in_pieces(compacted, out.size, threads)
-    found = [(positions, values.view(form.signed)) for positions, values, _ in parts]
-    misled = any(rest for *_, rest in parts) or (floor > 1 and entries(found) < k)
-    return None if misled else found
+    reached = [(positions, values.view(form.signed)) for positions, values, _ in parts]
+    misled = any(rest for *_, rest in parts) or (floor > 1 and entries(reached) < k)
+    return None if misled else reached
 
 
 def _sampled(a: Array, factor: Any, b: Array, form: Format) -> Array:
     """Return the magnitudes of a sample of the sum, as signed integers."""
     every = form.signed.type(-1)
     one, other = (
-        take_sample(each.view(form.signed), every).view(each.dtype) for each in (a, b)
+        take_sample(vector.view(form.signed), every).view(vector.dtype)
+        for vector in (a, b)
     )
     with np.errstate(all="ignore"):
         sums = factor * one + other
@@ -112,10 +113,10 @@ def _add_compacted(
     Some sums are left, and not written, if more than `room` were found.
     """
     room = min(room, out.size) + WORD
-    positions, found = empty_together(room, np.dtype(np.intp), out.dtype)
+    positions, sums = empty_together(room, np.dtype(np.intp), out.dtype)
     kinds = out.view(form.signed), form.mask, form.signed.type(floor)
-    count, done = _add_and_compact(a, factor, b, out, *kinds, first, positions, found)
-    return positions[: int(count)], found[: int(count)], out.size - int(done)
+    count, done = _add_and_compact(a, factor, b, out, *kinds, first, positions, sums)
+    return positions[: int(count)], sums[: int(count)], out.size - int(done)
 
 
 @jit
@@ -126,22 +127,22 @@ def _add_and_compact(a, factor, b, out, bits, mask, floor, first, positions, kep
     bits: those of `out`. There is room for more than a line of values.
     """
     begin, head = np.int64(0), values_before_line(out)
-    count, whole, word = np.uint64(0), (out.size - head) // WORD, np.uint64(WORD)
-    count = _add_each(
+    count, words, word = np.uint64(0), (out.size - head) // WORD, np.uint64(WORD)
+    count = _add_one_by_one(
         a, factor, b, out, bits, begin, head, mask, floor, first, positions, kept, count
     )
-    for start in range(head, head + whole * WORD, WORD):
+    for start in range(head, head + words * WORD, WORD):
         if count + word > np.uint64(positions.size):
             return count, start
-        found = store_sum_reaching(a, factor, b, out, start, mask, floor)
-        if found != np.uint64(0):
+        reached = store_sum_reaching(a, factor, b, out, start, mask, floor)
+        if reached != np.uint64(0):
             count = _store_sums(
-                a, factor, b, out, first, start, found, positions, kept, count
+                a, factor, b, out, first, start, reached, positions, kept, count
             )
-    rest = head + whole * WORD
+    rest = head + words * WORD
     if count + np.uint64(out.size - rest) > np.uint64(positions.size):
         return count, rest
-    return _add_each(
+    return _add_one_by_one(
         a,
         factor,
         b,
@@ -159,30 +160,30 @@ def _add_and_compact(a, factor, b, out, bits, mask, floor, first, positions, kep
 
 
 @inner
-def _add_each(  # type: ignore[no-untyped-def]
+def _add_one_by_one(  # type: ignore[no-untyped-def]
     a, factor, b, out, bits, start, end, mask, floor, first, positions, kept, count
 ):
     """Add one by one, and append the sums at or above `floor`; return the new count."""
-    for place in range(start, end):
-        out[place] = factor * a[place] + b[place]
-        if bits.dtype.type(bits[place] & mask) >= floor:
-            positions[count], kept[count] = first + place, out[place]
+    for position in range(start, end):
+        out[position] = factor * a[position] + b[position]
+        if bits.dtype.type(bits[position] & mask) >= floor:
+            positions[count], kept[count] = first + position, out[position]
             count += np.uint64(1)
     return count
 
 
 @inner
-def _store_sums(a, factor, b, out, first, start, found, positions, kept, count):  # type: ignore[no-untyped-def]
-    """Append the sums at the bits set in `found`, counted from `start`; return the new count.
+def _store_sums(a, factor, b, out, first, start, reached, positions, kept, count):  # type: ignore[no-untyped-def]
+    """Append the sums at the bits set in `reached`, counted from `start`; return the new count.
 
     If both values are NaN, the result depends on the processor, so the sum is read from
     `out`.
     """
-    while found != np.uint64(0):
-        place = np.uint64(start) + lowest(found)
-        total = factor * a[place] + b[place]
-        positions[count] = np.uint64(first) + place
-        kept[count] = total if total == total else out[place]
+    while reached != np.uint64(0):
+        position = np.uint64(start) + lowest(reached)
+        total = factor * a[position] + b[position]
+        positions[count] = np.uint64(first) + position
+        kept[count] = total if total == total else out[position]
         count += np.uint64(1)
-        found &= found - np.uint64(1)
+        reached &= reached - np.uint64(1)
     return count

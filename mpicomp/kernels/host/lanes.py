@@ -39,7 +39,7 @@ class Lanes:
 
     def new(self, name: str, *operands: Any) -> "Lanes":
         """Return the result of an instruction on this vector and others."""
-        values = [self.value, *(self.like(each) for each in operands)]
+        values = [self.value, *(self.like(operand) for operand in operands)]
         return Lanes(self.builder, getattr(self.builder, name)(*values))
 
     def like(self, other: Any) -> Any:
@@ -132,13 +132,13 @@ def lanewise(reads: int, writes: int, *, reduce: bool = False) -> Callable[[Any]
     arrays = reads + writes
 
     def declare(formula: Any) -> Any:
-        def run(size, *given):  # type: ignore[no-untyped-def]
-            places = [
+        def run(size, *arguments):  # type: ignore[no-untyped-def]
+            spans = [
                 slice(int(first), int(first + size))
-                for first in given[1 : 2 * arrays : 2]
+                for first in arguments[1 : 2 * arrays : 2]
             ]
-            views = [given[2 * i][places[i]] for i in range(arrays)]
-            results = formula(*views[:reads], *given[2 * arrays :])
+            views = [arguments[2 * i][spans[i]] for i in range(arrays)]
+            results = formula(*views[:reads], *arguments[2 * arrays :])
             for view, result in zip(views[reads:], results, strict=False):
                 view[...] = result
             return results[-1].max(initial=0) if reduce else None
@@ -146,12 +146,12 @@ def lanewise(reads: int, writes: int, *, reduce: bool = False) -> Callable[[Any]
         run.__name__ = formula.__name__
         run.__doc__ = formula.__doc__
 
-        def definition(typing: Any, *given: Any) -> Any:
-            key = types.Integer.from_bitwidth(given[1].dtype.bitwidth)
+        def definition(typing: Any, *arguments: Any) -> Any:
+            key = types.Integer.from_bitwidth(arguments[1].dtype.bitwidth)
             taken = [types.intp]
-            for array in given[1 : 2 * arrays : 2]:
+            for array in arguments[1 : 2 * arrays : 2]:
                 taken += [array, types.intp]
-            taken += given[2 * arrays + 1 :]
+            taken += arguments[2 * arrays + 1 :]
             result = key if reduce else types.void
             return result(*taken), _code_of(formula, reads, arrays, reduce)
 
@@ -164,65 +164,68 @@ def lanewise(reads: int, writes: int, *, reduce: bool = False) -> Callable[[Any]
 def _code_of(formula: Any, reads: int, arrays: int, reduce: bool) -> Any:
     """Return the generator of the code of a pass: a loop over 32 lanes, and one over single values."""
 
-    def code(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        size = given[0]
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        size = arguments[0]
         zero = ir.Constant(size.type, 0)
-        whole = builder.and_(size, ir.Constant(size.type, -LANES))
-        found = []
-        for lanes, start, end in ((LANES, zero, whole), (1, whole, size)):
+        vectorised = builder.and_(size, ir.Constant(size.type, -LANES))
+        maxima = []
+        for lanes, start, end in ((LANES, zero, vectorised), (1, vectorised, size)):
             if reduce:
                 key = context.get_value_type(signature.return_type)
                 none = ir.Constant(ir.VectorType(key, lanes), None)
-                found.append(cgutils.alloca_once_value(builder, none))
+                maxima.append(cgutils.alloca_once_value(builder, none))
             step = ir.Constant(size.type, lanes)
             with cgutils.for_range_slice(builder, start, end, step) as (index, _):
-                places = [
-                    _place(context, builder, signature, given, at, index, lanes)
+                addresses = [
+                    _address_of(
+                        context, builder, signature, arguments, at, index, lanes
+                    )
                     for at in range(1, 2 * arrays, 2)
                 ]
                 vectors = [
-                    Lanes(builder, builder.load(*place)) for place in places[:reads]
+                    Lanes(builder, builder.load(*address))
+                    for address in addresses[:reads]
                 ]
                 vectors += [
                     Lanes(builder, _repeated(builder, number, lanes))
-                    for number in given[2 * arrays + 1 :]
+                    for number in arguments[2 * arrays + 1 :]
                 ]
                 results = formula(*vectors)
-                for result, place in zip(results, places[reads:], strict=False):
-                    _store(builder, result, *place)
+                for result, address in zip(results, addresses[reads:], strict=False):
+                    _store(builder, result, *address)
                 if reduce:
-                    before = Lanes(builder, builder.load(found[-1]))
+                    before = Lanes(builder, builder.load(maxima[-1]))
                     largest = where(results[-1] > before, results[-1], before)
-                    builder.store(largest.value, found[-1])
+                    builder.store(largest.value, maxima[-1])
         if not reduce:
             return context.get_dummy_value()
-        return _maximum(builder, *(builder.load(each) for each in found))
+        return _maximum(builder, *(builder.load(maximum) for maximum in maxima))
 
     return code
 
 
-def _place(
+def _address_of(
     context: Any,
     builder: Any,
     signature: Any,
-    given: Any,
+    arguments: Any,
     at: int,
     index: Any,
     lanes: int,
 ) -> tuple[Any, str, int]:
     """Return the address, a name and the alignment of the lanes of an array that is argument `at`."""
     array = signature.args[at]
-    first = builder.add(given[at + 1], index)
-    place = vector_at(context, builder, array, given[at], first, lanes)
-    return place, "", array.dtype.bitwidth // 8
+    first = builder.add(arguments[at + 1], index)
+    address = vector_at(context, builder, array, arguments[at], first, lanes)
+    return address, "", array.dtype.bitwidth // 8
 
 
 def _repeated(builder: Any, number: Any, lanes: int) -> Any:
     return in_all_places(builder, number, ir.VectorType(number.type, lanes))
 
 
-def _store(builder: Any, result: Lanes, place: Any, _: str, align: int) -> None:
-    builder.store(result.value, place, align=align)
+def _store(builder: Any, result: Lanes, address: Any, _: str, align: int) -> None:
+    builder.store(result.value, address, align=align)
 
 
 def _maximum(builder: Any, many: Any, one: Any) -> Any:
