@@ -64,29 +64,17 @@ def count() -> int:
 
 @cache
 def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
-    """Return the number of cores whose time the cgroups of this process may use, versions 2 and 1; infinity for all."""
+    """Return the number of cores whose time the cgroups (version 2) of this process may use; infinity for all."""
     most = math.inf
     named = system / "proc/self/cgroup"
+    top = system / "sys/fs/cgroup"
     for line in named.read_text().splitlines() if named.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = system / "sys/fs/cgroup" / ("cpu" if controllers else "")
         # in a container it may be the name outside: then only the top exists
-        inner = top / path.lstrip("/")
-        for folder in (
-            folder for folder in (inner, *inner.parents) if folder.is_relative_to(top)
-        ):
+        inner = top / line.rpartition(":")[2].lstrip("/")
+        for folder in (inner, *inner.parents):
             with contextlib.suppress(OSError, ValueError):  # "max" is no limit
                 time, period = (folder / "cpu.max").read_text().split()
                 most = min(most, int(time) / int(period))
-            with contextlib.suppress(OSError, ValueError):
-                time, period = (
-                    (folder / f"cpu.cfs_{name}_us").read_text()
-                    for name in ("quota", "period")
-                )
-                # -1 is no limit
-                most = min(most, int(time) / int(period) if int(time) > 0 else most)
     return most
 
 

@@ -273,16 +273,6 @@ def test_a_forked_process_starts_threads_of_its_own():
         ),
         # the name outside of the container
         ("0::/docker/7f3a\n", {"cpu.max": "50000 100000\n"}, 0.5),
-        (
-            "4:cpu,cpuacct:/a\n0::/\n",
-            {"cpu/a/cpu.cfs_quota_us": "3000\n", "cpu/a/cpu.cfs_period_us": "1000\n"},
-            3.0,
-        ),
-        (
-            "4:cpuset:/\n3:cpu:/\n",
-            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "1000\n"},
-            math.inf,
-        ),
         (None, {}, math.inf),  # no Linux
     ],
 )

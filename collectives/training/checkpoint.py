@@ -60,37 +60,31 @@ def load_whole_state(
     """
     saved = _saved_names(buckets)
     names = {*saved.values()}
-    segments = dict.fromkeys(key.rpartition("/")[0] for key in state)
-    own_name = {
-        segment: segment if segment in names else canonical(segment)
-        for segment in segments
-    }
-    if sorted(own_name.values()) != sorted(names):
-        unknown = [segment for segment, name in own_name.items() if name not in names]
-        raise ValueError(
-            f"the state is of {len(segments)} tensors, with {unknown[:5]} and without "
-            f"{sorted(names - {*own_name.values()})[:5]}: expected the {len(names)} of the exchange; register named "
-            "tensors first"
-        )
-    by_segment: dict[str, dict[str, Any]] = {name: {} for name in names}
+    segments = {key.rpartition("/")[0] for key in state}
+    by_segment: dict[str, dict[str, Any]] = {}
     for key, array in state.items():
         segment, _, part = key.rpartition("/")
-        by_segment[own_name[segment]][part] = array
-    tables = {name: _table_of(name, own, settings) for name, own in by_segment.items()}
-    steps = {table["steps"] for table in tables.values()}
-    if len(steps) > 1:
-        names_of_steps = {
-            step: next(name for name, table in tables.items() if table["steps"] == step)
-            for step in steps
-        }
+        name = segment if segment in names else canonical(segment)
+        by_segment.setdefault(name, {})[part] = array
+    if by_segment.keys() != names or len(segments) != len(names):
         raise ValueError(
-            f"the state is of different steps, {names_of_steps}: expected what one state_dict() returned"
+            f"the state is of {len(segments)} tensors, with {sorted(by_segment.keys() - names)[:5]} and without "
+            f"{sorted(names - by_segment.keys())[:5]}: expected the {len(names)} of the exchange; register named "
+            "tensors first"
+        )
+    steps = {
+        name: _table_of(name, own, settings)["steps"]
+        for name, own in by_segment.items()
+    }
+    if len({*steps.values()}) > 1:
+        raise ValueError(
+            f"the state is of different steps, {steps}: expected what one state_dict() returned"
         )
     with restored_on_error(buckets):
         for bucket in buckets:
             own = {name: by_segment[saved[name]] for name in bucket.names}
             _load(bucket, own, settings if same_settings else None)
-    return int(*steps)
+    return int(*{*steps.values()})
 
 
 def _saved_names(buckets: Sequence[Bucket]) -> dict[str, str]:

@@ -98,36 +98,28 @@ class Layout:
         settings = {"gradients": form} | {
             name: repr(vars(self)[name]) for name in compared
         }
-        failed = isinstance(described, Exception)
-        mine: Any = (
-            described
-            if failed
-            else {"tensors": signatures(described[0], form), "settings": settings}
-        )
+        mine: Any = described
+        if not isinstance(described, Exception):
+            tensors = signatures(described[0], form)
+            # of a tensor that is sent whole no votes are counted
+            if self.average == CONTRIBUTORS:
+                for name, compressor in zip(tensors, described[1], strict=True):
+                    is_whole = isinstance(compressor.chain()[-1], Dense)
+                    tensors[name] += ", sent whole" if is_whole else ", in part"
+            mine = {"tensors": tensors, "settings": settings}
         everyone = gather_objects(mine, comm, OPERATION)
         for what in "settings", "tensors":
             check_same(what, [answer[what] for answer in everyone])
         with all_or_none(comm, OPERATION):  # copies of the parts may fail
-            here = {pair[0].name: pair for pair in zip(*described, strict=form == DICT)}
-            ordered = [here[name] for name in everyone[0]["tensors"]] if here else []
-            buckets = self.named(ordered) or [self.alone(described[0])]
-        # of a tensor that is sent whole no votes are counted
-        if self.average == CONTRIBUTORS:
-            sent_whole = {
-                str(name): str(isinstance(compressor.chain()[-1], Dense))
-                for bucket in buckets
-                for name, compressor in bucket.selection.compressors.items()
-            }
-            check_same(
-                "tensors that are sent whole",
-                gather_objects(sent_whole, comm, OPERATION),
-            )
-        return buckets
+            if form != DICT:
+                return [self.alone(described[0])]
+            here = {pair[0].name: pair for pair in zip(*described, strict=True)}
+            return self.named([here[name] for name in everyone[0]["tensors"]])
 
     def _described(
         self, form: str, arrays: Mapping[str, Any]
     ) -> tuple[list[Tensor], list[Compressor]]:
-        """Return the tensors, and a compressor for each named one."""
+        """Return the tensors, and a compressor for each named one, or for all of them together."""
         tensors = describe(arrays, form)
         if form == DICT:
             return tensors, [self._compressor(tensor) for tensor in tensors]
@@ -135,7 +127,7 @@ class Layout:
             raise TypeError(
                 f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
             )
-        return tensors, []
+        return tensors, [self.compressor]  # type: ignore[list-item]
 
     def alone(self, tensors: Sequence[Tensor]) -> Bucket:
         """Return the bucket of tensors that form one segment, with the caller's own parts."""
@@ -161,18 +153,16 @@ class Layout:
         """Return the buckets of named tensors, given with their compressors."""
         groups: list[list[tuple[Tensor, Compressor]]] = []
         small: dict[Any, list[tuple[Tensor, Compressor]]] = {}
-        nbytes = 0  # of the last group
+        memory = None  # of the last group, and its bytes
+        nbytes = 0
         for tensor, compressor in members:
             if tensor.size < self.small:
                 small.setdefault(tensor.memory, []).append((tensor, compressor))
                 continue
             size = tensor.size * tensor.dtype.itemsize
-            if (
-                not groups
-                or groups[-1][0][0].memory != tensor.memory
-                or nbytes + size > self.bucket_nbytes
-            ):
+            if tensor.memory != memory or nbytes + size > self.bucket_nbytes:
                 groups.append([])
+                memory = tensor.memory
                 nbytes = 0
             groups[-1].append((tensor, compressor))
             nbytes += size
