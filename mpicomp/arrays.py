@@ -222,11 +222,7 @@ def writable_vector(out: Any) -> Array:
             f"got the number {out!r}, which cannot be written to: expected an array, such as np.array({out})"
         )
     values = to_values(out)
-    if not (on_device(values) or values.flags.writeable):
-        raise ValueError(
-            f"{_type_name(out)} is read-only for NumPy: expected a writable array (JAX's never are; NumPy before 2.2 "
-            "gets read-only views through DLPack)"
-        )
+    _check_writable(values, out)
     if not values.flags.c_contiguous:
         raise ValueError("the array is not C-contiguous: expected a contiguous array")
     return values.reshape(-1)
@@ -264,11 +260,16 @@ def writable_memory(array: Any) -> Array:
         raise ValueError(
             "the array is not contiguous in any order of its axes: expected one without gaps in memory"
         )
+    _check_writable(values, array)
+    return values
+
+
+def _check_writable(values: Array, array: Any) -> None:
     if not (on_device(values) or values.flags.writeable):
         raise ValueError(
-            f"{_type_name(array)} is read-only for NumPy: expected a writable array (JAX's never are)"
+            f"{_type_name(array)} is read-only for NumPy: expected a writable array (JAX's never are; NumPy before 2.2 "
+            "gets read-only views through DLPack)"
         )
-    return values
 
 
 def address(array: Any) -> int:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from mpicomp.arrays import (
-    VALUE_DTYPES,
     Array,
     contiguous,
     converted,
@@ -70,16 +69,13 @@ class SparseVector:
     length: int
 
     def __init__(self, indices: ArrayLike, values: ArrayLike, length: int) -> None:
-        places: Any = indices
-        numbers: Any = values
-        if not _is_canonical(places, numbers, length):
-            length = to_integer("length", length, 0)
-            numbers = _checked_values(numbers)
-            places = _checked_indices(places, length)
-            if on_device(places) != on_device(numbers):
-                raise TypeError(
-                    "indices and values are on different devices; move both to the host or both to the GPU"
-                )
+        length = to_integer("length", length, 0)
+        numbers = _checked_values(values)
+        places = _checked_indices(indices, length)
+        if on_device(places) != on_device(numbers):
+            raise TypeError(
+                "indices and values are on different devices; move both to the host or both to the GPU"
+            )
         if places.size != len(numbers):
             raise ValueError(
                 f"got {places.size} indices and {len(numbers)} values: expected as many of each"
@@ -580,20 +576,6 @@ def _new_empty(
 
 # in host memory; typed: True is no length, and 1 is
 _empty_on_host = lru_cache(maxsize=256, typed=True)(_new_empty)
-
-
-def _is_canonical(indices: Any, values: Any, length: Any) -> bool:
-    """Return whether a vector of numbers in host memory stores these as they are: the constructor's fast path."""
-    return (
-        type(indices) is type(values) is np.ndarray
-        and type(length) is int
-        and 0 <= length <= MAX_LENGTH
-        and indices.dtype is index_dtype(length)
-        and values.dtype in VALUE_DTYPES
-        and indices.ndim == values.ndim == 1
-        and indices.flags.c_contiguous
-        and values.flags.c_contiguous
-    )
 
 
 def _array(array_like: Any) -> Array:

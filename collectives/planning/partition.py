@@ -32,7 +32,9 @@ def cut(vector: SparseVector, bounds: Bounds) -> list[SparseVector]:
     edges = to_device_of(np.array(bounds, vector.indices.dtype), vector.indices)
     places = np.searchsorted(vector.indices, edges).tolist()
     return [
-        SparseVector(vector.indices[start:end], vector.values[start:end], vector.length)
+        SparseVector.trusted(
+            vector.indices[start:end], vector.values[start:end], vector.length
+        )
         for start, end in pairwise(places)
     ]
 

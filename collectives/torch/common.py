@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
-from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -36,10 +35,7 @@ class ModelParameters:
         self._remedy = remedy
         self._dtypes = [parameter.dtype for parameter in registered.values()]
         self._ignored = trainable(model).keys() - registered.keys()
-        # views of what each module holds by name
-        self._entries: list[Collection[Any]] = []
-        self._seen: list[Any] = []  # all of it, in order
-        self._empty: list[Any] = []  # what holds nothing
+        self._seen: list[Any] = []  # all parameters, in order
         self._frozen: list[Any] = []  # parameters that the exchange does not have
         self._look()
 
@@ -47,17 +43,13 @@ class ModelParameters:
         """Return the names of the registered parameters that require no gradient now.
 
         Raises ValueError if a parameter was replaced or has another dtype, or one that is
-        not registered requires a gradient. For 1,000 parameters it takes 0.2 ms.
+        not registered requires a gradient.
         """
-        now = [*chain.from_iterable(self._entries)]
+        now = [*self._model.parameters()]
+        dtypes = [parameter.dtype for parameter in self.registered.values()]
         same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
-        if (
-            not same
-            or [parameter.dtype for parameter in self.registered.values()]
-            != self._dtypes
-            or any(self._empty)
-            or any([parameter.requires_grad for parameter in self._frozen])
-        ):
+        thawed = any([parameter.requires_grad for parameter in self._frozen])
+        if not same or dtypes != self._dtypes or thawed:
             self._look()
         return {
             name
@@ -95,14 +87,7 @@ class ModelParameters:
                 f"the model has other parameters than at {self._entry}: replaced are {new}; unfrozen or added are "
                 f"{some(added)}: {self._remedy}"
             )
-        parts = [
-            held
-            for module in self._model.modules()
-            for held in (module._parameters, module._modules)
-        ]
-        self._entries = [held.values() for held in parts if held]
-        self._empty = [held for held in parts if not held]
-        self._seen = [*chain.from_iterable(self._entries)]
+        self._seen = [*self._model.parameters()]
         self._frozen = [
             parameter for name, parameter in others.items() if name not in self._ignored
         ]

@@ -62,24 +62,23 @@ def redistribute_state(
     _check_between_rounds(state)
     dtypes = {key: array.dtype for key, array in state.items() if _differs(key, array)}
     start = np.array if source == rank else np.zeros_like
-    state |= {
-        key: start(state[key], accumulation_dtype(dtype))
-        for key, dtype in dtypes.items()
-    }
+    for key, dtype in dtypes.items():
+        state[key] = start(state[key], accumulation_dtype(dtype))
     for source in range(rank + ranks, saved, ranks):
         other = _loaded(load, source, saved)
         if other is not None:
             _check_same_step(state, other, rank, source, differing=dtypes.keys())
-            state |= {key: state[key] + other[key] for key in dtypes}
-    if conserve == "mean" and ranks != saved:
-        state |= {key: state[key] * ranks / saved for key in dtypes}
-    state |= {
-        key: _narrowed(key, state[key], dtype, rank) for key, dtype in dtypes.items()
-    }
-    own = {"rank": rank, "ranks": ranks}
-    return state | {
-        key: to_table(from_table(state[key]) | own) for key in _tables(state)
-    }
+            for key in dtypes:
+                state[key] = state[key] + other[key]
+    for key, dtype in dtypes.items():
+        total = state[key]
+        if conserve == "mean" and ranks != saved:
+            total = total * ranks / saved
+        state[key] = _narrowed(key, total, dtype, rank)
+    for key in _tables(state):
+        table = from_table(state[key])
+        state[key] = to_table({**table, "rank": rank, "ranks": ranks})
+    return state
 
 
 def _tables(state: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from mpicomp.compressors.base import Summands, write_sum
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.settings import to_bool, to_number
 from mpicomp.tensors import Tensor
-from mpicomp.vector import SparseVector, check_range, split
+from mpicomp.vector import SparseVector, check_range, merge, split
 
 
 class ErrorFeedback(Feedback):
@@ -185,18 +185,11 @@ class InPlaceErrorFeedback(ErrorFeedback):
             else rejected
         )
         if not (_is_small(sent.values) and _is_small(back.values)):
-            gather = kernels_for(gradient).gather
-            left = gather(gradient, sent.indices) - sent.values
-            base = gather(gradient, back.indices)
-            if sent.nnz and back.nnz:
-                places = np.minimum(
-                    np.searchsorted(sent.indices, back.indices), sent.nnz - 1
-                )
-                base = np.where(
-                    sent.indices[places] == back.indices, left[places], base
-                )
-            check_range(left, "residual")
-            check_range(base + back.values, "residual")
+            indices = merge(sent, back).indices
+            after = kernels_for(gradient).gather(gradient, indices)
+            after[np.searchsorted(indices, sent.indices)] -= sent.values
+            after[np.searchsorted(indices, back.indices)] += back.values
+            check_range(after, "residual")
         removed = sent.with_values(negated(sent.values))
         return [removed, back] if back.nnz else [removed]
 
