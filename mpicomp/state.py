@@ -115,6 +115,22 @@ class Configured:
         load(self, {"the state": state}, ONE)
 
 
+def check_object(value: Any, kind: type[Configured], name: str, example: str) -> None:
+    """Raise TypeError unless this is an object of a class, whose settings can be compared.
+
+    name: of the argument, and example: of an object, in the error.
+    """
+    if isinstance(value, kind):
+        for part in value.parts().values():
+            part.check_settings()
+        return
+    got = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+    raise TypeError(
+        f"{name} is {got}: expected an object such as {example}, or of a class of your own that derives from "
+        f"mpicomp.{kind.__name__}"
+    )
+
+
 def save(owner: Configured, spans: Sequence[slice]) -> list[dict[str, Array]]:
     """Return copies of the state of each segment. spans: the positions of the segments."""
     states: list[dict[str, Array]] = [{} for _ in spans]

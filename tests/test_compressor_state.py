@@ -363,17 +363,17 @@ def test_a_compressor_of_ones_own():
     [
         (
             TopK,
-            r"compressor is the class TopK: expected an object of it, such as TopK\(...\)",
+            r"compressor is the class TopK: expected an object such as TopK\(",
         ),
         (
             lambda dense: dense,
-            "compressor is the function .*: expected .* a class that derives from mpicomp",
+            "compressor is <function .*: expected .* a class of your own that derives from mpicomp",
         ),
         (
             None,
-            r"compressor is None: expected a compressor such as TopK\(density=0.01\)",
+            r"compressor is None: expected an object such as TopK\(density=0.01\)",
         ),
-        (0.1, "compressor is 0.1: expected a compressor such as"),
+        (0.1, "compressor is 0.1: expected an object such as"),
     ],
 )
 def test_what_is_no_compressor_is_refused_with_the_remedy(bad, message):

@@ -156,7 +156,7 @@ class Alike:
         (
             "compressor",
             TopK,
-            r"compressor is the class TopK: expected an object of it, such as TopK\(\.\.\.\)",
+            r"compressor is the class TopK: expected an object such as TopK\(",
         ),
         ("compressor", 0.01, "compressor is 0.01: expected a compressor such as TopK"),
         ("compressor", ErrorFeedback(), "expected a compressor such as TopK"),

@@ -32,7 +32,7 @@ from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback
-from mpicomp.feedback.base import check_feedback
+from mpicomp.state import check_object
 from mpicomp.tensors import ALONE, DICT, Tensor, describe, signatures
 
 # of the name and the shape of a tensor
@@ -56,16 +56,14 @@ class Layout:
         # what it chooses is checked then
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor
         check_compressor(compressor)
-        check_feedback(self.feedback)
-        if not isinstance(self.basis, Basis | None):
-            raise TypeError(
-                f"basis is {self.basis!r}: expected an object such as Hadamard(chunk=256), or None"
-            )
-        if self.basis is not None and not self.feedback.has_gradient_units:
-            raise ValueError(
-                f"got basis={self.basis!r} and {self.feedback!r}, whose residual is in the units of values: expected a "
-                "feedback such as ErrorFeedback()"
-            )
+        check_object(self.feedback, Feedback, "feedback", "ErrorFeedback()")
+        if self.basis is not None:
+            check_object(self.basis, Basis, "basis", "Hadamard(chunk=256)")
+            if not self.feedback.has_gradient_units:
+                raise ValueError(
+                    f"got basis={self.basis!r} and {self.feedback!r}, whose residual is in the units of values: "
+                    "expected a feedback such as ErrorFeedback()"
+                )
         self._check_sum(compressor, "compressor")
 
     def _check_sum(self, compressor: Compressor, name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, read_only, to_vector
-from mpicomp.state import ROWS, SHARED, Configured
+from mpicomp.state import ROWS, SHARED, Configured, check_object
 from mpicomp.vector import SparseVector, concatenate
 
 Snapshot = tuple[Configured, dict[str, Any]]
@@ -233,20 +233,7 @@ def write_sum(summands: Summands | None, out: Array) -> None:
 
 def check_compressor(compressor: Any, name: str = "compressor") -> None:
     """Raise TypeError unless this is a compressor whose settings can be compared; for a class or a function too."""
-    if isinstance(compressor, Compressor):
-        for part in compressor.chain():
-            part.check_settings()
-        return
-    if isinstance(compressor, type) and issubclass(compressor, Compressor):
-        got = f"the class {compressor.__name__}"
-        remedy = f"an object of it, such as {compressor.__name__}(...)"
-    elif callable(compressor):
-        got = f"the function {compressor!r}"
-        remedy = "an object of a class that derives from mpicomp.Compressor and has the function as its method compress"
-    else:
-        got = repr(compressor)
-        remedy = "a compressor such as TopK(density=0.01)"
-    raise TypeError(f"{name} is {got}: expected {remedy}")
+    check_object(compressor, Compressor, name, "TopK(density=0.01)")
 
 
 def check_selected(vector: Any, dense: Array, compressor: Compressor) -> None:

@@ -378,21 +378,5 @@ class Feedback(Configured):
             check_range(kernels.gather(corrected, rejected.indices), "residual")
 
 
-def check_feedback(feedback: Any) -> None:
-    """Raise TypeError unless this is a feedback whose settings can be compared."""
-    if isinstance(feedback, Feedback):
-        feedback.check_settings()
-    else:
-        got = (
-            f"the class {feedback.__name__}"
-            if isinstance(feedback, type)
-            else repr(feedback)
-        )
-        raise TypeError(
-            f"feedback is {got}: expected an object such as ErrorFeedback() or NoFeedback(), or of a class of your own "
-            "that derives from mpicomp.Feedback"
-        )
-
-
 def _kinds(arrays: Mapping[str, Array]) -> str:
     return ", ".join(f"{name} {kind_of_array(arrays[name])}" for name in sorted(arrays))
