@@ -166,11 +166,8 @@ class Bucket:
         is_by_tensor = len(self.edges) == len(self.bounds)
         if isinstance(mean, SparseVector) and is_by_tensor and mean.dtype == dtype:
             return Coefficients(mean, self.basis, self.edges)
-        if isinstance(mean, CodedSum):
-            values = mean.to_array()
-        elif isinstance(mean, SparseVector):
-            values = mean.to_dense()
-        else:
+        values = dense(mean)
+        if values is mean:
             values = mean.copy()
         for run in runs(self.edges, self.basis.chunk):
             self.basis.inverse(values[run], values[run])
@@ -195,6 +192,10 @@ class Bucket:
         """Return new arrays by tensor name, and functions that write to them and to the buffers that are given."""
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
+        missing = [tensor for tensor in self.tensors if tensor.name not in outs]
+        # what is rounded is copied, and has to have its values now
+        if any([tensor.is_rounded for tensor in missing]):
+            mean = dense(mean)
         if isinstance(mean, CodedSum | Coefficients | SparseVector):
             return self._to_write(mean, outs)
         copy = partial(np.copyto, casting="same_kind")
@@ -275,6 +276,13 @@ class Bucket:
         """Clear the residuals, and the compressors' information about positions."""
         self.selection.reset()
         self.feedback.reset()
+
+
+def dense(mean: Mean | Coefficients) -> Array:
+    """Return all values of a mean, as an array."""
+    if isinstance(mean, CodedSum | Coefficients):
+        return mean.to_array()
+    return mean.to_dense() if isinstance(mean, SparseVector) else mean
 
 
 def writer_of(

@@ -54,6 +54,11 @@ class Tensor:
         """Number of values."""
         return math.prod(self.shape)
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the caller's arrays are bfloat16: `wrapped` then returns a copy."""
+        return self.kind.startswith("bfloat16")
+
     def new(self) -> Array:
         """Return a vector of zeros of its size and dtype, on its device."""
         return self.xp.zeros(self.size, self.dtype)  # type: ignore[no-any-return]

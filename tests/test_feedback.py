@@ -11,6 +11,7 @@ from mpicomp import (
     Dense,
     ErrorFeedback,
     Feedback,
+    Hadamard,
     NoFeedback,
     SparseVector,
     TopK,
@@ -158,12 +159,12 @@ class Alike:
             TopK,
             r"compressor is the class TopK: expected an object such as TopK\(",
         ),
-        ("compressor", 0.01, "compressor is 0.01: expected a compressor such as TopK"),
-        ("compressor", ErrorFeedback(), "expected a compressor such as TopK"),
+        ("compressor", 0.01, "compressor is 0.01: expected an object such as TopK"),
+        ("compressor", ErrorFeedback(), "expected an object such as TopK"),
         (
             "compressor",
             Alike(),
-            "Alike object at .*: expected a compressor such as TopK",
+            "Alike object at .*: expected an object such as TopK",
         ),
         (
             "feedback",
@@ -303,3 +304,42 @@ def test_values_out_of_range_name_a_wider_dtype(dtype, remedy):
         match=f"the sum leaves the range of float.*: scale the gradients {remedy}$",
     ):
         check_range(np.array([1, np.inf], dtype), "sum")
+
+
+class Rounded:
+    """An array of bfloat16, as a framework has it: `from_dlpack` and `astype` make one of a result, which is a copy."""
+
+    dtype = "bfloat16"
+
+    def __init__(self, array):
+        self.array = array
+
+    def float(self):
+        return self.array
+
+    def astype(self, dtype):
+        return Rounded(self.array.copy())
+
+
+from_dlpack = Rounded
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compressor": TopK(0.1)},
+        {"compressor": TopK(0.1), "basis": Hadamard(256)},
+        {"compressor": TopK(0.1), "average": "sign"},
+        {"bits": 4},
+    ],
+)
+def test_results_in_bfloat16_are_rounded_once_they_have_their_values(settings):
+    exchange = GradientExchange(MPI.COMM_SELF, small=0, **settings)
+    plain = GradientExchange(MPI.COMM_SELF, small=0, **settings)
+    for step in range(3):
+        given = {"w": np.arange(3000.0, dtype=np.float32) % (7 + step)}
+        given["b"] = np.zeros(2000, np.float32)
+        expected = plain(given)
+        means = exchange({name: Rounded(array) for name, array in given.items()})
+        for name, mean in means.items():
+            np.testing.assert_array_equal(mean.array, expected[name])

@@ -478,7 +478,7 @@ class Odd(Compressor):
         (lambda: TopK, "compressor for '.*' is the class TopK: expected an object"),
         (
             lambda: (TopK(k=1), None),
-            r"compressor for '.*' is \(TopK.*: expected a compressor such as TopK",
+            r"compressor for '.*' is \(TopK.*: expected an object such as TopK",
         ),
         (
             lambda: Odd(None),
