@@ -155,15 +155,15 @@ def code_of(*folders):
 # Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
 # use the slack of 3 %, a feature may not.
 BUDGET = {
-    "tokens": 92950,
+    "tokens": 92210,
     "density": 8.0,
     "wide assignments": 1,
-    "tool tokens": 21110,
+    "tool tokens": 21202,
     "classes": 103,
     "functions": 1526,
     "private nouns": 40,
     "closure modules": 21,
-    "closure tokens": 27550,
+    "closure tokens": 26980,
 }
 SLACK = 1.03
 
