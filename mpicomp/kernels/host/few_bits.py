@@ -44,7 +44,6 @@ from mpicomp.kernels.host.instructions import (
     array_at,
     bits_of,
     number_of,
-    prefetch,
     sum_up_to,
 )
 from mpicomp.kernels.host.lanes import (
@@ -421,7 +420,8 @@ def _quantise(  # type: ignore[no-untyped-def]
 def _load(own, at, part, begin, size, block, work):  # type: ignore[no-untyped-def]
     """Write values to the buffer, padded with zeros, and the largest magnitude of each block."""
     (a, step, decay, scale), room, largest = own, work[0], work[4]
-    for start in range(0, size, block):
+    for i in range((size + block - 1) // block):
+        start = i * block
         some = min(block, size - start)
         key = _add_scaled(
             some,
@@ -434,7 +434,7 @@ def _load(own, at, part, begin, size, block, work):  # type: ignore[no-untyped-d
             decay,
             scale,
         )
-        largest[start // block] = number_of(key, room)
+        largest[i] = number_of(key, room)
         for j in range(start + some, start + block):
             room[j] = 0
 
@@ -443,8 +443,8 @@ def _load(own, at, part, begin, size, block, work):  # type: ignore[no-untyped-d
 def _add_terms(terms, number, size, codes, scales, work, sizes, rounds):  # type: ignore[no-untyped-def]
     """Add the terms' blocks from `number` on to the buffer."""
     room, largest, block = work[0], work[4], sizes[1]
-    for start in range(0, size, block):
-        i, key = start // block, np.int64(0)
+    for i in range((size + block - 1) // block):
+        start, key = i * block, np.int64(0)
         place = room, start, min(block, size - start)
         for term in range(len(terms)):
             some = array_at(codes, terms[term, 0], codes.size)
@@ -501,10 +501,8 @@ def _to_codes(  # type: ignore[no-untyped-def]
     room, errors, _, fields, _, low, high, _ = work
     real = room.dtype.type
     a, step, decay, scale = own
-    for start in range(0, size, block):
-        prefetch(part, begin + size + start, block)
-        prefetch(a, (at + size + start) * step, block * step)
-        i = start // block
+    for i in range((size + block - 1) // block):
+        start = i * block
         is_finite = low[i] < np.inf
         if rounds is None:
             is_normal = real(0) < low[i] < np.inf

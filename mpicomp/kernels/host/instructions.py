@@ -56,10 +56,6 @@ def store_line(values, place, out, first):  # type: ignore[no-untyped-def]
     out[first : first + count] = values[place : place + count]
 
 
-def prefetch(values, first, size):  # type: ignore[no-untyped-def]
-    """Begin to read the cache lines of values of a contiguous array, some of which may be beyond its end."""
-
-
 def store_sum_reaching(a, factor, b, out, first, mask, floor):  # type: ignore[no-untyped-def]
     """Write 64 values of ``factor * a + b`` as `store_sum` does, and return which are at least `floor` under `mask`.
 
@@ -257,28 +253,6 @@ def _store_line(typing: Any, values: Any, place: Any, out: Any, first: Any) -> A
 
     given = values, types.intp, out, types.intp
     return (types.void(*given), code) if values.is_contig and out.is_contig else None
-
-
-@in_kernels(prefetch)
-def _prefetch(typing: Any, values: Any, first: Any, size: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        begin = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        # to be read, into all caches, of data
-        how = [ir.Constant(word, number) for number in (0, 3, 1)]
-        array, start, size = arguments
-        zero, step = (
-            ir.Constant(size.type, number)
-            for number in (0, LINE * 8 // values.dtype.bitwidth)
-        )
-        with cgutils.for_range_slice(builder, zero, size, step) as (index, _):
-            first = builder.add(start, index)
-            place = vector_at(context, builder, values, array, first, 1)
-            builder.call(begin, [builder.bitcast(place, byte), *how])
-        return context.get_dummy_value()
-
-    return types.void(values, types.intp, types.intp), code
 
 
 @in_kernels(store_sum_reaching)
