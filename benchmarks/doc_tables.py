@@ -519,6 +519,7 @@ TABLES = {
         "gpu-costs": gpu_costs,
         "gpu-instructions": gpu_instructions,
     },
+    "docs/slow_links.md": {"map": partial(local_steps, "behind")},
     "docs/performance.md": {"large": large, "first": first},
     "docs/contributing/measurements.md": {
         "steps": lambda: times(STEPS),

@@ -112,6 +112,21 @@ def table(rows: Sequence[Any]) -> list[list[str]]:
     return [heads, *lines]
 
 
+def behind(rows: Sequence[Any]) -> list[list[str]]:
+    """Return the cells of a short table, its head first: nats behind dense Muon by ranks, with the batch that stays."""
+    places = [Cell("small", ALONE[0], ranks) for ranks in RANKS]
+    heads = ["nats behind dense Muon", *(f"{ranks} ranks" for ranks in RANKS)]
+    named = {"4 bits in every step": FEW_BITS}
+    named |= {f"local steps, H = {every}": local(every) for every in EVERY[:3]}
+    lines = []
+    for name, method in named.items():
+        gaps = [cell.gap(rows, method, "muon") for cell in places]
+        lines.append([name, *("" if gap is None else f"{gap:.2f}" for gap in gaps)])
+    adamw, muon = (places[0].loss(rows, DENSE, each) for each in ("adamw", "muon"))
+    lead = f"{(adamw or 0) - (muon or 0):.2f}"
+    return [heads, *lines, ["dense AdamW", *[lead] * len(RANKS)]]
+
+
 def trainings(rows: Sequence[Any]) -> list[list[str]]:
     """Return the cells of the table of all trainings of the map, its head first, the best of a cell first."""
     heads = ["text, windows a step, ranks, steps", "method", "optimiser"]

@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -112,24 +113,40 @@ def measurements(
 def on_the_map(optimizer: str) -> dict[str, dict[int, float]]:
     """Return the steps of each method on the map that make the progress of a dense one, by the ranks.
 
-    They are the mean over the texts and batches; what steps are worth is said by dense
-    training with the same optimiser.
+    What steps are worth is said by dense training with the same optimiser.
     """
     rows = loaded("map")
     worth = cells.worth(rows, optimizer)
     found: dict[str, dict[int, float]] = {}
-    for method in cells.ON_THE_MAP[1:]:
-        for ranks in cells.RANKS:
-            gaps = [
-                gap
-                for cell in cells.cells(rows)
-                if cell.ranks == ranks
-                and (gap := cell.gap(rows, method, optimizer)) is not None
-            ]
-            if gaps:
-                steps = round(math.exp(fmean(gaps) / worth), 3)
-                found.setdefault(method, {})[ranks] = steps
+    for method, ranks in product(cells.ON_THE_MAP[1:], cells.RANKS):
+        gap = mean_gap(rows, method, optimizer, ranks)
+        if gap is not None:
+            steps = round(math.exp(gap / worth), 3)
+            found.setdefault(method, {})[ranks] = steps
     return found
+
+
+def mean_gap(
+    rows: Sequence[Any], method: str, optimizer: str, ranks: int
+) -> float | None:
+    """Return the mean of the nats behind dense training over the cells with so many ranks, or None.
+
+    It is that of local steps with H = 10, which were trained in all cells, and the mean
+    difference from it in the cells with both.
+    """
+    with_ten = cells.local(10)
+    here = [cell for cell in cells.cells(rows) if cell.ranks == ranks]
+    gaps = {
+        name: {cell: cell.gap(rows, name, optimizer) for cell in here}
+        for name in (method, with_ten)
+    }
+    tens = {cell: gap for cell, gap in gaps[with_ten].items() if gap is not None}
+    differences = [
+        gap - tens[cell]
+        for cell, gap in gaps[method].items()
+        if gap is not None and cell in tens
+    ]
+    return fmean(tens.values()) + fmean(differences) if differences else None
 
 
 def condensed() -> dict[str, Any]:

@@ -169,7 +169,7 @@ def keep(asked: advice.Training) -> str:
     taken = advice.recommended(advice.ranked(asked), asked)
     assert taken in (advice.DENSE, advice.SIXTEEN)
     bits = "16" if taken == advice.SIXTEEN else "16 or 32"
-    return f"NCCL or MPI: dense, {bits} bits. Stop here (predicted only)"
+    return f"dense, {bits} bits, by NCCL or MPI"
 
 
 def cell(asked: advice.Training) -> str:
