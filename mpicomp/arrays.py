@@ -312,6 +312,11 @@ def adjacent(parts: Sequence[Array]) -> Array | None:
     )
 
 
+def views_between(vector: Array, edges: Sequence[int]) -> list[Array]:
+    """Return the parts of a vector between consecutive edges, as views."""
+    return [vector[first:end] for first, end in pairwise(edges)]
+
+
 def check_apart(arrays: Sequence[Any]) -> None:
     """Raise ValueError if two of the contiguous arrays that a step writes to share memory."""
     if len(arrays) < 2:

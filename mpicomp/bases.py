@@ -28,6 +28,7 @@ from mpicomp.arrays import (
     kernels_for,
     on_device,
     to_vector,
+    views_between,
     writable_vector,
 )
 from mpicomp.settings import to_integer
@@ -146,8 +147,7 @@ class Coefficients:
     def to_array(self) -> Array:
         """Return the values as a new vector."""
         values: Array = np.empty_like(self.vector.values, shape=self.vector.length)
-        parts = [values[first:end] for first, end in pairwise(self.edges)]
-        self.writer(parts)()
+        self.writer(views_between(values, self.edges))()
         return values
 
     def writer(self, parts: Sequence[Array]) -> Callable[[], None]:

@@ -19,6 +19,7 @@ from mpicomp.arrays import (
     kernels_for,
     like,
     to_values,
+    views_between,
     widened_values,
 )
 from mpicomp.bases import Basis, Coefficients, runs
@@ -143,7 +144,7 @@ class Bucket:
         values = widened_values(values)
         for run in runs(self.edges, basis.chunk):
             basis.forward(values[run], out[run])
-        return [out[first:end] for first, end in pairwise(self.edges)]
+        return views_between(out, self.edges)
 
     def _buffer_for_values(self) -> Array:
         if self._buffer is None:
@@ -206,7 +207,9 @@ class Bucket:
             return {}, [partial(copy, joined, mean)]
         results = {}
         writes = list[Write]()
-        for tensor, part in zip(self.tensors, self._split(mean), strict=True):
+        for tensor, part in zip(
+            self.tensors, views_between(mean, self.bounds), strict=True
+        ):
             buffer = outs.get(tensor.name)
             if buffer is None:
                 results[tensor.name] = tensor.wrapped(part)
@@ -232,15 +235,11 @@ class Bucket:
             parts.append(part)
         return results, [writer_of(mean, parts)]
 
-    def _split(self, vector: Array) -> list[Array]:
-        """Return the parts of a vector that belong to each tensor, as views."""
-        return [vector[first:end] for first, end in pairwise(self.bounds)]
-
     def parts(self, mean: SparseVector | Array) -> Sequence[SparseVector | Array]:
         """Return the part of a mean that belongs to each tensor."""
         if isinstance(mean, SparseVector):
             return split(mean, self.bounds)
-        return self._split(mean)
+        return views_between(mean, self.bounds)
 
     def check_finite(self, arrays: Mapping[str, Any], kind: type[ValueError]) -> None:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""

@@ -14,8 +14,8 @@ import numpy as np
 from collectives.planning.partition import Bounds, cut
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import Array, namespace, to_device_of
-from mpicomp.vector import SparseVector, join
+from mpicomp.arrays import Array, namespace
+from mpicomp.vector import SparseVector, join, places_of
 
 
 def gather_votes(
@@ -63,7 +63,6 @@ def contributors(
         )
     counts: Array = np.maximum(votes, 1).astype(total.dtype)
     for bounds in dense_ranges:
-        edges = to_device_of(np.array(bounds, total.indices.dtype), total.indices)
-        first, end = np.searchsorted(total.indices, edges).tolist()
+        first, end = places_of(total, bounds)
         counts[first:end] = ranks
     return counts

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, to_device_of
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, places_of
 
 # for each rank and each share: the bounds are then off by a few per cent of a share
 SAMPLES_A_SHARE = 16
@@ -29,8 +29,7 @@ Bounds = tuple[int, ...]
 
 def cut(vector: SparseVector, bounds: Bounds) -> list[SparseVector]:
     """Return the part of each owner, as views; indices stay as they are."""
-    edges = to_device_of(np.array(bounds, vector.indices.dtype), vector.indices)
-    places = np.searchsorted(vector.indices, edges).tolist()
+    places = places_of(vector, bounds)
     return [
         SparseVector.trusted(
             vector.indices[start:end], vector.values[start:end], vector.length

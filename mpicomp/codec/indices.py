@@ -43,6 +43,7 @@ class Plain:
         self.dtype = np.dtype(dtype)
 
     def nbytes(self, vector: SparseVector) -> int | None:
+        """Return the bytes of the indices of a vector; see the module."""
         return (
             padded(vector.indices.nbytes)
             if vector.indices.dtype == self.dtype
@@ -50,6 +51,7 @@ class Plain:
         )
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
+        """Fill the section; see the module."""
         nbytes = vector.indices.nbytes
         if nbytes < section.size:
             section[nbytes:] = 0
@@ -59,6 +61,7 @@ class Plain:
     def read(
         self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
     ) -> Array | None:
+        """Return the indices in a section; see the module."""
         nbytes = count * dtype.itemsize
         return (
             section[:nbytes].view(dtype)
@@ -71,6 +74,7 @@ class Range:
     """Format 2."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
+        """Return the bytes of the indices of a vector; see the module."""
         return (
             8
             if vector.nnz and vector.span == vector.nnz and vector.width != 0
@@ -78,11 +82,13 @@ class Range:
         )
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
+        """Fill the section; see the module."""
         write_fields(section, _FIRST, vector.first)
 
     def read(
         self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
     ) -> Array | None:
+        """Return the indices in a section; see the module."""
         if section.size != 8 or not count:
             return None
         (first,) = read_fields(fields, _FIRST)
@@ -97,9 +103,11 @@ class Bitmap:
     """Format 3."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
+        """Return the bytes of the indices of a vector; see the module."""
         return 16 + 8 * _words(vector.span)
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
+        """Fill the section; see the module."""
         _write_span(vector, section)
         kernels_for(section).to_bitmap(
             vector.indices, vector.first, section[16:].view(np.uint64)
@@ -108,6 +116,7 @@ class Bitmap:
     def read(
         self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
     ) -> Array | None:
+        """Return the indices in a section; see the module."""
         first, span = _read_span(fields)
         if not count <= span or section.size != 16 + 8 * _words(span):
             return None
@@ -126,6 +135,7 @@ class EliasFano:
     """Format 4."""
 
     def nbytes(self, vector: SparseVector) -> int | None:
+        """Return the bytes of the indices of a vector; see the module."""
         _, lows, highs = self._layout(vector.nnz, vector.span)
         return 16 + 8 * (lows + highs)
 
@@ -140,6 +150,7 @@ class EliasFano:
         )
 
     def write(self, vector: SparseVector, section: Buffer) -> None:
+        """Fill the section; see the module."""
         _write_span(vector, section)
         low_bits, lows, _ = self._layout(vector.nnz, vector.span)
         words = section[16:].view(np.uint64)
@@ -150,6 +161,7 @@ class EliasFano:
     def read(
         self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
     ) -> Array | None:
+        """Return the indices in a section; see the module."""
         first, span = _read_span(fields)
         low_bits, lows, highs = self._layout(count, span)
         if not count <= span or section.size != 16 + 8 * (lows + highs):

@@ -64,12 +64,15 @@ class Stored:
         )
 
     def nbytes(self, count: int) -> int:
+        """Return the bytes of `count` values."""
         return count * self._itemsize
 
     def write(self, values: Array, section: Buffer) -> None:
+        """Fill the section; see the module."""
         section.view(self.stored)[:] = self._shortened(values)
 
     def read(self, section: Buffer, count: int) -> Array:
+        """Return the values in a section; see the module."""
         return self._back(section.view(self.stored))
 
     def _shortened(self, values: Array) -> Array:
@@ -152,9 +155,11 @@ class Runs:
         return cls(values.dtype, most, np.stack(columns, axis=1))
 
     def nbytes(self, count: int) -> int:
+        """Return the bytes of `count` values."""
         return self.most * _plane_nbytes(count) + self.table.nbytes + 8
 
     def write(self, values: Array, section: Buffer) -> None:
+        """Fill the section; see the module."""
         section[:] = 0
         plane = _plane_nbytes(values.size)
         _write_plane(section[:plane], np.signbit(values))
@@ -167,6 +172,7 @@ class Runs:
         section[self.most * plane :] = namespace(section).asarray(tail)
 
     def read(self, section: Buffer, count: int) -> Array:
+        """Return the values in a section; see the module."""
         (starts, *bits) = self.table.T
         sign = _sign_of(self.dtype)
         plane = _plane_nbytes(count)
@@ -221,10 +227,12 @@ class Offsets:
         return cls(values.dtype, least, (largest - least).bit_length())
 
     def nbytes(self, count: int) -> int:
+        """Return the bytes of `count` values."""
         octets, bits = divmod(self.width + 1, 8)
         return 8 * (octets * -(-count // 8) + bits * -(-count // 64)) + _PAIR.size
 
     def write(self, values: Array, section: Buffer) -> None:
+        """Fill the section; see the module."""
         section[:] = 0
         kernels_for(values).to_offsets(
             values, self.least, self.width, section[: -_PAIR.size]
@@ -232,6 +240,7 @@ class Offsets:
         write_fields(section[-_PAIR.size :], _PAIR, self.least, self.width)
 
     def read(self, section: Buffer, count: int) -> Array:
+        """Return the values in a section; see the module."""
         values: Array = namespace(section).empty(count, self.dtype)
         kernels_for(section).from_offsets(
             section[: -_PAIR.size], self.least, self.width, values

@@ -8,7 +8,7 @@ which write to spare buffers only, so a second `correct` returns the same result
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from mpicomp.arrays import (
     on_device,
     read_only,
     to_device_of,
+    views_between,
 )
 from mpicomp.coded import Uncoded
 from mpicomp.compressors.base import Summands
@@ -107,7 +108,7 @@ class Feedback(Configured):
         errors = corrected
         if not self._is_spare(corrected):
             errors = np.empty_like(corrected)
-        parts = [corrected[low:high] for low, high in pairwise(self._bounds)]
+        parts = views_between(corrected, self._bounds)
         return corrected, Uncoded(parts, errors)
 
     def prepare_residual(
