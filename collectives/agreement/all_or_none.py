@@ -8,7 +8,7 @@ reaches all ranks.
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -63,9 +63,10 @@ def all_or_none(
 
     A rank whose block raised raises that error, with the block's traceback
     (`contextmanager` restores it, so no frame of the agreement holds it); the others
-    raise CollectiveError. All blocks must have started the same collectives. An
-    interrupt is not reported. operation: the name in errors. position: returns, after
-    the block, what this rank is about to complete; at different places all raise
+    raise CollectiveError. All blocks must have started the same collectives. A rank
+    that is interrupted, as by a second Ctrl-C, does not wait: the others raise once it
+    calls the library again. operation: the name in errors. position: returns, after the
+    block, what this rank is about to complete; at different places all raise
     CollectiveError.
     """
     error: Exception | None = None
@@ -73,6 +74,11 @@ def all_or_none(
         yield
     except Exception as raised:
         error = raised
+    except BaseException as interrupt:
+        with suppress(CollectiveError):  # the communicator may be in no use any more
+            if not ulfm.survives():
+                _raise_together.nonblocking(contributed(interrupt), comm, operation, "")
+        raise
     # in the agreement itself, which is MPI's sum and no exchange of messages
     link = link_if_any(comm)
     lost = "" if link is None else link.take_lost()
@@ -142,6 +148,11 @@ def _raise_apart(operation: str, places: list[str]) -> NoReturn:
         f"{operation}: ranks are out of step: {odd}, and the others are at {usual}: load states of one step on all "
         "ranks, call the same methods on all, and make and step exchanges in the same order on all"
     )
+
+
+def contributed(error: BaseException) -> Exception:
+    """Return what a rank contributes for an error: another one for an interrupt, which is of this rank alone."""
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
 
 def outcome_of(function: Callable[..., Any], *args: Any) -> Any:

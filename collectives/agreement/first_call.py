@@ -20,7 +20,6 @@ from collectives.runtime.link import (
     LINK,
     Link,
     attached,
-    check_communicator,
     faults_of,
     link_if_any,
 )
@@ -50,7 +49,6 @@ def link_of(comm: Any, operation: str = "an operation") -> Link:
     without matched probes; CollectiveTimeoutError if a rank is absent at the timeout,
     as do all later calls then.
     """
-    check_communicator(comm)
     return link_if_any(comm) or _make_link(comm, operation)
 
 

@@ -56,6 +56,7 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
     """
     from mpi4py import MPI
 
+    link = link_if_any(comm)
     remedy = " (ranks), or None"
     needed = (
         comm.size // 2 + 1
@@ -68,7 +69,6 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
             f"{library} cannot continue after the death of a rank, as it was started: expected Open MPI 5 under "
             "mpirun --with-ft ulfm; elsewhere restart from a checkpoint (examples/save_on_failure.py)"
         )
-    link = link_if_any(comm)
     if link is not None:
         link.faults.shrink()
         of_process().end_all(link.faults)

@@ -207,7 +207,8 @@ def check_communicator(comm: Any) -> None:
 
 
 def link_if_any(comm: Any) -> Link | None:
-    """Return the link of a communicator; None if it has none."""
+    """Return the link of a communicator, None if it has none; raises the errors of `check_communicator`."""
+    check_communicator(comm)
     link: Link | None = comm.Get_attr(key_of(LINK))
     return link
 
@@ -229,7 +230,6 @@ def traffic(comm: Any) -> Traffic:
     >>> traffic(comm).nbytes >= before.nbytes
     True
     """
-    check_communicator(comm)
     link = link_if_any(comm)
     return Traffic() if link is None else replace(link.traffic)
 

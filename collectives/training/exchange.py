@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from collectives.agreement.all_or_none import (
     all_or_none,
     check_same,
+    contributed,
     gather_objects,
     outcome_of,
 )
@@ -293,22 +294,20 @@ class GradientExchange:
         if not isinstance(passed, BaseException):
             error = TypeError(f"fail got {passed!r}: expected an exception")
         traceback = error.__traceback__  # which a step that fails drops
-        contributed = (
-            error if isinstance(error, Exception) else RuntimeError(repr(error))
-        )
+        own = contributed(error)
         try:
             try:
                 if not self._buckets:
                     self._step = None
                     # as the others, which compare what they have
-                    gather_objects(contributed, self.comm, OPERATION)
-                self._run(DICT, "dense", contributed)
+                    gather_objects(own, self.comm, OPERATION)
+                self._run(DICT, "dense", own)
             except Exception as raised:
-                if raised is not contributed:
+                if raised is not own:
                     raise
             raise error.with_traceback(traceback)
         finally:
-            del error, contributed  # they, a traceback and this frame hold each other
+            del error, own  # they, a traceback and this frame hold each other
 
     def ahead(self, parameters: Any) -> Any:
         """Return where to evaluate the next gradient: `parameters` less the residual for `StepAhead`, else as they are.

@@ -55,9 +55,9 @@ def report(
     total = later or first
     if total is None:
         return f"no exchange yet{more}"
+    link = link_if_any(comm)
     ranks = comm.size
     kept = total.steps
-    link = link_if_any(comm)
     what = (
         "the first exchange"
         if later is None

@@ -12,7 +12,7 @@ from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
-from collectives.agreement.all_or_none import all_or_none, outcome_of
+from collectives.agreement.all_or_none import all_or_none, contributed, outcome_of
 from collectives.runtime import staging
 from collectives.runtime.collective import Sum
 from collectives.runtime.engine import Request
@@ -133,10 +133,15 @@ class Step:
 
         try:
             with all_or_none(self._comm, OPERATION, position):
-                self.start(buckets, is_complete=True, error=error)
-                finished = self._finish(self._sums(error), form)
-                results = self._results(buckets, finished, form)
-                zeroed = [] if finished else self._zeroed(buckets)
+                try:
+                    self.start(buckets, is_complete=True, error=error)
+                    finished = self._finish(self._sums(error), form)
+                    results = self._results(buckets, finished, form)
+                    zeroed = [] if finished else self._zeroed(buckets)
+                except (KeyboardInterrupt, SystemExit, GeneratorExit) as interrupt:
+                    why = contributed(interrupt)
+                    self.start(buckets, is_complete=True, error=why)
+                    raise
             self.finished = finished
         finally:
             if not self.finished:
@@ -184,7 +189,11 @@ class Step:
             compressed, buffers = prepared
             contribution = compressed.sent
         ready = perf_counter()
-        outcome = outcome_of(reduction.start, contribution, self._comm)
+        try:
+            outcome = outcome_of(reduction.start, contribution, self._comm)
+        except BaseException as interrupt:  # the other ranks have what was sent
+            self.start_failed(bucket, contributed(interrupt))
+            raise
         self._compressing += ready - began
         self._communicating += perf_counter() - ready
         return Started(bucket, reduction, compressed, buffers, outcome)

@@ -16,9 +16,11 @@ from collectives import (
     GradientExchange,
     SupportPlan,
     allreduce,
+    average_residuals,
     dense_allreduce,
     gtopk_allreduce,
     quantised_allreduce,
+    shrink,
     sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
@@ -342,6 +344,9 @@ def test_a_communicator_that_was_freed_is_refused_in_the_words_of_the_library(
         lambda: exchange(array),
         lambda: traffic(freed),
         lambda: plan.allreduce(np.ones(3)) if known else traffic(freed),
+        lambda: exchange.report() if known else traffic(freed),
+        lambda: average_residuals(exchange),
+        lambda: shrink(freed),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL.*is not freed"):

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import contribution, contributions, window
+from cases import contribution, contributions, is_last, state_of, window
 
 from collectives import (
     GradientExchange,
@@ -30,7 +30,7 @@ from collectives import (
 from collectives.agreement.first_call import link_of
 from collectives.runtime.group import Group
 from collectives.training.step import Step
-from mpicomp import CollectiveError, SparseVector, TopK
+from mpicomp import CollectiveError, ErrorFeedback, SparseVector, TopK
 
 pytestmark = pytest.mark.small_groups
 
@@ -330,3 +330,48 @@ def test_a_step_in_which_memory_ends_between_two_rounds_is_undone_on_all(
     means = [each(gradient)["weight"] for each in (exchange, twin)]
     np.testing.assert_array_equal(*means)
     assert exchange.steps == twin.steps
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize("form", ["array", "dict"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("place", ["select", "observe", "prepare_residual", "sum"])
+def test_an_interrupt_within_a_step_undoes_it_on_all_ranks(
+    comm, form, error, place, monkeypatch
+):
+    """Without a deadline, though the rank leaves the step in the middle of it."""
+    ends = False
+
+    def collective(vector, comm):
+        total = sparse_allreduce(vector, comm)
+        if ends:
+            raise error
+        return total
+
+    exchange = GradientExchange(
+        comm, TopK(k=2), collective=collective, small=0, bucket_nbytes=1
+    )
+    owner = ErrorFeedback if place == "prepare_residual" else TopK
+
+    def mine(step):
+        arrays = [np.full(size, step + comm.rank, np.float32) for size in (5, 7, 9)]
+        return arrays[0] if form == "array" else dict(zip("abc", arrays, strict=True))
+
+    def interrupted(self, *values, **more):
+        raise error
+
+    exchange(mine(0))
+    before = state_of(exchange)
+    with monkeypatch.context() as patch:
+        ends = is_last(comm) and place == "sum"
+        if is_last(comm) and place != "sum":
+            patch.setattr(owner, place, interrupted)
+        with pytest.raises(error if is_last(comm) else CollectiveError) as raised:
+            exchange(mine(1))
+    ends = False
+    assert error.__name__ in repr(raised.value)
+    assert state_of(exchange) == before
+    means = exchange(mine(1))
+    shared = means if form == "array" else np.concatenate([*means.values()])
+    assert len(set(comm.allgather(shared.tobytes()))) == 1
+    assert exchange.steps == 2
