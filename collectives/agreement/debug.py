@@ -43,9 +43,13 @@ def checked(
 
 
 def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
-    with group.reserve_turn():
-        _compare_calls((yield from group.gather_objects(call)), _where(group))
-        return (yield from run_or_notify(group, steps))
+    try:
+        with group.reserve_turn():
+            _compare_calls((yield from group.gather_objects(call)), _where(group))
+            return (yield from run_or_notify(group, steps))
+    finally:
+        # else an error, its traceback and this frame hold each other
+        del group, steps
 
 
 def _audited(
@@ -54,6 +58,7 @@ def _audited(
     is_array = not isinstance(contributed, SparseVector)
     # now: it may be written to
     before = _weighed("its contribution", Sum, contributed, is_array=is_array)
+    del contributed
     result = yield from steps
     after = _weighed("its result", promise, result, is_array=is_array)
     account = {

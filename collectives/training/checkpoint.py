@@ -56,8 +56,14 @@ def load_whole_state(
 
     same_settings: also refuse a state with other settings. Raises ValueError that names
     both for a state of another rank, number of ranks or settings, and ValueError for
-    one that does not fit, is incomplete, or is of several steps.
+    one that does not fit, is incomplete, or is of several steps; TypeError for no state.
     """
+    if not isinstance(state, Mapping) or not all(
+        [isinstance(key, str) for key in state]
+    ):
+        raise TypeError(
+            f"the state is {type(state).__name__}: expected arrays by name, what state_dict() returned"
+        )
     saved = _saved_names(buckets)
     names = {*saved.values()}
     segments = {key.rpartition("/")[0] for key in state}

@@ -555,13 +555,15 @@ class GradientExchange:
         self.steps += 1
         self._changes = []
         step.close()
-        self.statistics = step.statistics(self.residual_norm if self.log else None)
+        self.statistics = step.statistics(None)
         if self._first is None:
             self._first = self.statistics
         else:
             self._later = self.statistics.plus(self._later)
         try:
             if self.log:
+                norm = self.residual_norm  # memory may end in it
+                self.statistics = self.statistics._replace(residual_norm=norm)
                 self.log(self.statistics)
         except Exception as error:  # the other ranks have kept the step
             warnings.warn(

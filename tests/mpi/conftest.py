@@ -14,6 +14,8 @@ import pytest
 from devices import real_cupy
 from mpi4py import MPI
 
+from mpicomp import checking
+
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16) if os.environ.get("MPI_TEST_ALL") else (1, 2, 5, 8)
 SMALL = 5
 WORLD = MPI.COMM_WORLD
@@ -25,6 +27,9 @@ def pytest_collection_modifyitems(items):
         needs = item.get_closest_marker("stand_in")
         if needs is not None and real_cupy() is not None:
             item.add_marker(pytest.mark.skip(f"only the stand-in {needs.args[0]}"))
+        unchecked = item.get_closest_marker("unchecked")
+        if unchecked is not None and checking.is_enabled():
+            item.add_marker(pytest.mark.skip(f"the debug mode {unchecked.args[0]}"))
 
 
 def pytest_pyfunc_call(pyfuncitem):

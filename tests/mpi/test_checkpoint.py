@@ -138,6 +138,11 @@ def test_a_state_of_which_something_is_missing_changes_nothing(comm, maker):
             exchange.load_state_dict(
                 {key: before[key] for key in before if not key.startswith(vector)}
             )
+    for no_state in (None, [1], ["weight"], {1: before[next(iter(before))]}, "weight"):
+        with pytest.raises(
+            TypeError, match=r"the state is .*: expected arrays by name"
+        ):
+            exchange.load_state_dict(no_state)
     assert state_of(exchange) == bits
 
 

@@ -26,6 +26,7 @@ from mpicomp import (
     Compressor,
     Dense,
     ErrorFeedback,
+    Feedback,
     Hadamard,
     MomentumCorrection,
     NoFeedback,
@@ -417,6 +418,26 @@ def test_what_the_log_raises_is_a_warning_as_all_ranks_have_kept_the_step(comm):
         np.testing.assert_array_equal(mean, plain(mine))
         assert exchange.steps == step + 1
     np.testing.assert_array_equal(exchange.feedback.residual, plain.feedback.residual)
+
+
+def test_memory_that_ends_in_the_norm_for_the_log_is_a_warning(comm, monkeypatch):
+    """Halves are widened for their norm, after all ranks have kept the step."""
+    norms = []
+    exchange = GradientExchange(
+        comm, TopK(k=5), log=lambda statistics: norms.append(statistics.residual_norm)
+    )
+    mine = gradients(comm.rank, 0)["a.weight"].astype(np.float16)
+
+    def without_memory(feedback):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Feedback, "residual_norm", property(without_memory))
+        with pytest.warns(RuntimeWarning, match="no room"):
+            exchange(mine)
+    assert exchange.steps == 1
+    exchange(mine)
+    assert norms == [exchange.residual_norm]
 
 
 @pytest.mark.parametrize("blocks", [False, True])
