@@ -101,14 +101,6 @@ class Tensor:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
 
-    def residual_in(self, gradient: Any) -> Array:
-        """Return the gradient's own array as a writable vector; raises if it cannot hold the residual."""
-        if gradient is None:
-            raise ValueError(
-                f"{self.name} has no gradient, whose array holds the residual (in_place): pass zeros"
-            )
-        return self.writable(gradient, self.name)
-
     def _is_like(self, array: Any) -> bool:
         return (
             type(array) is np.ndarray

@@ -72,11 +72,6 @@ class Request(Generic[T]):
         self._error: Exception | None = None
         self.done = False
 
-    @property
-    def failed(self) -> bool:
-        """Whether it ended with an error, which `wait` raises."""
-        return self._error is not None
-
     def test(self) -> bool:
         """Advance every operation in flight without waiting; return whether this one has ended, also with an error."""
         if not self.done:

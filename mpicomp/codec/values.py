@@ -51,11 +51,7 @@ class Stored:
         cut = np.finfo(self.dtype).nmant - (
             np.finfo(self.stored).nmant if precision is None else precision
         )
-        self._lost = (1 << cut) - 1
-
-    def may_fit(self, bits_set: int) -> bool:
-        """Return whether values may fit, by the bits set in any of a sample: rejects most that do not."""
-        return not bits_set & self._lost
+        self.lost = (1 << cut) - 1  # the bits of a value that are not stored
 
     def fits(self, values: Array) -> bool:
         """Return whether values (1-d, of the dtype) are stored without loss."""
@@ -338,10 +334,9 @@ def smallest(values: Array) -> ValueFormat:
 def _shortest(values: Array) -> ValueFormat:
     """Return the format that stores values in the fewest bytes, except offsets."""
     sample = _sample(values)
+    bits_set = int(np.bitwise_or.reduce(sample, axis=None))
     candidates: list[Runs | Stored] = [
-        form
-        for form in _FORMATS_FOR[values.dtype]
-        if form.may_fit(int(np.bitwise_or.reduce(sample, axis=None)))
+        form for form in _FORMATS_FOR[values.dtype] if not bits_set & form.lost
     ]
     magnitudes = min(
         [len({*window}) for window in (sample & (_sign_of(values.dtype) - 1)).tolist()],

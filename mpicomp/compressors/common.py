@@ -76,11 +76,6 @@ def finite_vector(corrected: Any) -> Array:
     return dense
 
 
-def placed(positions: Array, values: Array, length: int) -> SparseVector:
-    """Return a vector with `values` at `positions` (intp), which increase and are in range."""
-    return SparseVector.trusted(positions.astype(index_dtype(length)), values, length)
-
-
 def at_positions(dense: Array, positions: Array) -> SparseVector:
     """Return the non-zero entries of a dense vector at increasing positions (intp).
 
@@ -94,7 +89,8 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
         values = values[kept]
     if not positions.size:
         positions, values = kernels_for(dense).largest(dense, 1)
-    return placed(positions, values, dense.size)
+    indices = positions.astype(index_dtype(dense.size))
+    return SparseVector.trusted(indices, values, dense.size)
 
 
 def known(length: int, bounds: Sequence[int], entries: Selected) -> SparseVector:

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, to_numpy
+from mpicomp.arrays import Array, kernels_for, to_numpy, views_between
 from mpicomp.compressors.base import (
     SegmentedCompressor,
     Summands,
@@ -140,8 +140,9 @@ class SIDCo(SegmentedCompressor):
         counts = _samples(plans, by_count)
         some = kernels.sample(corrected, bounds, counts, summands=summands)
         if self.distribution == "gamma":
-            rows = zip(_parts(some, counts), plans, strict=True)
-            plans["first"] = [_first_of_gamma(*row) for row in rows]
+            parts = views_between(some, [0, *np.cumsum(counts).tolist()])
+            pairs = zip(parts, plans, strict=True)
+            plans["first"] = [_first_of_gamma(*pair) for pair in pairs]
         kernels.begin_fits(some, counts, plans, pareto=pareto, by_count=by_count)
         entries = kernels.end_fits(
             corrected, bounds, plans, pareto=pareto, summands=summands
@@ -235,14 +236,6 @@ def _samples(plans: Any, by_count: bool) -> Array:
         size, np.where(is_corrected, np.clip(size // 1024 * 16, least, most), alone)
     )
     return counts
-
-
-def _parts(array: Array, counts: Array) -> list[Array]:
-    """Return consecutive parts of an array of these lengths."""
-    return [
-        array[end - count : end]
-        for count, end in zip(counts.tolist(), np.cumsum(counts).tolist(), strict=True)
-    ]
 
 
 def _first_of_gamma(some: Array, plan: Any) -> float:

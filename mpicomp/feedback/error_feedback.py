@@ -111,8 +111,13 @@ class InPlaceErrorFeedback(ErrorFeedback):
         self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]
     ) -> list[Array]:
         """Return the gradients of tensors as writable vectors; raises if one cannot hold the residual."""
+        for tensor in tensors:
+            if arrays.get(tensor.name) is None:
+                raise ValueError(
+                    f"{tensor.name} has no gradient, whose array holds the residual (in_place): pass zeros"
+                )
         self._gradients = [
-            tensor.residual_in(arrays.get(tensor.name)) for tensor in tensors
+            tensor.writable(arrays[tensor.name], tensor.name) for tensor in tensors
         ]
         return self._gradients
 
