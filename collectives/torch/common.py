@@ -139,8 +139,8 @@ class Handle:
         self._has_ended = False  # the exchange has ended the step of the last pass
         self._steps_before = 0  # steps kept before the pass
         self._versions: list[int] = []  # of the parameters, before the pass
-        # of this rank alone: contributed to the step in place of gradients
-        self._nonfinite_error: Exception | None = None
+        # contributed to the step in place of gradients
+        self._own_error: Exception | None = None
         # by the exchange in this step, on all ranks
         self._raised: Exception | None = None
         try:
@@ -228,7 +228,7 @@ class Handle:
             for parameter, name in self._names.items()
             if not parameter.requires_grad
         }
-        if frozen == self._held or self._nonfinite_error or self._raised:
+        if frozen == self._held or self._own_error or self._raised:
             return
         try:
             self.exchange.hold(frozen)
@@ -239,12 +239,12 @@ class Handle:
     def _check_versions(self) -> None:
         """Refuse the step if a parameter was changed in the backward pass."""
         versions = [parameter._version for parameter in self._names]
-        if self._nonfinite_error is None and versions != self._versions:
+        if self._own_error is None and versions != self._versions:
             pairs = zip(self._names.values(), versions, self._versions, strict=True)
             self._refuse_change(next(name for name, now, then in pairs if now != then))
 
     def _refuse_change(self, name: str) -> None:
-        self._nonfinite_error = RuntimeError(
+        self._own_error = RuntimeError(
             f"{name} was changed, or its .grad was replaced, in the backward pass: call an optimiser's step() after "
             "backward(), and not in register_post_accumulate_grad_hook"
         )
@@ -254,7 +254,7 @@ class Handle:
 
         An error is raised at the end of the step, and nothing is started until then.
         """
-        if self._nonfinite_error is not None or self._raised is not None:
+        if self._own_error is not None or self._raised is not None:
             return
         arrays = {self._names[parameter]: gradient for parameter, gradient in parts}
         arrays = {
@@ -280,8 +280,8 @@ class Handle:
         """
         raised = self._raised
         self._raised = None
-        refused = self._nonfinite_error
-        self._nonfinite_error = None
+        refused = self._own_error
+        self._own_error = None
         self._has_ended = True
         try:
             if raised is not None:

@@ -183,11 +183,8 @@ class DDPHandle(Handle):
         """Begin a backward pass, in which no gradient of a parameter was computed yet."""
         if not self._in_pass:
             self._begin_pass()
-            if (
-                self._nonfinite_error is not None
-                and not self._ddp.find_unused_parameters
-            ):
-                self._give_up(self._nonfinite_error)  # DDP would wait for gradients
+            if self._own_error is not None and not self._ddp.find_unused_parameters:
+                self._give_up(self._own_error)  # DDP would wait for gradients
 
     def _begin_pass(self) -> None:
         """Begin a backward pass: look at the parameters, of which DDP may wait for some."""
@@ -203,7 +200,7 @@ class DDPHandle(Handle):
                     f"DistributedDataParallel(..., find_unused_parameters=True); {_ANEW}"
                 )
         except ValueError as error:
-            self._nonfinite_error = error
+            self._own_error = error
 
     def _end_pass(self) -> None:
         """End a backward pass after DDP has ended its own, which it queues later."""
@@ -211,8 +208,8 @@ class DDPHandle(Handle):
 
     def _conclude_pass(self) -> None:
         """Raise the error of the step; or that gradients were computed, and DDP waits for others."""
-        refused = self._nonfinite_error
-        self._nonfinite_error = None
+        refused = self._own_error
+        self._own_error = None
         if not self._has_ended:
             if refused is None and self._gradients != [
                 _stamp(parameter) for parameter in self._names

@@ -135,9 +135,9 @@ class FSDPHandle(Handle):
         if not self._in_pass:
             try:
                 self._parameters.frozen()
-                self._nonfinite_error = None
+                self._own_error = None
             except ValueError as error:
-                self._nonfinite_error = error
+                self._own_error = error
 
     def _watch(self, module: Any, inputs: Any, output: Any) -> None:
         """Have the backward pass of an output queue its end, and count the calls of the module."""
@@ -171,8 +171,8 @@ class FSDPHandle(Handle):
             self._late += [parameter] if is_new else []
         elif is_new:
             self._start_all([parameter])
-        elif self._nonfinite_error is None:
-            self._nonfinite_error = RuntimeError(
+        elif self._own_error is None:
+            self._own_error = RuntimeError(
                 f"{self._names[parameter]} got several gradients in one backward pass, from reentrant checkpoints: "
                 "use checkpoint(..., use_reentrant=False)"
             )
@@ -219,7 +219,7 @@ class FSDPHandle(Handle):
             return
         finally:
             self._in_pass = False
-            self._nonfinite_error = None
+            self._own_error = None
             self._taken = {}
             self._calls.clear()
         for parameter, name in self._names.items():
@@ -245,7 +245,7 @@ class FSDPHandle(Handle):
             for state in states
             for group in getattr(state, "_fsdp_param_groups", ())
         ]
-        return bool(self._taken or self._nonfinite_error) and all(
+        return bool(self._taken or self._own_error) and all(
             group.reduce_grads for group in groups
         )
 
@@ -259,7 +259,7 @@ class FSDPHandle(Handle):
                 and gradient is not None
                 and now.data_ptr() == gradient.data_ptr()
             )
-            if self._nonfinite_error is None and not is_same:
+            if self._own_error is None and not is_same:
                 self._refuse_change(self._names[parameter])
 
 
