@@ -68,8 +68,8 @@ MUTANTS = [
     Mutant(
         "digest: dtypes are not compared",
         "collectives/runtime/calls.py",
-        '"dtype": DTYPE_NAMES[vector.dtype]',
-        '"dtype": "float32"',
+        'compared["dtype"] = DTYPE_NAMES[vector.values.dtype]',
+        'compared["dtype"] = "float32"',
         ARGUMENTS,
     ),
     Mutant(
@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "commit: a rank keeps a step that another one could not",
         "collectives/agreement/all_or_none.py",
-        "    _raise_together(error, comm, operation, position)\n",
-        "    error is None or _raise_together(error, comm, operation, position)\n",
+        "    _raise_together(error, comm, operation, position())\n",
+        "    error is None or _raise_together(error, comm, operation, position())\n",
         f"{ON_RANKS} tests/mpi/test_faults_of_a_step.py",
     ),
     Mutant(

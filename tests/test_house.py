@@ -155,7 +155,7 @@ def code_of(*folders):
 # Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
 # use the slack of 3 %, a feature may not.
 BUDGET = {
-    "tokens": 92210,
+    "tokens": 92130,
     "density": 8.0,
     "wide assignments": 1,
     "tool tokens": 21202,
