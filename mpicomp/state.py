@@ -7,6 +7,7 @@ segments is its layout. Settings are saved beside it as text, in a table.
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from inspect import Parameter, ismethod, signature
 from typing import Any, ClassVar
 
@@ -31,6 +32,14 @@ _ADDRESS = (
 _GENERATORS = {"Generator", "RandomState", "Random"}
 
 
+@lru_cache  # thousands of tensors have an object each
+def arguments_of(kind: type) -> list[str]:
+    """Return the names of a constructor's arguments, without `*args` and `**kwargs`."""
+    variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+    parameters = signature(kind).parameters.values()
+    return [one.name for one in parameters if one.kind not in variadic]
+
+
 class Configured:
     """Base class of compressors, feedback and bases: settings that `repr` shows, and a state.
 
@@ -45,14 +54,12 @@ class Configured:
 
     def _settings(self) -> dict[str, Any]:
         """Return the constructor's arguments by name, except those that change between steps."""
-        variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
-        parameters = signature(type(self)).parameters.values()
         settings = {}
-        for parameter in parameters:
-            if parameter.kind not in variadic:
-                value = getattr(self, parameter.name, "?")
-                # a method of that name is no setting
-                settings[parameter.name] = "?" if ismethod(value) else value
+        kind: Any = type(self)
+        for name in arguments_of(kind):
+            value = getattr(self, name, "?")
+            # a method of that name is no setting
+            settings[name] = "?" if ismethod(value) else value
         return settings
 
     def check_settings(self) -> None:

@@ -46,3 +46,5 @@ def test_calls_grow_in_proportion_to_the_tensors(comm, settings):
         assert all(np.array_equal(means[name], expected[name]) for name in mine)
     for of_few, of_many in zip(*counts, strict=True):
         assert of_many < 1.1 * of_few * MANY / FEW
+    _, _, _, of_hold = counts[-1]
+    assert of_hold < 400 * MANY  # whoever looks at each tensor's signature takes 600
