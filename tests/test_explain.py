@@ -567,8 +567,10 @@ def test_what_is_advised_is_near_the_best_of_every_cell_of_the_map(
     import cells
 
     rows = json.loads((ROOT / "docs" / "results" / "map.json").read_text())["rows"]
-    worth, taken = cells.worth(rows, optimizer), []
+    taken = []
     for cell in cells.cells(rows):
+        if (worth := cells.worth(rows, optimizer, cell.model)) is None:
+            continue
         gaps = {name: cell.gap(rows, name, optimizer) for name in cells.ON_THE_MAP}
         gaps |= {advice.SIXTEEN: 0.0, advice.ALONE: 0.0}
         for network, step in product(("20mbit", "100mbit", "1gbit"), (0.1, 1)):

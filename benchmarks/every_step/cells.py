@@ -86,13 +86,15 @@ def cells(rows: Sequence[Any]) -> list[Cell]:
     return sorted(found)
 
 
-def worth(rows: Sequence[Any], optimizer: str) -> float:
-    """Return the nats that e times the steps are worth to dense training with an optimiser."""
-    dense = of(rows, model="small", method=DENSE, optimizer=optimizer, seed=SEED)
+def worth(rows: Sequence[Any], optimizer: str, model: str = "small") -> float | None:
+    """Return the nats that e times the steps are worth to dense training; None without a long one."""
+    dense = of(rows, model=model, method=DENSE, optimizer=optimizer, seed=SEED)
     dense = [row for row in dense if row["ranks"] * row["batch"] == ALONE[0]]
-    (longer,) = of(dense, steps=LONG_STEPS)
-    (short,) = of(dense, steps=STEPS, rate=longer["rate"])
-    return float((short["loss"] - longer["loss"]) / math.log(LONG_STEPS / STEPS))
+    long = of(dense, steps=LONG_STEPS)
+    if not long:
+        return None
+    (short,) = of(dense, steps=STEPS, rate=long[0]["rate"])
+    return float((short["loss"] - long[0]["loss"]) / math.log(LONG_STEPS / STEPS))
 
 
 def table(rows: Sequence[Any]) -> list[list[str]]:

@@ -116,7 +116,7 @@ def on_the_map(optimizer: str) -> dict[str, dict[int, float]]:
     What steps are worth is said by dense training with the same optimiser.
     """
     rows = loaded("map")
-    worth = cells.worth(rows, optimizer)
+    worth = cells.worth(rows, optimizer) or math.nan
     found: dict[str, dict[int, float]] = {}
     for method, ranks in product(cells.ON_THE_MAP[1:], cells.RANKS):
         gap = mean_gap(rows, method, optimizer, ranks)

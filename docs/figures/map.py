@@ -19,7 +19,7 @@ sys.path[:0] = [
 ]
 import cells
 from cells import Cell, local
-from losses import grouped, of, rows_at_best_rate
+from losses import SEED, grouped, of, rows_at_best_rate
 from rendering import draw
 from style import target
 
@@ -56,7 +56,8 @@ def by_bits(rows: list[Row]) -> Row:
     """Return the panel of the losses of local steps of Muon on 4 ranks against the bits of a value and step."""
     total, batch = cells.ALONE
     own = of(rows, model="small", ranks=total // batch, batch=batch, optimizer="muon")
-    own = [row for row in of(own, steps=cells.STEPS) if NAME.fullmatch(row["method"])]
+    own = of(own, steps=cells.STEPS, seed=SEED)
+    own = [row for row in own if NAME.fullmatch(row["method"])]
     points: dict[str, dict[float, float]] = {}
     for name, each in grouped(own, lambda row: row["method"]).items():
         kind, every = NAME.fullmatch(name).groups()
