@@ -124,12 +124,13 @@ def complete(rows: list[dict[str, Any]], nbytes: int) -> None:
 
 
 def reads(values: Any) -> Rows:
-    """Yield the baselines: one read, one copy, and PyTorch's selection."""
+    """Yield the baselines: one read, one copy, and selections of PyTorch and of NVIDIA's cuda.compute."""
     kernels = importlib.import_module("mpicomp.kernels.device")
     nbytes = values.nbytes
     yield READ, nbytes, lambda: partial(kernels.raise_not_finite, values)
     yield "copy", 2 * nbytes, lambda: values.copy
     yield "torch.topk of magnitudes", nbytes, lambda: torch_top_k(values)
+    yield "cuda.compute.select of magnitudes", nbytes, lambda: selected(values)
 
 
 def torch_top_k(values: Any) -> Call:
@@ -139,6 +140,22 @@ def torch_top_k(values: Any) -> Call:
         raise RuntimeError("PyTorch sees no GPU")
     tensor, k = torch.from_dlpack(values), max(1, values.size // 1000)
     return lambda: torch.topk(tensor.abs(), k)
+
+
+def selected(values: Any) -> Call:
+    """Return a compaction of about a thousandth by cuda.compute (cuda-cccl[cu13]), for a known threshold."""
+    compute = importlib.import_module("cuda.compute")
+    cupy = importlib.import_module("cupy")
+    kernels = importlib.import_module("mpicomp.kernels.device")
+    _, kept = kernels.largest(values, max(1, values.size // 1000))
+    threshold = float(abs(kept).min())
+    found, count = cupy.empty_like(values), cupy.empty(1, np.int32)
+
+    def is_large(value: Any) -> Any:
+        return np.uint8(abs(value) >= threshold)
+
+    given = {"d_in": values, "d_out": found, "d_num_selected_out": count}
+    return partial(compute.select, cond=is_large, num_items=values.size, **given)
 
 
 def calls(cupy: Any, values: Any, density: float) -> Rows:

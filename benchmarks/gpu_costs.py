@@ -7,9 +7,11 @@
 Calls run on the tests' stand-in for CuPy, one rank: it counts kernels and operations of
 CuPy, copies, and waits for the device. bytes: of all arrays that kernels of the library
 get as arguments, or by an address in a table, each once a kernel; those of CuPy's
-operations are not seen. host_us: the least processor time of a step on a few values
-without that of emulated kernels; NumPy's arrays are in the place of CuPy's, so compare
-them with each other.
+operations are not seen. host_us: the time of a step on a few values in the library and
+in NumPy, the least of many: in a replay kernels do nothing, a copy to the host returns
+what it did before, and the time in the stand-in is taken off. What CuPy's functions
+take, and the driver, comes on top (docs/contributing/gpu.md, "A launch"). launch_us: of
+a launch with 12 arguments, without the driver.
 
 instructions: of machine code (SASS), on a path from the entry of a kernel to its end:
 that of most accesses of 128 bits, and among these the shortest; a loop is counted once,
@@ -18,6 +20,7 @@ values of a thread in `OF_A_THREAD`.
 """
 
 import argparse
+import inspect
 import json
 import re
 import subprocess
@@ -26,8 +29,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
-from time import thread_time
+from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,32 +61,37 @@ TENSORS = 1, 54, 160
 VALUES = 160 * 2048  # of a gradient
 FEW = 160 * 64  # of one whose step is timed
 STEPS: dict[str, Callable[..., GradientExchange]] = {
-    "Top-k": lambda **how: GradientExchange(MPI.COMM_SELF, TopK(0.01), **how),
-    "bits=4": lambda **how: GradientExchange(MPI.COMM_SELF, bits=4, **how),
-    "chunks, two bits": lambda **how: GradientExchange(
-        MPI.COMM_SELF, Quantised(ChunkedTopK(4, 256), "two_bit"), **how
+    "Top-k": lambda comm, **how: GradientExchange(comm, TopK(0.01), **how),
+    "bits=4": lambda comm, **how: GradientExchange(comm, bits=4, **how),
+    "chunks, two bits": lambda comm, **how: GradientExchange(
+        comm, Quantised(ChunkedTopK(4, 256), "two_bit"), **how
     ),
-    "SIDCo": lambda **how: GradientExchange(MPI.COMM_SELF, SIDCo(0.01), **how),
-    "AdaComp": lambda **how: GradientExchange(MPI.COMM_SELF, AdaComp(50), **how),
+    "SIDCo": lambda comm, **how: GradientExchange(comm, SIDCo(0.01), **how),
+    "AdaComp": lambda comm, **how: GradientExchange(comm, AdaComp(50), **how),
 }
+TIMED = "Top-k", "bits=4", "chunks, two bits"  # steps that do the same in a replay
 # values of a thread: float32, blocks of 256
 OF_A_THREAD = {
     **{f"quantise_{bits}_f4": 16 for bits in (8, 4, 2, 1)},
     **{f"dequantise_{bits}_f4": 32 for bits in (8, 4, 2, 1)},
-    "compact_u4": 16,
-    "add_compact_u4": 16,
+    "mark_u4": 16,
+    "add_and_mark_u4": 16,
+    "compact_marked_i4_u4": 128,
     "first_reaching_u4": 16,
     "largest_in_chunks_i4_u4": 16,
+    "mark_in_bins_u4": 4,
+    "hadamard_f4": 8,
     "combine_f4_f4_f4": 1,
 }
 
+WIDE = {"largest_in_chunks_i4_u4": 4}  # accesses: few of a tile, which is read once
+
 
 class Recorder:
-    """Record what kernels get, and the time that they take here."""
+    """Record what kernels get."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        self.seconds = 0.0
         self.plan = compiling._plan
 
     def planned(self, device: int, name: str, arguments: int) -> Callable[..., None]:
@@ -90,18 +100,96 @@ class Recorder:
 
         def recorded(blocks: int, threads: int, args: Sequence[Any]) -> None:
             self.bytes += sum(_sizes(args))
-            begin = thread_time()
             start(blocks, threads, args)
-            self.seconds += thread_time() - begin
 
         return recorded
+
+
+class Replay:
+    """Steps whose kernels do nothing, and the time outside of the stand-in; while it is a context."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []  # of copies to the host
+        self.left: list[Any] = []
+        self.is_replay = False
+        self.outside = 0.0  # seconds
+        self._since = 0.0
+        self._depth = 1
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> "Replay":
+        cuda = cupy.cuda
+        places = cupy, cupy.ndarray, cuda, cuda.Stream, cuda.Event, cuda.MemoryPointer
+        for place in places:
+            for name, value in list(vars(place).items()):
+                if inspect.isfunction(value) and name != "__init__":
+                    self._replace(place, name, self._timed(value))
+        data = vars(cupy.ndarray)["data"].fget
+        self._replace(cupy.ndarray, "data", property(self._timed(data)))
+        get = cupy.ndarray.get
+        start = cuda.driver.launchKernel
+
+        def answered(array: Any, *args: Any, **how: Any) -> Any:
+            if self.is_replay:
+                return self.left.pop(0).copy()
+            self.answers.append(get(array, *args, **how))
+            return self.answers[-1]
+
+        def started(*args: Any) -> None:
+            if not self.is_replay:
+                start(*args)
+
+        self._replace(cupy.ndarray, "get", self._timed(answered))
+        self._replace(cuda.driver, "launchKernel", self._timed(started))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for place, name, value in reversed(self._replaced):
+            setattr(place, name, value)
+
+    def time(self, step: Callable[[], Any], repeats: int) -> float:
+        """Return the least time of a step outside of the stand-in, in seconds."""
+        self.answers.clear()
+        step()
+        self.is_replay = True
+        times = []
+        for _ in range(repeats):
+            self.left = self.answers[:]
+            self.outside, self._depth, self._since = 0.0, 0, perf_counter()
+            step()
+            times.append(self.outside + perf_counter() - self._since)
+            self._depth = 1
+        self.is_replay = False
+        return min(times)
+
+    def _replace(self, place: Any, name: str, value: Any) -> None:
+        self._replaced.append((place, name, vars(place)[name]))
+        setattr(place, name, value)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose time does not count."""
+
+        def call(*args: Any, **how: Any) -> Any:
+            if self._depth:
+                return function(*args, **how)
+            self.outside += perf_counter() - self._since
+            self._depth = 1
+            try:
+                return function(*args, **how)
+            finally:
+                self._depth = 0
+                self._since = perf_counter()
+
+        return call
 
 
 def _sizes(args: Sequence[Any]) -> Iterator[int]:
     """Yield the bytes of the arrays in arguments, and of the memory that their tables name."""
     arena = sys.modules["cupy._memory"].arena
     for arg in args:
-        if isinstance(arg, cupy.ndarray):
+        if isinstance(arg, int) and arena.has(arg):
+            yield arena.bytes_at(arg)
+        elif isinstance(arg, cupy.ndarray):
             yield arg.nbytes
             if arg.dtype == np.int64:
                 words = arg._hidden.ravel().tolist()
@@ -122,7 +210,7 @@ def gradient(tensors: int, values: int, seed: int) -> Any:
 
 def step(name: str, tensors: int, repeats: int) -> dict[str, Any]:
     """Return what a step cost, and the least time of the host."""
-    counts, recorder, _ = last(name, tensors, VALUES, 3)
+    counts, recorder = last(name, tensors, VALUES, 3)
     found = {
         "call": name,
         "tensors": tensors,
@@ -131,33 +219,65 @@ def step(name: str, tensors: int, repeats: int) -> dict[str, Any]:
         "uploads": counts.uploads,
         "reads": round(recorder.bytes / (4 * VALUES), 2),
     }
-    if repeats:
-        found["host_us"] = round(1e6 * last(name, tensors, FEW, repeats)[2])
+    if repeats and name in TIMED:
+        found["host_us"] = round(1e6 * host_seconds(name, tensors, repeats))
     return found
 
 
-def last(
-    name: str, tensors: int, values: int, steps: int
-) -> tuple[Any, Recorder, float]:
-    """Return the counts and the record of the last of some steps, and the least time of all.
+def host_seconds(name: str, tensors: int, repeats: int) -> float:
+    """Return the least time of a step in the library."""
+    exchange = made(name, tensors, MPI.COMM_SELF)
+    given = gradient(tensors, FEW, 0)
+    exchange(given, out=given)
+    with Replay() as replay:
+        return replay.time(lambda: exchange(given, out=given), repeats)
 
-    The first step makes plans, and SIDCo adapts.
-    """
+
+def launch_seconds(repeats: int) -> float:
+    """Return the least time of a launch of 12 arguments, a half of them arrays, by a driver that does nothing."""
+
+    class Array:  # as quick as CuPy's
+        _c_contiguous = True
+        data = SimpleNamespace(ptr=1 << 40)
+
+    cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=0))
+    own = compiling.cupy, compiling.driver, compiling._function
+    compiling.cupy = SimpleNamespace(ndarray=Array, cuda=cuda)
+    compiling.driver = SimpleNamespace(launchKernel=lambda *args: None)
+    compiling._function = lambda device, name: 1
+    args = [Array() if i % 2 else i for i in range(12)]
+    dtypes = [np.dtype(np.int32), np.dtype(np.float32)]
+    times = []
+    for _ in range(repeats):
+        begin = perf_counter()
+        compiling.launch("a kernel", dtypes, 1, *args)
+        times.append(perf_counter() - begin)
+    compiling.cupy, compiling.driver, compiling._function = own
+    compiling._plans = threading.local()
+    return min(times)
+
+
+def made(name: str, tensors: int, comm: Any) -> GradientExchange:
+    """Return the exchange of a method; with several tensors each is compressed."""
+    return STEPS[name](comm, **({"small": 1} if tensors > 1 else {}))
+
+
+def last(
+    name: str, tensors: int, values: int, steps: int, comm: Any = MPI.COMM_SELF
+) -> tuple[Any, Recorder]:
+    """Return the counts and the record of the last of some steps: the first makes plans, and SIDCo adapts."""
     recorder = Recorder()
     compiling._plan = recorder.planned
     compiling._plans = threading.local()
-    exchange = STEPS[name](**({"small": 1} if tensors > 1 else {}))
-    times = []
+    exchange = made(name, tensors, comm)
     for seed in range(steps):
         given = gradient(tensors, values, seed)
-        recorder.bytes, recorder.seconds = 0, 0.0
-        begin = thread_time()
+        recorder.bytes = 0
         with counted(cupy) as counts:
             exchange(given, out=given)
-        times.append(thread_time() - begin - recorder.seconds)
     compiling._plan = recorder.plan
     compiling._plans = threading.local()
-    return counts, recorder, min(times)
+    return counts, recorder
 
 
 def instructions(architecture: str) -> list[dict[str, Any]]:
@@ -171,7 +291,9 @@ def instructions(architecture: str) -> list[dict[str, Any]]:
     return [
         {
             "kernel": name,
-            "instructions": round(shortest(code) / OF_A_THREAD[name], 1),
+            "instructions": round(
+                shortest(code, WIDE.get(name)) / OF_A_THREAD[name], 1
+            ),
             "registers": int(registers[name]),
             "spilled": spilled[name],
         }
@@ -202,23 +324,25 @@ def disassembled(image: bytes) -> dict[str, list[tuple[int, str]]]:
     }
 
 
-def shortest(code: Sequence[tuple[int, str]]) -> int:
-    """Return the instructions of a path to the end: see the module."""
+def shortest(code: Sequence[tuple[int, str]], wide: int | None = None) -> int:
+    """Return the instructions of a path to the end: see the module. wide: its accesses of 128 bits; None for most."""
     numbers = {place: i for i, (place, _) in enumerate(code)}
     following = [_followers(code, i, numbers) for i in range(len(code))]
-    best: list[tuple[int, int] | None] = [None] * len(code)
+    # from each instruction to the end, the length of the shortest path by its wide accesses
+    best: list[dict[int, int]] = [{} for _ in code]
     backwards = False  # an end may lie before what jumps to it
-    while best[0] is None:
+    while not best[0]:
         for i in reversed(range(len(code))):
             near = [each for each in following[i] if each > i or backwards]
-            ends = [found for each in near if (found := best[each])]
+            ends = [*chain(*(best[each].items() for each in near))]
             if not following[i]:
                 ends = [(0, 0)]
-            if ends and best[i] is None:
-                wide, length = max(ends, key=lambda end: (end[0], -end[1]))
-                best[i] = wide + _is_wide(code[i][1]), length + 1
+            if ends and not best[i]:
+                own = _is_wide(code[i][1])
+                for count, length in sorted(ends, key=lambda end: -end[1]):
+                    best[i][count + own] = length + 1
         backwards = True
-    return best[0][1]
+    return best[0][max(best[0]) if wide is None else wide]
 
 
 def _followers(
@@ -252,7 +376,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="the file to write")
     parser.add_argument("--architecture", help="count instructions for it: sm_90")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps")
+    parser.add_argument(
+        "--repeats", type=int, default=200, help="timed steps, 0 for none"
+    )
     options = parser.parse_args()
     found: dict[str, Any] = {
         "kernels": kernel_hash(),
@@ -261,6 +387,7 @@ def main() -> None:
             for name in STEPS
             for tensors in TENSORS
         ],
+        "launch_us": round(1e6 * launch_seconds(10_000), 1),
     }
     if options.architecture:
         found["architecture"] = options.architecture

@@ -203,9 +203,11 @@ def direct(
         block,
         group,
         short=vector.dtype == np.float16,
-        checked=True,
     )
-    return CodedSum(parts, segments), uncoded.errors
+    total = CodedSum(parts, segments)
+    if not total.is_finite:  # on all ranks: they have the same codes
+        yield from raise_not_finite(uncoded, group)
+    return total, uncoded.errors
 
 
 def shares_of_sum(
@@ -216,13 +218,11 @@ def shares_of_sum(
     group: Group,
     *,
     short: bool,
-    checked: bool = False,
 ) -> Steps[list[FewBits]]:
     """Return the shares of the sum over a group, one of each rank, and write this rank's errors.
 
     blocks: the first, and the one after the last, of those to sum. short: decoded
-    values are exact in float16. checked: refuse values that are not finite, as the
-    scales tell: their errors are the values, which may be replaced.
+    values are exact in float16. A block of the sum is not finite if one of any rank is.
     """
 
     def code(share: tuple[int, int], others: Sequence[FewBits] = ()) -> FewBits:
@@ -232,8 +232,6 @@ def shares_of_sum(
 
     ranges = shares(*blocks, group.size)
     parts = [code(share) for rank, share in enumerate(ranges) if rank != group.rank]
-    if checked and not all([part.is_finite for part in parts]):
-        refuse_not_finite(uncoded, group)
     parts.insert(group.rank, as_they_are(uncoded.errors[:0], block))
     received = yield from group.all_to_all(parts)
     others = [theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank]
@@ -246,17 +244,19 @@ def shares_of_sum(
             f"received a damaged message: not {size} values in {bits} bits"
         )
     share = code((first, end), others)
-    # if this rank's values are finite, the sum is out of range on all ranks
-    if checked and not share.is_finite:
-        refuse_not_finite(uncoded, group)
     del parts, received, others
     return [theirs for theirs, _ in (yield from group.all_to_all([share] * group.size))]
 
 
-def refuse_not_finite(uncoded: Uncoded, group: Group) -> None:
-    """Raise ValueError on this rank, and CollectiveError on the others, if a value is not finite."""
+def raise_not_finite(uncoded: Uncoded, group: Group) -> Steps[None]:
+    """Raise ValueError on a rank with a value that is not finite, and CollectiveError on the others.
+
+    Without one the sum is out of range, and nothing is raised. In a block that is not
+    finite the errors, which may have replaced the values, are the values.
+    """
     with group.raise_on_all():
         uncoded.check(uncoded.values())
+    yield from group.compare_calls()
 
 
 @quantised_allreduce.algorithm()

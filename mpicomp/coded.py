@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for, namespace, rounded
-from mpicomp.few_bits import FewBits
+from mpicomp.few_bits import FewBits, first_blocks
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Segments:
     @cached_property
     def first_blocks(self) -> list[int]:
         """The number of the first block of each vector, and the number of blocks."""
-        return [0, *accumulate(-(-size // self.block) for size in self.sizes)]
+        return first_blocks(self.sizes, self.block)
 
     def position(self, number: int) -> int:
         """Return the position of the first value of a block; the number of values for the block after the last."""
@@ -155,10 +155,15 @@ class CodedSum:
         """The dtype of the decoded values."""
         return self.shares[0].dtype
 
-    @property
+    @cached_property
     def is_finite(self) -> bool:
-        """Whether all values are finite: that tell the scales."""
-        return all([share.is_finite for share in self.shares])
+        """Whether all values are finite: that tell the scales. The first look waits for a device."""
+        scales = self.shares[0].scales
+        if len(self.shares) > 1:
+            scales = np.concatenate([share.scales for share in self.shares])
+        width = 4 * self.dtype.itemsize
+        infinity = np.array(np.inf, self.dtype).view(f"u{self.dtype.itemsize}") >> width
+        return not bool((scales == scales.dtype.type(infinity)).any())
 
     def writer(
         self,

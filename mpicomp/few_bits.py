@@ -1,8 +1,8 @@
 """Consecutive values of a dense vector in few bits: what a message of `quantised_allreduce` has."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -39,15 +39,6 @@ class FewBits:
         """The dtype of the decoded values."""
         return np.dtype(np.float32 if self.scales.itemsize == 2 else np.float64)
 
-    @cached_property
-    def is_finite(self) -> bool:
-        """Whether all values were finite before they were rounded; the first look waits for a device."""
-        infinity = (
-            np.array([np.inf], self.dtype).view(f"u{self.dtype.itemsize}")[0]
-            >> 4 * self.dtype.itemsize
-        )
-        return not bool((self.scales == self.scales.dtype.type(infinity)).any())
-
     @property
     def blocks(self) -> int:
         """The number of blocks."""
@@ -72,6 +63,11 @@ class FewBits:
             kernels_for(out).decoder(*coded, [out], divisor=divisor)()
         else:
             out[...] = self.codes.view(self.dtype)
+
+
+def first_blocks(sizes: Iterable[int], block: int) -> list[int]:
+    """Return the number of the first block of each segment, and at last the number of blocks."""
+    return [0, *accumulate(-(-size // block) for size in sizes)]
 
 
 def sizes(bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:

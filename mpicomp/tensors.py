@@ -15,6 +15,9 @@ import numpy as np
 from mpicomp.arrays import (
     Array,
     contiguous,
+    flat,
+    is_contiguous,
+    is_on_current_device,
     kind_of,
     namespace,
     to_values,
@@ -73,8 +76,8 @@ class Tensor:
         Raises TypeError or ValueError for another shape, dtype or device than in the
         first step, and for a parameter of PyTorch.
         """
-        if self._is_like(array) and array.flags.c_contiguous:
-            return array.reshape(-1)  # type: ignore[no-any-return]  # fast path
+        if self._is_like(array) and is_contiguous(array):
+            return flat(array)  # fast path
         if array is None:
             return self.new()
         if getattr(array, "requires_grad", False) and getattr(array, "is_leaf", False):
@@ -86,7 +89,7 @@ class Tensor:
             raise TypeError(
                 f"{self.name} is {described(array)}: expected {self.kind} as in the first step"
             )
-        return contiguous(values).reshape(-1)
+        return flat(contiguous(values))
 
     def writable(
         self, array: Any, name: str, view: Callable[[Any], Array] = writable_vector
@@ -103,10 +106,10 @@ class Tensor:
 
     def _is_like(self, array: Any) -> bool:
         return (
-            type(array) is np.ndarray
+            type(array) is self.xp.ndarray
             and array.shape == self.shape
             and array.dtype == self.dtype
-            and self.xp is np
+            and (self.xp is np or is_on_current_device(array))
         )
 
     def _checked(self, name: str, array: Any) -> Array:

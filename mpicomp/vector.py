@@ -110,10 +110,12 @@ class SparseVector:
                 vars(vector)[name] = vars(self)[name]
         return vector
 
-    def remember(self, bounds: Sequence[int], places: list[int], facts: Facts) -> None:
-        """Store what the kernel that filled arrays on a device knows: the results of `places_of` and of `inspect`."""
+    def remember(
+        self, facts: Facts, bounds: Sequence[int] = (), places: Sequence[int] = ()
+    ) -> None:
+        """Store what the kernel that filled arrays on a device knows: the results of `inspect` and of `places_of`."""
         fields = vars(self)
-        fields["_known_places"] = list(bounds), places
+        fields["_known_places"] = list(bounds), list(places)
         fields["_device_facts"] = facts
         fields["_device_ends"] = facts[2:]
 
@@ -409,10 +411,13 @@ def merge(a: SparseVector, b: SparseVector) -> SparseVector:
     """
     if not a.nnz or not b.nnz:
         return (a if a.nnz else b).copy()
-    indices, values = kernels_for(a.values).merge(
+    indices, values, facts = kernels_for(a.values).merge(
         a.indices, a.values, b.indices, b.values
     )
-    return SparseVector.trusted(indices, values, a.length)
+    vector = SparseVector.trusted(indices, values, a.length)
+    if facts is not None:
+        vector.remember(facts)
+    return vector
 
 
 def add_up(vectors: Sequence[SparseVector]) -> SparseVector:

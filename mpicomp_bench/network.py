@@ -20,7 +20,7 @@ from collectives.planning.links import NETWORKS, Links
 from collectives.planning.schedule import group_sizes
 from collectives.runtime.group import Group
 from collectives.runtime.link import Traffic, Turn
-from collectives.runtime.messages import LINE, Steps
+from collectives.runtime.messages import LINE, NOTHING, Steps
 from mpicomp.arrays import Buffer
 
 
@@ -187,6 +187,7 @@ class SimulatedArrival:
         self.known = False
         self.buffer: Buffer | None = None
         self.copy = None  # on a device: none here
+        self.line = NOTHING
 
     def test(self) -> bool:
         """See `Pending.test`."""

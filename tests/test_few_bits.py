@@ -12,11 +12,10 @@ import pytest
 from test_vectors import loops
 
 from mpicomp.arrays import new_vector
-from mpicomp.few_bits import BITS, SCALES
+from mpicomp.few_bits import BITS, SCALES, first_blocks
 from mpicomp.kernels import host
 from mpicomp.kernels.host.few_bits import (
     decoder,
-    first_blocks,
     quantise_parts,
 )
 

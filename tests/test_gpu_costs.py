@@ -22,10 +22,23 @@ MOST = {
 @pytest.mark.parametrize("name", gpu_costs.STEPS)
 def test_a_step_starts_and_waits_for_few_things(name, tensors):
     launches, waits = MOST[name][gpu_costs.TENSORS.index(tensors)]
-    counts, recorder, _ = gpu_costs.last(name, tensors, 160 * 512, 3)
+    counts, recorder = gpu_costs.last(name, tensors, 160 * 512, 3)
     assert counts.launches <= launches, counts
     assert counts.synchronisations <= waits, counts
     assert recorder.bytes > 4 * 160 * 512
+
+
+def test_a_replay_makes_the_same_calls_and_leaves_the_stand_in_as_it_was():
+    before = gpu_costs.cupy.ndarray.get
+    exchange = gpu_costs.made("bits=4", 2, gpu_costs.MPI.COMM_SELF)
+    given = gpu_costs.gradient(2, 640, 0)
+    exchange(given, out=given)
+    with gpu_costs.Replay() as replay:
+        assert replay.time(lambda: exchange(given, out=given), 3) > 0
+        assert replay.answers
+        assert not replay.left, "all of the recorded copies to the host were asked for"
+    assert gpu_costs.cupy.ndarray.get is before
+    assert gpu_costs.launch_seconds(3) > 0
 
 
 def test_a_path_is_the_shortest_of_those_with_most_wide_accesses():
@@ -43,3 +56,4 @@ def test_a_path_is_the_shortest_of_those_with_most_wide_accesses():
     lines = [line.split(maxsplit=1) for line in code.strip().splitlines()]
     parsed = [(int(place, 16), text) for place, text in lines]
     assert gpu_costs.shortest(parsed) == 6
+    assert gpu_costs.shortest(parsed, 0) == 6

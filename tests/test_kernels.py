@@ -624,7 +624,7 @@ def test_merge_adds_where_both_have_an_entry(
         draw_sparse(rng, size, 120, index_dtype, shape, dtype)
         for size in (size_a, size_b)
     ]
-    indices, total = host.merge(*pair[0], *pair[1])
+    indices, total, _ = host.merge(*pair[0], *pair[1])
     dense = np.zeros((120, *shape), dtype)
     for where, what in pair:
         dense[where] += what

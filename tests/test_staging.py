@@ -39,6 +39,7 @@ assert comm.size == 1 or traffic(comm).messages
 if comm.rank == 0:
     print("sound")
 """
+DIRECT = {"MPICOMP_CUDA_AWARE": "1", "MPICOMP_FAKE_VISIBLE": "1"}
 CLAIM = "cuda_aware.query = lambda: True\n"
 DENIES = "cuda_aware.query = lambda: False\n"
 LONG = """
@@ -46,8 +47,7 @@ from collectives.runtime import messages
 messages.BIDIRECTIONAL, messages.PIECE = 64, 4096
 """
 NO_STREAM = """
-from types import SimpleNamespace
-staging._stream = lambda: SimpleNamespace(synchronize=lambda: None)
+staging.first_line = lambda block: block[:64]._hidden.copy()
 """
 NO_EVENTS = """
 from cupy.cuda import Event
@@ -55,6 +55,21 @@ Event.synchronize = lambda self: None
 length = 900  # so short that MPI takes the message at once: of a longer one it may read what was copied meanwhile
 """
 
+
+COUNTED = """
+import gpu_costs
+from mpi4py import MPI
+from collectives.runtime import cuda_aware
+cuda_aware.query = lambda: True
+for name in gpu_costs.TIMED:
+    for tensors in 1, 54:
+        one, _ = gpu_costs.last(name, tensors, 160 * 64, 2)
+        two, _ = gpu_costs.last(name, tensors, 160 * 64, 2, MPI.COMM_WORLD)
+        assert two.launches <= one.launches + 12, (name, tensors, one, two)
+        assert two.synchronisations <= one.synchronisations + 3, (name, tensors, one, two)
+if MPI.COMM_WORLD.rank == 0:
+    print("sound")
+"""
 
 RELEASED = """
 import numpy as np
@@ -77,7 +92,9 @@ print("sound" if (arrival.copy.get() == message).all() else "overwritten")
 
 def child(prepare, *, size=2, program=CHILD, **environment):
     """Return the finished run of a child job; what it is told to prepare makes it right or wrong."""
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    path = os.pathsep.join(
+        [str(TESTS.parent), str(TESTS), str(TESTS.parent / "benchmarks")]
+    )
     return mpirun(
         size, "-c", program.format(prepare=prepare), PYTHONPATH=path, **environment
     )
@@ -90,8 +107,14 @@ def child(prepare, *, size=2, program=CHILD, **environment):
     ids=["long, staged", "short, direct"],
 )
 def test_messages_arrive_staged_or_by_the_pointer_and_long_ones_in_pieces(aware, long):
-    settings = {"MPICOMP_CUDA_AWARE": "1", "MPICOMP_FAKE_VISIBLE": "1"} if aware else {}
-    done = child(long + CLAIM * aware, **settings)
+    done = child(long + CLAIM * aware, **DIRECT if aware else {})
+    assert done.stdout.strip() == "sound", done.stderr
+
+
+@ON_THE_STAND_IN
+def test_a_step_of_two_ranks_waits_three_times_more_than_one_of_one():
+    """With direct messages; tests/mpi/test_device_exchange.py has staged ones."""
+    done = child("", program=COUNTED, **DIRECT)
     assert done.stdout.strip() == "sound", done.stderr
 
 
@@ -106,7 +129,7 @@ def test_another_mpi_dies_of_it():
 
 @ON_THE_STAND_IN
 def test_who_hands_out_an_array_without_waiting_for_the_stream_is_caught():
-    done = child(CLAIM + NO_STREAM, MPICOMP_CUDA_AWARE="1", MPICOMP_FAKE_VISIBLE="1")
+    done = child(CLAIM + NO_STREAM, **DIRECT)
     assert done.returncode != 0
     assert "the stream was not synchronised" in done.stderr
 

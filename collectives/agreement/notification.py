@@ -31,6 +31,8 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
             return (yield from steps)
         except DisagreementError:
             pass
+        finally:
+            group.landings.release()
     reports = yield from group.notify(report(group.signature, group.error))
     error = _error_of(group, reports)
     try:

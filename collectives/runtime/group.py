@@ -21,7 +21,14 @@ from numpy.typing import NDArray
 
 from collectives.planning import schedule
 from collectives.runtime import staging
-from collectives.runtime.messages import LINE, Arrival, Pending, Sending, Steps
+from collectives.runtime.messages import (
+    LINE,
+    NOTHING,
+    Arrival,
+    Pending,
+    Sending,
+    Steps,
+)
 from mpicomp.arrays import Buffer, on_device, to_device_of, to_numpy
 from mpicomp.codec import (
     CODECS,
@@ -90,6 +97,7 @@ class Group:
         self._turn_reserved: Turn | None = None
         # the messages of this round: an operation that breaks off has to keep them
         self.posted: list[Arrival | Sending] = []
+        self.landings = staging.Landings()
         # the errors of ranks by which the operation broke off in the middle
         self.broken: dict[int, str] = {}
         # the error notifications of other ranks
@@ -312,20 +320,27 @@ class Group:
         return self._with_checksum(message)
 
     def _received(self, arrival: Arrival) -> tuple[Any, int]:
-        contents, count = self.unpack(arrival.buffer, arrival.source, arrival.copy)
+        contents, count = self.unpack(
+            arrival.buffer, arrival.source, arrival.copy, arrival.line
+        )
         # read after the arrival is released
         if arrival.copy is not None and isinstance(contents, FewBits):
-            staging.wait_for_stream()
+            self.landings.keep(arrival.buffer)
         return contents, count
 
     def unpack(
-        self, message: Buffer, source: int | None = None, copy: Any = None
+        self,
+        message: Buffer,
+        source: int | None = None,
+        copy: Any = None,
+        line: Buffer = NOTHING,
     ) -> tuple[Any, int]:
         """Return the contents of a message from `source`; DisagreementError if its signature is not this rank's.
 
         copy: of the message, on the device of the vector; made here if it is missing.
+        line: the first of a message on a device, in host memory, if it is known.
         """
-        header = self._header(message)
+        header = self._header(message, line)
         if header.kind == ERROR and source is not None:
             self._keep_notification(message, source)
         if header.signature != self._digest:
@@ -405,12 +420,9 @@ class Group:
             raise _damaged("an error notification that is not JSON") from None
         return message
 
-    def _header(self, message: Buffer) -> Header:
+    def _header(self, message: Buffer, line: Buffer = NOTHING) -> Header:
         """Return the header of a message; DamagedMessageError if size, header or checksum are not valid."""
-        try:
-            header = read_header(message)
-        except CodecError as error:
-            raise _damaged(error) from None
+        header = _read_header(message, line if line.size else None)
         if self.link.checked and header.crc != _checksum(message):
             raise _damaged("its checksum differs")
         return header
@@ -491,9 +503,9 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
-def _read_header(message: Buffer) -> Header:
+def _read_header(message: Buffer, line: Buffer | None = None) -> Header:
     try:
-        return read_header(message)
+        return read_header(message, line)
     except CodecError as error:
         raise _damaged(error) from None
 

@@ -134,19 +134,19 @@ class Link:
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
         start: Callable[..., list[Any]] = messages.send_pieces
+        line = messages.NOTHING
         if on_device(buffer):
             start = partial(staging.send_pieces, direct=self.direct)
+            if self.direct:
+                line = staging.first_line(buffer)
+        header = partial(send_size, self.comm, buffer.size, line, dest, tag)
         if arrival is not None and buffer.size > messages.BIDIRECTIONAL:
-            size = send_size(self.comm, buffer.size, dest, tag)
-            return Sending(
-                size, after=(arrival, partial(start, self.comm, buffer, dest, tag))
-            )
-        sizes = (
-            [send_size(self.comm, buffer.size, dest, tag)]
-            if buffer.size > messages.PIECE
-            else []
-        )
-        return Sending(*sizes, *start(self.comm, buffer, dest, tag))
+            pieces = partial(start, self.comm, buffer, dest, tag)
+            return Sending(header(), after=(arrival, pieces))
+        headers = []
+        if line.size or buffer.size > messages.PIECE:
+            headers.append(header())
+        return Sending(*headers, *start(self.comm, buffer, dest, tag))
 
     def discard(self, tag: int) -> bool:
         """Receive a message with this tag from any rank, and drop it; return whether one had arrived."""

@@ -2,7 +2,8 @@
 
 A message is one contiguous buffer of whole 64-byte lines, of a size that the receiver
 gets from a matched probe. A long one is sent in pieces whose counts fit a C int, after
-a size header of 8 bytes (less than a line).
+a size header of 8 bytes (less than a line). One that MPI takes from a device's memory
+has its first line in the size header as well, which the host then need not copy.
 
 In a bidirectional exchange of long messages a clear-to-send over TCP can queue behind
 the sender's own payload, which serialises the two directions. Both ranks therefore send
@@ -103,7 +104,7 @@ class Arrival:
 
     allocate: a function of its size that returns `buffer`, and `copy`: on a device, if
     the buffer is not, else None. copy_in: copies each piece from one to the other
-    (`staging`).
+    (`staging`). `line` is its first line, in host memory, if it came ahead.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Arrival:
         self.when_known: Callable[[], None] | None = None
         self.buffer: Buffer = NOTHING
         self.copy: Any = None
+        self.line: Buffer = NOTHING  # of a size header
         self._envelope = (comm, source, tag)
         self._allocate = allocate
         self._copy_in = copy_in
@@ -159,11 +161,12 @@ class Arrival:
         """Start to receive the probed message, or the size header of a long one."""
         comm, source, tag = self._envelope
         nbytes = status.Get_count(_byte())
-        has_header = nbytes == _SIZE.itemsize
+        has_header = nbytes % LINE == _SIZE.itemsize
         if has_header:
-            size = np.empty(1, _SIZE)
-            message.Recv(size)
-            nbytes = int(size[0])
+            header = np.empty(nbytes, np.uint8)
+            message.Recv(in_bytes(header))
+            nbytes = int(header[: _SIZE.itemsize].view(_SIZE)[0])
+            self.line = header[_SIZE.itemsize :]
             if nbytes < LINE or nbytes % LINE:
                 raise DamagedMessageError(
                     f"received a damaged message: a size header of {nbytes} bytes"
@@ -189,9 +192,12 @@ def notice_tag(comm: "MPI.Comm") -> int:
     return int(comm.Get_attr(mpi().TAG_UB) or 32767)
 
 
-def send_size(comm: "MPI.Comm", nbytes: int, dest: int, tag: int) -> "MPI.Request":
-    """Start to send the size header of a long message."""
-    return comm.Isend(np.array([nbytes], _SIZE), dest, tag)
+def send_size(
+    comm: "MPI.Comm", nbytes: int, line: Buffer, dest: int, tag: int
+) -> "MPI.Request":
+    """Start to send a size header. line: the first line of the message, or `NOTHING`."""
+    size = np.array([nbytes], _SIZE).view(np.uint8)
+    return comm.Isend(in_bytes(np.concatenate([size, line])), dest, tag)
 
 
 def send_pieces(

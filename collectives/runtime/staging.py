@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 def send_pieces(
     comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bool
 ) -> "list[MPI.Request]":
-    """Start to send a device buffer in pieces; each request keeps its memory alive."""
+    """Start to send a device buffer in pieces; each request keeps its memory alive. direct: after `first_line`."""
     if direct:
-        wait_for_stream()
         return messages.send_pieces(comm, block, dest, tag)
     landing = pinned(block.size)
     parts = pieces(block.size)
@@ -39,12 +38,18 @@ def send_pieces(
     return requests
 
 
+def first_line(block: Any) -> Buffer:
+    """Wait for what was queued on the current stream, and return the first line of a device buffer."""
+    line: Buffer = block[:LINE].get()
+    return line
+
+
 def allocate(nbytes: int, *, direct: bool) -> tuple[Buffer, Any]:
     """Return a buffer for a message for the device, and where `copy_in` copies it; see `Arrival`.
 
     direct: the buffer is on the device, and there is no copy. Else it is pinned memory:
-    keep it until `wait_for_stream` has returned, or an operation that reads the
-    asynchronous copy has been synchronised, as `decode` does.
+    keep it in `Landings`, or until an operation that reads the asynchronous copy has
+    been synchronised, as `decode` does.
     """
     if direct:
         buffer = _on_device(nbytes)
@@ -54,14 +59,34 @@ def allocate(nbytes: int, *, direct: bool) -> tuple[Buffer, Any]:
     return pinned(nbytes), _on_device(nbytes) if nbytes > LINE else None
 
 
+class Landings:
+    """Pinned memory that the device may still copy from."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Any, Buffer]] = []
+
+    def keep(self, landing: Buffer) -> None:
+        """Keep memory that what was queued on the current stream copies from."""
+        self._kept.append((_stream().record(), landing))
+
+    def release(self) -> None:
+        """Let all memory go, once it has been copied."""
+        for copied, _ in self._kept:
+            if not copied.done:
+                copied.synchronize()
+        self._kept.clear()
+
+
 def copy_in(landing: NDArray[Any], block: Any) -> None:
     """Start to copy pinned memory to the device."""
     block.data.copy_from_host_async(landing.ctypes.data, block.nbytes, _stream())
 
 
 def wait_for_stream() -> None:
-    """Wait for what was queued on the current stream."""
-    _stream().synchronize()
+    """Wait for what was queued on the current stream, if it is not done."""
+    stream = _stream()
+    if not stream.done:
+        stream.synchronize()
 
 
 def complete(namespaces: Iterable[Any]) -> None:

@@ -309,7 +309,7 @@ class DDPHandle(Handle):
             torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
             for name in names
         ]
-        self.norm = norm = math.hypot(*map(float, norms))
+        self.norm = norm = math.hypot(*_in_host_memory(norms))
         limit = clip / math.sqrt(self.exchange.comm.size)
         for buffer, parts in buckets:
             # what is not finite is left for the exchange to find
@@ -329,6 +329,14 @@ class DDPHandle(Handle):
             else [buffer]
         ):
             gradient.mul_(factor)
+
+
+def _in_host_memory(numbers: list[torch.Tensor]) -> list[float]:
+    """Return numbers of tensors, which may be on devices, by one copy."""
+    if not numbers:
+        return []
+    together = torch.stack([number.to(numbers[0].device) for number in numbers])
+    return together.tolist()  # type: ignore[no-any-return]
 
 
 def _take(handle: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

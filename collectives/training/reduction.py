@@ -95,9 +95,9 @@ class Reduction:
         total: Mean = received.value
         divides = ranks > 1 and self.average in (True, CONTRIBUTORS)
         if isinstance(total, CodedSum):
+            if not total.is_finite:
+                raise out_of_range("sum over the ranks", total.dtype)
             mean = replace(total, divisor=ranks if divides else 1)
-            if not mean.is_finite:
-                raise out_of_range("sum over the ranks", mean.dtype)
             if mean.dtype == dtype:
                 return mean
             # in float16 it is decoded now, as values may be out of range
@@ -117,7 +117,8 @@ class Reduction:
             values = np.empty_like(values)
             kernels_for(values).quotient(total.values, divisors, values)
         values = self._in(dtype, values)
-        vector = total if values is total.values else total.with_values(values)
+        is_as_finite = values.dtype == total.dtype  # over a number of ranks
+        vector = total.with_values(values, is_finite=is_as_finite)
         try:
             vector.validate()
         except ValueError:

@@ -234,13 +234,16 @@ def _room(nbytes: int, line: int, like: Any, out: Buffer | None) -> Buffer:
     return message
 
 
-def read_header(message: Buffer) -> Header:
-    """Return the header of a message; CodecError if it is not valid, or the message is shorter than it states."""
+def read_header(message: Buffer, line: Buffer | None = None) -> Header:
+    """Return the header of a message; CodecError if it is not valid, or the message is shorter than it states.
+
+    line: the first bytes of a message on a device, in host memory.
+    """
     if message.size < HEADER_NBYTES:
         raise CodecError(
             f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}"
         )
-    header = Header._make(read_fields(message, _HEADER))
+    header = Header._make(read_fields(message if line is None else line, _HEADER))
     if header.magic != MAGIC or header.version != VERSION:
         raise CodecError(
             f"got magic {header.magic!r}, version {header.version}: expected {MAGIC!r}, {VERSION}"

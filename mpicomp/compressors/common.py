@@ -97,7 +97,7 @@ def known(length: int, bounds: Sequence[int], entries: Selected) -> SparseVector
     """Return the vector of entries that a kernel selected, and all that it knows of them."""
     vector = SparseVector.trusted(entries.indices, entries.values, length)
     if entries.facts is not None:
-        vector.remember(bounds, entries.places, entries.facts)
+        vector.remember(entries.facts, bounds, entries.places)
     return vector
 
 

@@ -514,6 +514,18 @@ def fit(device, cupy, values, bounds, summands=None, *, pareto, by_count):
         assert_same_entries(*results[::-1], values.size)
 
 
+def compare_merge(device, cupy, *args):
+    """Compare a sum, and what the device says of it with what `inspect` returns."""
+    with np.errstate(all="ignore"):
+        indices, values, _ = host.merge(*args)
+    *found, facts = device.merge(*there(cupy, list(args)))
+    assert_same(here(tuple(found)), (indices, values))
+    if facts is not None:
+        expected = host.inspect(indices, values, int(indices[-1]) + 1)
+        assert (facts[1] < 0) == (expected[1] < 0)
+        assert (facts[0], *facts[2:]) == (expected[0], *expected[2:])
+
+
 def merges(device, cupy):
     for dtype in DTYPES:
         for index_dtype in INDEX_DTYPES:
@@ -531,16 +543,18 @@ def merges(device, cupy):
                     draw_sparse(rng, size, 4000, index_dtype, (), dtype)
                     for size in (size_a, size_b)
                 )
-                compare(device, cupy, "merge", *a, *b)
-            compare(device, cupy, "merge", a[0], a[1], a[0], a[1])
+                compare_merge(device, cupy, *a, *b)
+            compare_merge(device, cupy, a[0], a[1], a[0], a[1])
+            huge = np.full(b[0].size, np.finfo(dtype).max, dtype)
+            compare_merge(device, cupy, b[0], huge, b[0], huge)  # infinity
             run = np.arange(9000, 12_000).astype(index_dtype), np.ones(3000, dtype)
-            compare(device, cupy, "merge", *run, *a)
-            compare(device, cupy, "merge", *a, *run)
+            compare_merge(device, cupy, *run, *a)
+            compare_merge(device, cupy, *a, *run)
             rows = [
                 draw_sparse(rng, size, 90, index_dtype, (3,), dtype)
                 for size in (40, 60)
             ]
-            compare(device, cupy, "merge", *rows[0], *rows[1])
+            compare_merge(device, cupy, *rows[0], *rows[1])
 
 
 def sums_of_many(device, cupy):
@@ -559,7 +573,7 @@ def sums_of_many(device, cupy):
     ]
     values = [np.array(each, np.float32) for each in ([-0.0, 3, -0.0], [-3], [0, -0.0])]
     compare(device, cupy, "accumulate", indices, values, 2**63 - 1)
-    compare(device, cupy, "merge", indices[0], values[0], indices[2], values[2])
+    compare_merge(device, cupy, indices[0], values[0], indices[2], values[2])
 
 
 def sums_that_round(device, cupy):
@@ -568,7 +582,7 @@ def sums_that_round(device, cupy):
     halves = halves[np.isfinite(halves)]
     indices = np.arange(halves.size)
     for step in (1, 997, 20_011):
-        compare(device, cupy, "merge", indices, halves, indices, np.roll(halves, step))
+        compare_merge(device, cupy, indices, halves, indices, np.roll(halves, step))
         with np.errstate(over="ignore"):
             compare_in_place(
                 device,

@@ -128,6 +128,7 @@ struct Warp {
 struct Block {
     uint3 index = {0, 0, 0};
     unsigned live = 0, waiting = 0;
+    int counted = 0;  // by __syncthreads_count
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
     void* shared = nullptr;
@@ -468,6 +469,15 @@ extern "C" inline __attribute__((used)) const char* emulate(
 #define gridDim (emulation::launch.grid)
 
 inline void __syncthreads() { emulation::wait_for_block(); }
+inline int __syncthreads_count(int is) {
+    __syncthreads();
+    int& counted = emulation::current->block->counted;
+    const int before = counted;
+    __syncthreads();
+    counted += is != 0;
+    __syncthreads();
+    return counted - before;
+}
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::collective(emulation::SYNC, mask, 0); }
 inline void __threadfence() { emulation::maybe_yield(); }
 inline void __nanosleep(unsigned) { emulation::leave(emulation::SPINNING); }

@@ -34,11 +34,15 @@ def plan(program, module, name):
     """Return what starts a kernel on copies of its arrays."""
     arena = module.arena
 
+    def own(word):
+        """Return a number, or where the memory is that it is the address of: parts of what one operation clears."""
+        return arena.hidden(word) if arena.has(word) else word
+
     def start(blocks, threads, args):
         copies = [Copy(arg._hidden) for arg in args if hasattr(arg, "_hidden")]
         exact = iter(copies)
         sent = [
-            next(exact).exact if hasattr(arg, "_hidden") else int(arg or 0)
+            next(exact).exact if hasattr(arg, "_hidden") else own(int(arg or 0))
             for arg in args
         ]
         offset = arena.base - arena.shown

@@ -13,19 +13,6 @@ struct Bins {
 
 constexpr int OF_A_BIN = 4;  // values of a bin in registers, of a lane
 
-__device__ inline u64 warp_max(u64 value) {
-    for (int by = 16; by; by /= 2) value = greater(value, __shfl_xor_sync(ALL, value, by));
-    return value;
-}
-__device__ inline u32 warp_max(u32 value) {
-#ifdef __CUDACC__
-    return __reduce_max_sync(ALL, value);
-#else
-    return (u32)warp_max((u64)value);
-#endif
-}
-__device__ inline u32 warp_max(u16 value) { return warp_max((u32)value); }
-
 template <typename Key>
 __device__ inline bool is_reached(Key value, Key addend, double largest, u64 mask) {
     const double sum = (double)widened(number_of(value)) + (double)widened(number_of(addend));

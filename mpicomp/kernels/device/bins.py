@@ -37,7 +37,6 @@ def entries_in_bins(
     threads: ignored. Four launches and one wait, whatever the number of segments.
     """
     form = FORMATS[values.dtype]
-    keys = values.view(form.keys)
     edges = np.asarray(bounds, np.int64)
     sizes = np.diff(edges)
     some = np.flatnonzero(sizes)
@@ -50,8 +49,8 @@ def entries_in_bins(
     count = some.size
     blocks = in_tiles(total, THREADS)
     # bad, the first position inverted, the last one, selected entries and magnitudes of each segment
-    report, *scanned = zeros(3 + 2 * count, 1, 1, blocks)
-    magnitudes = report[3 + count :].view(form.keys)
+    whole, work = zeros(3, count, count, 1, 1, blocks)
+    report, selected, magnitudes, *scanned = work
     largest = cupy.empty(total, form.keys)
     marked = cupy.empty(total, np.uint32), cupy.empty(words, np.uint32)
     vector = Vector.of(values, summand and (*summand, parts))
@@ -60,9 +59,9 @@ def entries_in_bins(
     marking = *sums, table, count, mask, int(form.infinity), largest, *marked, report
     warps = min(MOST_BLOCKS, in_tiles(total, _WARPS))
     launch("mark_in_bins", [form.keys], warps, *marking)
-    meaning = keys, table, mask, largest, *marked, magnitudes, report[3:], report
+    meaning = values, table, mask, largest, *marked, magnitudes, selected, report
     launch("mean_of_bins", [form.keys], count, *meaning)
-    said = report.get()
+    said = whole[: 3 + 2 * count].get()
     if said[0]:
         for each in (values, *parts):
             raise_not_finite(each)
@@ -71,14 +70,14 @@ def entries_in_bins(
     ends[some + 1] = said[3 : 3 + count]
     places = np.cumsum(ends).tolist()
     positions = cupy.empty(places[-1], index)
-    found = cupy.empty(places[-1], form.keys)
+    found = cupy.empty(places[-1], values.dtype)
     facts = NOTHING
     if places[-1]:
         facts = -1, -1, int(~said[1]), int(said[2])
         writing = *marked, magnitudes, *scanned, blocks, positions, found
         dtypes = [index, form.keys]
-        launch("entries_of_bins", dtypes, blocks, keys, table, count, mask, *writing)
-    return Selected(positions, found.view(values.dtype), places, facts), scales
+        launch("entries_of_bins", dtypes, blocks, values, table, count, mask, *writing)
+    return Selected(positions, found, places, facts), scales
 
 
 def _table(

@@ -1,6 +1,10 @@
 // The largest magnitudes of each chunk of consecutive values, in all segments of a vector, a block of threads for each
-// chunk. A chunk of up to a tile is read once, into registers; a longer one once for each digit and once more.
+// chunk. A chunk of up to a tile is read once, into registers; a longer one once for each digit and once more. Few of a
+// tile are selected from candidates: a threshold is narrowed until it is reached by little more threads than entries are
+// wanted, and what reaches it is compared with each other.
 #include "common.cuh"
+
+constexpr u32 FEW = 128, CANDIDATES = THREADS;  // entries of a tile, at most, that are selected from so many candidates
 
 template <int threads>
 struct ChunkShared {
@@ -8,6 +12,8 @@ struct ChunkShared {
     Finder finder;
     u32 bins[BINS];
     u64 warps[2][threads / 32], before;
+    u64 candidates[CANDIDATES];
+    i32 places[CANDIDATES];
 };
 
 // Set `prefix` to the k-th largest magnitude of a chunk, 0 where there are fewer, and k to its rank among what equals it.
@@ -76,6 +82,79 @@ __device__ inline void append_chunk(
     }
 }
 
+// Return a magnitude, at least 1, that no fewer items of a tile reach than are wanted, unless it is 1: so many threads
+// have one. own: the largest magnitude of this thread.
+template <int threads, typename Key>
+__device__ inline Key narrowed(ChunkShared<threads>& shared, Key own, u32 wanted) {
+    const Key of_warp = (Key)warp_max(own);
+    if (lane() == 0) shared.warps[0][warp()] = of_warp;
+    __syncthreads();
+    Key top = 0;
+#pragma unroll
+    for (int w = 0; w < threads / 32; ++w) top = greater(top, (Key)shared.warps[0][w]);
+    Key low = 1, high = top, middle = (Key)(top - (top >> 4));
+    while (low < high) {  // the answer is not above `high`
+        const u32 reaching = (u32)__syncthreads_count(own >= middle);
+        if (reaching < wanted) {
+            high = (Key)(middle - 1);
+        } else {
+            low = middle;
+            if (reaching <= wanted + 16) break;
+        }
+        middle = (Key)(high - (high - low) / 2);
+    }
+    return low;
+}
+
+// Keep the `wanted` largest items of a tile, in order: keep(number, place in the tile, bits). Call publish(count), a
+// function of the whole block, before. Return false, without a call, if there are too many candidates.
+template <int threads, typename Key, typename Publish, typename Keep>
+__device__ inline bool keep_few(
+    ChunkShared<threads>& shared, const Items<Key>& items, i64 size, Key mask, u32 wanted, const Publish& publish,
+    const Keep& keep) {
+    const i64 first = warp() * Items<Key>::WARP;
+    Key own = 0;  // behind the last item are zeros
+#pragma unroll
+    for (int i = 0; i < Items<Key>::COUNT; ++i) own = greater(own, (Key)(items.key[i] & mask));
+    const Key least = narrowed(shared, own, wanted);
+    u32 reached = 0;
+#pragma unroll
+    for (int i = 0; i < Items<Key>::COUNT; ++i) reached |= (u32)((Key)(items.key[i] & mask) >= least) << i;
+    const u32 of_warp = warp_sum((u32)__popc(reached));
+    if (lane() == 0) shared.warps[1][warp()] = of_warp;
+    __syncthreads();
+    u32 before = 0, count = 0;
+#pragma unroll
+    for (int w = 0; w < threads / 32; ++w) {
+        before += w < warp() ? (u32)shared.warps[1][w] : 0;
+        count += (u32)shared.warps[1][w];
+    }
+    if (count > CANDIDATES) return false;
+    append<Key>(reached, first, before, [&](u64 at, int i, i64 place) {
+        shared.candidates[at] = items.key[i], shared.places[at] = (i32)place;
+    });
+    __syncthreads();
+    bool is_kept = false;
+    Key bits = 0;
+    if (threadIdx.x < count) {
+        bits = (Key)shared.candidates[threadIdx.x];
+        const Key key = (Key)(bits & mask);
+        u32 larger = 0;
+        for (u32 c = 0; c < count; ++c) {
+            const Key other = (Key)((Key)shared.candidates[c] & mask);
+            larger += other > key || (other == key && c < threadIdx.x);
+        }
+        is_kept = larger < wanted;
+    }
+    const u32 kept = __ballot_sync(ALL, is_kept);
+    if (lane() == 0) shared.warps[0][warp()] = __popc(kept);
+    publish(lesser(count, wanted));  // and a barrier
+    u64 at = shared.before + __popc(kept & ((1u << lane()) - 1));
+    for (u32 w = 0; w < warp(); ++w) at += shared.warps[0][w];
+    if (is_kept) keep(at, (i64)shared.places[threadIdx.x], bits);
+    return true;
+}
+
 // A segment in chunks; in the row behind the last `before` is the number of all.
 struct Chunks {
     i64 first, end, before;  // in the vector; the number of chunks before
@@ -100,6 +179,8 @@ __device__ inline void largest_in_chunks(
     Items<Key> items;
     if (out) {
         const Key* addend = ADDRESS(const Key, own.addend) + (start - own.first);
+#pragma unroll
+        for (int i = 0; i < Items<Key>::COUNT; ++i) items.key[i] = 0;
         for (i64 first = warp() * Items<Key>::WARP; first < length; first += threads * Items<Key>::COUNT) {
             read_sum(values + start, factor, addend, length, first, items);
             write(out + start, length, first, items);
@@ -107,28 +188,34 @@ __device__ inline void largest_in_chunks(
     } else {
         read(bits, length, warp() * Items<Key>::WARP, items);
     }
+    u64 final = 0;
+    const auto publish = [&](u64 selected) {
+        if (warp() == 0) {
+            const u64 before = look_back(states, number, selected);
+            if (lane() == 0) {
+                shared.before = before;
+                if (number == own.before) starts[row] = before;
+                if (number == rows[count].before - 1) starts[count] = before + selected;
+            }
+        }
+        __syncthreads();
+        final = shared.before + selected - 1;
+    };
+    const auto keep = [&](u64 at, i64 place, Key key) {
+        const i64 position = start + place;
+        positions[at] = (Index)position, kept[at] = key;
+        if (at == 0) said->first = (u64)position;
+        if (at == final) atomicMax(&said->last, (u64)position);
+        if ((key & mask) >= infinity) atomicMax(&said->bad, 1ull);
+    };
+    const bool is_tile = length <= threads * Items<Key>::COUNT;
+    if (is_tile && wanted <= FEW && keep_few(shared, items, length, (Key)mask, (u32)wanted, publish, keep)) return;
     u64 threshold, ties = wanted;
     find_kth(shared, bits, length, items, mask, width, threshold, ties);
-    u64 above = wanted - ties;
+    const u64 above = wanted - ties;
     if (threshold == 0) ties = 0;  // zeros are not selected
-    if (warp() == 0) {
-        u64 before = look_back(states, number, above + ties);
-        if (lane() == 0) {
-            shared.before = before;
-            if (number == own.before) starts[row] = before;
-            if (number == rows[count].before - 1) starts[count] = before + above + ties;
-        }
-    }
-    __syncthreads();
-    const u64 final = shared.before + above + ties - 1;
-    append_chunk(
-        shared, bits, length, items, mask, threshold, ties, shared.before, 0, [&](u64 at, i64 place, Key key) {
-            const i64 position = start + place;
-            positions[at] = (Index)position, kept[at] = key;
-            if (at == 0) said->first = (u64)position;
-            if (at == final) atomicMax(&said->last, (u64)position);
-            if ((key & mask) >= infinity) atomicMax(&said->bad, 1ull);
-        });
+    publish(above + ties);
+    append_chunk(shared, bits, length, items, mask, threshold, ties, shared.before, 0, keep);
 }
 
 #define LARGEST_IN_CHUNKS(name, threads, Index, Key)                                                                \

@@ -49,31 +49,32 @@ __device__ inline void to_elias_fano(const Index* indices, i64 size, i64 first, 
 
 // Planes of `room` bytes, one for each 8 bits of a field; behind them planes of `row` words, one for each bit left.
 struct Planes {
-    i64 octets, room, bits, row;
-    __device__ inline Planes(u64 width, i64 size)
-        : octets((width + 1) / 8), room((size + 7) / 8 * 8), bits((width + 1) % 8), row((size + 63) / 64) {}
-    __device__ inline i64 word(i64 bit, i64 i) const { return octets * room / 8 + bit * row + i / 64; }
+    u32 octets, bits;
+    u64 room, row;
+    __device__ inline Planes(u64 width, u64 size)
+        : octets((u32)(width + 1) / 8), bits((u32)(width + 1) % 8), room((size + 7) / 8 * 8), row((size + 63) / 64) {}
+    __device__ inline u64 word(u32 bit, u64 i) const { return octets * (room / 8) + bit * row + i / 64; }
 };
 
 template <typename Key>
 __device__ inline void to_offsets(const Key* values, i64 size, u64 mask, u64 sign, u64 least, u64 width, u8* bytes) {
-    i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
-    if (i >= size) return;
+    const u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= (u64)size) return;
     const Planes planes(width, size);
     u64 field = ((u64)values[i] & mask) - least | (u64)values[i] >> sign << width;
-    for (i64 j = 0; j < planes.octets; ++j, field >>= 8) bytes[j * planes.room + i] = (u8)field;
-    for (i64 bit = 0; bit < planes.bits; ++bit, field >>= 1)
+    for (u32 j = 0; j < planes.octets; ++j, field >>= 8) bytes[j * planes.room + i] = (u8)field;
+    for (u32 bit = 0; bit < planes.bits; ++bit, field >>= 1)
         if (field & 1) atomicOr((u64*)bytes + planes.word(bit, i), 1ull << i % 64);
 }
 
 template <typename Key>
 __device__ inline void from_offsets(const u8* bytes, u64 mask, u64 sign, u64 least, u64 width, Key* values, i64 size) {
-    i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
-    if (i >= size) return;
+    const u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= (u64)size) return;
     const Planes planes(width, size);
     u64 field = 0;
-    for (i64 j = 0; j < planes.octets; ++j) field |= (u64)bytes[j * planes.room + i] << 8 * j;
-    for (i64 bit = 0; bit < planes.bits; ++bit)
+    for (u32 j = 0; j < planes.octets; ++j) field |= (u64)bytes[j * planes.room + i] << 8 * j;
+    for (u32 bit = 0; bit < planes.bits; ++bit)
         field |= (((const u64*)bytes)[planes.word(bit, i)] >> i % 64 & 1) << (8 * planes.octets + bit);
     u64 magnitude = (field & ((1ull << width) - 1)) + least & mask;
     values[i] = (Key)(magnitude | (field >> width & 1) << sign);

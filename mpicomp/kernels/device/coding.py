@@ -90,7 +90,7 @@ def _walk(name: str, words: Array, args: Sequence[Array | int], indices: Array) 
     if not words.size:
         return 0
     tiles = in_tiles(words.size, _WORDS)
-    total, ticket, states = zeros(1, 1, tiles)
+    total, work = zeros(1, 1, tiles)
     launch(
         name,
         [indices.dtype],
@@ -98,9 +98,7 @@ def _walk(name: str, words: Array, args: Sequence[Array | int], indices: Array) 
         *args,
         indices,
         indices.size,
-        total,
-        ticket,
-        states,
+        *work,
         tiles,
     )
-    return int(total.get()[0])
+    return int(total[:1].get()[0])

@@ -161,6 +161,20 @@ __device__ inline T warp_sum(T value) {
     return value;
 }
 
+// The largest number of a warp, in all lanes.
+__device__ inline u64 warp_max(u64 value) {
+    for (int by = 16; by; by /= 2) value = greater(value, __shfl_xor_sync(ALL, value, by));
+    return value;
+}
+__device__ inline u32 warp_max(u32 value) {
+#ifdef __CUDACC__
+    return __reduce_max_sync(ALL, value);
+#else
+    return (u32)warp_max((u64)value);
+#endif
+}
+__device__ inline u32 warp_max(u16 value) { return warp_max((u32)value); }
+
 // The sum over this lane and those before it.
 template <typename T>
 __device__ inline T warp_scan(T value) {
@@ -170,6 +184,11 @@ __device__ inline T warp_scan(T value) {
     }
     return value;
 }
+
+// What is said of the entries that a kernel writes: 1 if a value is not finite; the first and the last index.
+struct Said {
+    u64 bad, first, last;
+};
 
 // Counts over the grid in one pass: "decoupled look-back" (D. Merrill and M. Garland, NVIDIA NVR-2016-002). A tile takes
 // a ticket, so that all tiles before it are under way or done, however blocks are scheduled. A word says all about a

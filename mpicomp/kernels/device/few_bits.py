@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicomp.few_bits import first_blocks
 from mpicomp.kernels.device.compiling import (
     THREADS,
     Array,
@@ -15,7 +16,7 @@ from mpicomp.kernels.device.compiling import (
 )
 from mpicomp.kernels.device.merging import add_scaled
 from mpicomp.kernels.host.bits import FORMATS
-from mpicomp.kernels.host.few_bits import first_blocks, offset_of, rounding
+from mpicomp.kernels.host.few_bits import offset_of, rounding
 
 _HELD = 16  # values that a thread holds in registers
 _LONG = 256  # values: a warp works on each longer block
@@ -143,7 +144,7 @@ def decoder(
 
 def _spans(sizes: Sequence[int], block: int, first: int, last: int) -> list[slice]:
     """Return which values of each part are in the blocks from `first` to before `last`."""
-    firsts = first_blocks(sizes, block).tolist()
+    firsts = first_blocks(sizes, block)
     spans = []
     for size, low in zip(sizes, firsts, strict=False):
         begin, end = ((number - low) * block for number in (first, last))

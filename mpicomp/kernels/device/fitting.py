@@ -74,7 +74,7 @@ def end_fits(
     own = plans[some]
     vector = Vector.of(values, summands)
     room = np.maximum(1, own["room"])
-    candidates = Candidates(
+    candidates = Candidates.of(
         vector, edges[some], edges[some + 1], vector.addends_of(some, plans.size), index
     )
     found, report = _fitted(candidates, own, room, int(room.sum()), pareto)
@@ -121,20 +121,20 @@ def _fitted(
     tiles = running_totals(in_tiles(room, TILES[form.keys.itemsize]))
     fields = (plans[name].view(np.int64) for name in ("start", "wanted", "share"))
     rows = table_of(blocks, tiles, *fields)
-    report, done, ticket, states, *compacting = zeros(
-        _SAID + 4 * count + 2, count, 1, int(tiles[-1]), *candidates.work
+    whole, work = zeros(
+        *(_SAID, count + 1, count + 1, 2 * count),
+        *(count, 1, int(tiles[-1]), *candidates.work),
     )
-    starts = report[_SAID:]
-    kept_starts = starts[count + 1 :]
+    said, starts, kept_starts, fits, done, ticket, states, *compacting = work
     floors = keys_above(plans["start"], form.floating).astype(np.uint64)
     indices, keys = candidates.compacted(cupy.asarray(floors), most, starts, compacting)
     sums = cupy.empty(3 * int(blocks[-1]))
     limits = cupy.empty(count, np.uint64)
-    fitting = rows, count, starts, int(pareto), sums, done, starts[2 * count + 2 :]
+    fitting = rows, count, starts, int(pareto), sums, done, fits
     number = int(blocks[-1])
     launch("fit_excess", [form.floating], number, keys, most, *fitting, limits)
     found = cupy.empty(most, indices.dtype), cupy.empty(most, keys.dtype)
     given = indices, keys, most, rows, count, starts, form.mask, limits, ticket, states
     dtypes = [indices.dtype, keys.dtype]
-    launch("exceeding", dtypes, int(tiles[-1]), *given, kept_starts, *found, report)
-    return found, report.get()
+    launch("exceeding", dtypes, int(tiles[-1]), *given, kept_starts, *found, said)
+    return found, whole[: _SAID + 4 * count + 2].get()

@@ -21,12 +21,12 @@ struct MergeShared {
     i64 ends[2];
 };
 
-// Write the sum of two sparse vectors over the union of their supports; *total is how many entries it has. A block finds
-// where its stretch of the merge begins and ends in a and b, and its threads find theirs between.
+// Write the sum of two sparse vectors, one of which has entries, over the union of their supports; *total is how many
+// entries it has. A block finds where its stretch of the merge begins and ends in a and b, and its threads find theirs.
 template <typename Index, typename Value>
 __device__ inline void merge(
     const Index* a, const Value* values_a, i64 size_a, const Index* b, const Value* values_b, i64 size_b,
-    Index* indices, Value* values, u64* total, u64* ticket, u64* states, i64 tiles) {
+    u64 mask, u64 infinity, Index* indices, Value* values, Said* said, u64* total, u64* ticket, u64* states, i64 tiles) {
     SHARED(MergeShared, shared);
     i64 first = take_tile(shared.scan, ticket) * THREADS * STEPS, end = lesser(first + THREADS * STEPS, size_a + size_b);
     if (warp() < 2 && lane() == 0) shared.ends[warp()] = merge_path(a, size_a, b, size_b, warp() ? end : first);
@@ -60,9 +60,15 @@ __device__ inline void merge(
 #pragma unroll
     for (int i = 0; i < STEPS; ++i)
         if (kept >> i & 1) {
-            indices[at] = index[i];
-            narrow(sum[i], values[at++]);
+            Value value;
+            narrow(sum[i], value);
+            indices[at] = index[i], values[at++] = value;
+            if ((bits_of(value) & mask) >= infinity) atomicMax(&said->bad, 1ull);
         }
+    if (first == 0 && threadIdx.x == 0) {
+        said->first = (u64)(size_b && (!size_a || b[0] < a[0]) ? b[0] : a[0]);
+        said->last = (u64)(size_b && (!size_a || b[size_b - 1] > a[size_a - 1]) ? b[size_b - 1] : a[size_a - 1]);
+    }
 }
 
 // Sums of many sparse vectors, one behind the other from `starts` on. Each entry finds its place in the order of all
@@ -246,10 +252,12 @@ __device__ inline void inspect(
     FOR_INDEX_AND_KEY(index, Index, u8, u64)
 
 #define FOR_INDEX_AND_VALUE(index, Index, value, Value)                                                             \
-    KERNEL merge_##index##_##value(                                                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) merge_##index##_##value(                              \
         const Index* a, const Value* values_a, i64 size_a, const Index* b, const Value* values_b, i64 size_b,       \
-        Index* indices, Value* values, u64* total, u64* ticket, u64* states, i64 tiles) {                           \
-        merge(a, values_a, size_a, b, values_b, size_b, indices, values, total, ticket, states, tiles);             \
+        u64 mask, u64 infinity, Index* indices, Value* values, Said* said, u64* total, u64* ticket, u64* states,    \
+        i64 tiles) {                                                                                                \
+        merge(a, values_a, size_a, b, values_b, size_b, mask, infinity, indices, values, said, total, ticket,       \
+              states, tiles);                                                                                       \
     }                                                                                                               \
     KERNEL accumulate_##index##_##value(                                                                            \
         const Index* indices, const Value* values, const i64* starts, i64 parts, i64 size, Index* sorted,           \

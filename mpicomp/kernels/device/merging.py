@@ -10,6 +10,7 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
+from mpicomp.kernels import Facts
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
     THREADS,
@@ -25,26 +26,45 @@ _MERGED = 4 * THREADS  # entries that a block merges
 _PACKED = 4 * THREADS
 _CLEARED = 4096  # values that a block clears
 _OPERATORS = "+-*/"
+_SAID = 3  # words of `Said`
 
 
 def merge(
     indices_a: Array, values_a: Array, indices_b: Array, values_b: Array
-) -> tuple[Array, Array]:
-    """Return the sum of two sparse vectors as (indices, values), as `mpicomp.kernels.host.merge` does."""
+) -> tuple[Array, Array, Facts | None]:
+    """Return the sum of two sparse vectors as `mpicomp.kernels.host.merge` does, and of numbers what `inspect` does.
+
+    The place of a value that is not finite is any.
+    """
     room = indices_a.size + indices_b.size
     if values_a.ndim > 1 or not room:
-        return accumulate([indices_a, indices_b], [values_a, values_b], 0)
+        return *accumulate([indices_a, indices_b], [values_a, values_b], 0), None
     indices, values = (
         cupy.empty(room, indices_a.dtype),
         cupy.empty(room, values_a.dtype),
     )
     tiles = in_tiles(room, _MERGED)
-    total, ticket, states = zeros(1, 1, tiles)
-    pair = indices_a, values_a, indices_a.size, indices_b, values_b, indices_b.size
-    dtypes = [indices_a.dtype, values_a.dtype]
-    launch("merge", dtypes, tiles, *pair, indices, values, total, ticket, states, tiles)
-    count = int(total.get()[0])
-    return indices[:count], values[:count]
+    report, work = zeros(_SAID, 1, 1, tiles)
+    form = FORMATS[values_a.dtype]
+    launch(
+        "merge",
+        [indices_a.dtype, values_a.dtype],
+        tiles,
+        indices_a,
+        values_a,
+        indices_a.size,
+        indices_b,
+        values_b,
+        indices_b.size,
+        form.mask,
+        form.infinity,
+        indices,
+        values,
+        *work,
+        tiles,
+    )
+    bad, first, last, count = report[: _SAID + 1].get().tolist()
+    return indices[:count], values[:count], (-1, 0 if bad else -1, first, last)
 
 
 def accumulate(
@@ -248,7 +268,7 @@ def _added(
         cupy.empty(size, values.dtype),
         in_tiles(size, _PACKED),
     )
-    count, ticket, states = zeros(1, 1, tiles)
+    count, work = zeros(1, 1, tiles)
     launch(
         "pack",
         dtypes,
@@ -258,12 +278,10 @@ def _added(
         size,
         union,
         total,
-        count,
-        ticket,
-        states,
+        *work,
         tiles,
     )
-    entries = int(count.get()[0])
+    entries = int(count[:1].get()[0])
     return union[:entries], total[:entries]
 
 

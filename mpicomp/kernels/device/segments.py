@@ -12,6 +12,7 @@ prefix scan with decoupled look-back", NVIDIA NVR-2016-002.
 """
 
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import cupy
@@ -50,6 +51,7 @@ _DIGIT = 11
 # values that a block of 256 threads reads at a time, by their bytes
 TILES = {2: 4096, 4: 4096, 8: 2048}
 _COMPACTED = 8  # tiles of a block
+_NO_ADDENDS = np.zeros(1, np.int64)
 _SAID = 3  # words: whether a value is not finite, the first position, the last one
 
 
@@ -100,18 +102,13 @@ def largest_in_segments(
 
     threads: ignored. It is known of the entries whether they are finite.
     """
-    return _in_segments(
-        Vector.of(values, summands),
-        np.asarray(bounds, np.int64),
-        np.asarray(k),
-        np.asarray(chunk),
-        np.asarray(last),
-        index_dtype(values.size),
-    )
+    layout = layout_of(bounds, k, chunk, last)
+    index = index_dtype(values.size)
+    return _in_segments(Vector.of(values, summands), layout, index)
 
 
 class Vector(NamedTuple):
-    """The values to select from, as bits; `out` if they are first overwritten by ``factor * source`` plus addends.
+    """The values to select from; `out` if they are first overwritten by ``factor * source`` plus addends.
 
     factor: the bits of a float64. addends: the address of the addend of each segment.
     """
@@ -126,13 +123,11 @@ class Vector(NamedTuple):
     @classmethod
     def of(cls, values: Array, summands: Summands | None = None) -> "Vector":
         form = FORMATS[values.dtype]
-        bits = values.view(form.keys)
         if summands is None:
-            return cls(form, bits, bits, None, 0, np.zeros(1, np.int64))
+            return cls(form, values, values, None, 0, _NO_ADDENDS)
         a, scale, parts = summands
-        factor = np.float64(values.dtype.type(scale)).view(np.uint64)
         addends = np.array([address(part) for part in parts], np.int64)
-        return cls(form, bits, a.view(form.keys), bits, int(factor), addends)
+        return cls(form, values, a, values, bits_of(scale, form), addends)
 
     def addends_of(self, rows: Column, count: int) -> Column:
         """Return the addresses of the addends of some of `count` segments; zeros without a sum."""
@@ -144,137 +139,146 @@ class Vector(NamedTuple):
         return int(self.form.mask), self.form.width, int(self.form.infinity)
 
 
+class Layout:
+    """The segments of which entries are selected, and what follows from them: made once for equal arguments.
+
+    columns: the bounds of all segments, k, chunk and last of `largest_in_segments`, as
+    bytes of int64. Its arrays are not written to.
+    """
+
+    def __init__(self, *columns: bytes) -> None:
+        edges, k, chunk, last = (np.frombuffer(each, np.int64) for each in columns)
+        sizes = np.diff(edges)
+        self.segments = sizes.size
+        self.some = np.flatnonzero((sizes > 0) & (k + last > 0))
+        self.first = edges[self.some]
+        self.end = edges[self.some + 1]
+        self.chunk = chunk[self.some]
+        self.k = k[self.some]
+        self.last = last[self.some]
+        # values of the longest chunk
+        self.longest = int(np.minimum(chunk, sizes)[self.some].max(initial=0))
+
+    @cached_property
+    def chunks(self) -> tuple[Column, int, int]:
+        """The rows of `Chunks`, the number of chunks, and the entries of all."""
+        whole, rest = np.divmod(self.end - self.first, self.chunk)
+        before = running_totals(whole + (rest > 0))
+        room = int((whole * self.k + np.where(rest, self.last, 0)).sum())
+        columns = self.first, self.end, before, self.chunk, self.k, self.last
+        return rows_of(*columns, _NO_ADDENDS), int(before[-1]), room
+
+    @cached_property
+    def parts(self) -> tuple[Column, Column, Column, "Rows"]:
+        """The number of chunks before each segment, the segment of each chunk and its place there, and the chunks."""
+        numbers = in_tiles(self.end - self.first, self.chunk)
+        of = np.repeat(np.arange(self.first.size), numbers)
+        before = running_totals(numbers)
+        offset = (np.arange(of.size) - before[of]) * self.chunk[of]
+        starts = self.first[of] + offset
+        ends = np.minimum(starts + self.chunk[of], self.end[of])
+        is_whole = ends - starts == self.chunk[of]
+        wanted = np.where(is_whole, self.k[of], self.last[of])
+        return before, of, offset, Rows(starts, ends, wanted)
+
+
+class Rows:
+    """Parts of a vector, the entries to select from each, and by which rank of a sample."""
+
+    def __init__(self, first: Column, end: Column, k: Column) -> None:
+        self.first = first
+        self.end = end
+        self.wanted = np.minimum(k, end - first)
+        self.rank, self.room = _by_sample(end - first, self.wanted)
+
+
+_layout = lru_cache(maxsize=256)(Layout)
+
+
+def layout_of(bounds: Any, k: Any, chunk: Any, last: Any) -> Layout:
+    """Return the layout for arguments of `largest_in_segments`."""
+    columns = bounds, k, chunk, last
+    return _layout(*(np.asarray(each, np.int64).tobytes() for each in columns))
+
+
 def _largest(vector: Vector, k: int) -> Selected:
-    edges = np.array([0, vector.values.size])
-    few = np.array([k])
-    return _in_segments(vector, edges, few, edges[1:], few, np.dtype(np.intp))
+    size = vector.values.size
+    layout = layout_of([0, size], [k], [size], [k])
+    return _in_segments(vector, layout, np.dtype(np.intp))
 
 
-def _in_segments(
-    vector: Vector,
-    edges: Column,
-    k: Column,
-    chunk: Column,
-    last: Column,
-    index: np.dtype[Any],
-) -> Selected:
+def _in_segments(vector: Vector, layout: Layout, index: np.dtype[Any]) -> Selected:
     """Return the largest of each chunk of each segment, with indices of a dtype."""
-    sizes = np.diff(edges)
-    some = np.flatnonzero((sizes > 0) & (k + last > 0))
-    places = np.zeros(edges.size, np.int64)
-    if not some.size:
-        values = vector.values[:0].view(vector.form.floating)
-        return Selected(cupy.empty(0, index), values, places.tolist(), NOTHING)
-    addends = vector.addends_of(some, sizes.size)
-    rows = edges[some], edges[some + 1], chunk[some], k[some], last[some], addends
-    if np.minimum(chunk, sizes).max() <= _LONG:
-        found = _in_chunks(vector, *rows, index)
-    else:
-        found = _in_long_chunks(vector, *rows, index)
-    indices, kept, starts, said = found
-    places[some + 1] = starts[1:]
+    places = np.zeros(layout.segments + 1, np.int64)
+    if not layout.some.size:
+        return Selected(
+            cupy.empty(0, index), vector.values[:0], places.tolist(), NOTHING
+        )
+    select = _in_chunks if layout.longest <= _LONG else _in_long_chunks
+    addends = vector.addends_of(layout.some, layout.segments)
+    indices, kept, starts, said = select(vector, layout, addends, index)
+    places[layout.some + 1] = starts[1:]
     places = np.maximum.accumulate(places)
     count = int(places[-1])
     bad, first, end = said
     facts = (-1, 0 if bad else -1, first, end) if count else NOTHING
-    values = kept[:count].view(vector.form.floating)
-    return Selected(indices[:count], values, places.tolist(), facts)
+    return Selected(indices[:count], kept[:count], places.tolist(), facts)
 
 
 def _in_chunks(
-    vector: Vector,
-    first: Column,
-    end: Column,
-    chunk: Column,
-    k: Column,
-    last: Column,
-    addend: Column,
-    index: np.dtype[Any],
+    vector: Vector, layout: Layout, addends: Column, index: np.dtype[Any]
 ) -> _Chosen:
     """Select from each chunk by a block of threads."""
-    mask, width, infinity = vector.limits
-    whole, rest = np.divmod(end - first, chunk)
-    before = running_totals(whole + (rest > 0))
-    rows = table_of(first, end, before, chunk, k, last, addend)
-    room = int((whole * k + np.where(rest, last, 0)).sum())
-    count = first.size
-    chunks = int(before[-1])
-    report, ticket, states = zeros(_SAID + count + 1, 1, chunks)
+    rows, chunks, room = layout.chunks
+    rows = rows.copy()
+    rows[:-1, -1] = addends
+    count = addends.size
+    report, (said, starts, ticket, states) = zeros(_SAID, count + 1, 1, chunks)
     positions = cupy.empty(room, index)
-    kept = cupy.empty(room, vector.form.keys)
-    is_long = min(chunk.max(), (end - first).max()) > TILES[kept.itemsize]
+    kept = cupy.empty(room, vector.form.floating)
+    is_long = layout.longest > TILES[kept.itemsize]
     launch(
         "largest_in_long_chunks" if is_long else "largest_in_chunks",
-        [index, kept.dtype],
+        [index, vector.form.keys],
         chunks,
         vector.source,
         vector.factor,
         vector.out,
-        rows,
+        cupy.asarray(rows),
         count,
-        mask,
-        width,
-        infinity,
+        *vector.limits,
         ticket,
         states,
-        report[_SAID:],
+        starts,
         positions,
         kept,
-        report,
+        said,
         threads=_SELECTORS if is_long else THREADS,
     )
-    words = report.get()
+    words = report[: _SAID + count + 1].get()
     return positions, kept, words[_SAID:], words[:_SAID].tolist()
 
 
 def _in_long_chunks(
-    vector: Vector,
-    first: Column,
-    end: Column,
-    chunk: Column,
-    k: Column,
-    last: Column,
-    addend: Column,
-    index: np.dtype[Any],
+    vector: Vector, layout: Layout, addends: Column, index: np.dtype[Any]
 ) -> _Chosen:
-    """Select from each chunk as from a segment of its own."""
-    numbers = in_tiles(end - first, chunk)
-    rows = np.repeat(np.arange(first.size), numbers)
-    before = running_totals(numbers)
-    offset = (np.arange(rows.size) - before[rows]) * chunk[rows]
-    starts = first[rows] + offset
-    ends = np.minimum(starts + chunk[rows], end[rows])
-    wanted = np.where(ends - starts == chunk[rows], k[rows], last[rows])
-    own = addend[rows]
+    """Select from each chunk as from a segment of its own, by thresholds from samples."""
+    before, of, offset, rows = layout.parts
+    own = addends[of]
     if vector.out is not None:
         own = own + offset * vector.values.itemsize
-    chosen = _in_rows(vector, starts, ends, wanted, own, index)
-    positions, kept, places, said = chosen
-    return positions, kept, places[before], said
-
-
-def _in_rows(
-    vector: Vector,
-    first: Column,
-    end: Column,
-    k: Column,
-    addend: Column,
-    index: np.dtype[Any],
-) -> _Chosen:
-    """Select from each row, which is a part of the vector, by thresholds from samples."""
-    sizes = end - first
-    wanted = np.minimum(k, sizes)
-    rank, room = _by_sample(sizes, wanted)
-    candidates = Candidates(vector, first, end, addend, index)
-    chosen, floors, reached = _select(candidates, wanted, rank, room, None)
-    is_short = (reached < wanted) & (floors > 1)
-    is_misled = is_short | (reached > room)
-    if is_misled.any():
+    candidates = Candidates.of(vector, rows.first, rows.end, own, index)
+    room = rows.room
+    chosen, floors, reached = _select(candidates, rows.wanted, rows.rank, room, None)
+    is_short = (reached < rows.wanted) & (floors > 1)
+    if (is_short | (reached > room)).any():  # a sample misled
         floors = np.where(is_short, 1, floors)
+        sizes = rows.end - rows.first
         room = np.where(is_short, sizes, np.maximum(room, reached))
         again = candidates.without_sum()
-        chosen, _, _ = _select(again, wanted, rank, room, floors)
-    return chosen
+        chosen, _, _ = _select(again, rows.wanted, rows.rank, room, floors)
+    positions, kept, places, said = chosen
+    return positions, kept, places[before], said
 
 
 def _by_sample(sizes: Column, k: Column) -> tuple[Column, Column]:
@@ -296,18 +300,25 @@ class Candidates(NamedTuple):
     end: Column
     addend: Column
     index_dtype: np.dtype[Any]
+    tiles: Column  # the number before each row, and of all
+
+    @classmethod
+    def of(
+        cls,
+        vector: Vector,
+        first: Column,
+        end: Column,
+        addend: Column,
+        index: np.dtype[Any],
+    ) -> "Candidates":
+        """Return rows with their tiles."""
+        tiles = running_totals(in_tiles(end - first, TILES[vector.values.itemsize]))
+        return cls(vector, first, end, addend, index, tiles)
 
     def without_sum(self) -> "Candidates":
         """Return the same rows of a sum that was written."""
         vector = self.vector
         return self._replace(vector=vector._replace(source=vector.values, out=None))
-
-    @property
-    def tiles(self) -> Column:
-        """The number of tiles before each row, and of all."""
-        return running_totals(
-            in_tiles(self.end - self.first, TILES[self.vector.values.itemsize])
-        )
 
     @property
     def work(self) -> tuple[int, int]:
@@ -316,27 +327,27 @@ class Candidates(NamedTuple):
 
     def table(self, *columns: Column) -> Array:
         """Return the rows on the device. columns: jobs before, entries, ranks, and places of counts, if needed."""
-        jobs, k, rank, digits = columns or [np.zeros(1, np.int64)] * 4
+        jobs, k, rank, digits = columns or [_NO_ADDENDS] * 4
         bounds = self.first, self.end, self.tiles
         return table_of(*bounds, jobs, k, rank, self.addend, digits)
 
     def compacted(
         self,
-        floors: Array,
+        floors: Array | int,
         room: int,
-        starts: Array,
-        work: Sequence[Array],
+        starts: int,
+        work: Sequence[int],
         rows: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return room with indices and bits of what reaches the floor of its row; the sum is written first.
 
-        starts: gets the number before each row, and of all. work: zeros.
+        starts: the address that gets the number before each row, and of all. work: those of zeros.
         """
         vector = self.vector
         keys = vector.form.keys
         table = self.table() if rows is None else rows
         count = self.first.size
-        ticket, states = work
+        _, tiles = self.work
         marks = cupy.empty(int(self.tiles[-1]) * THREADS, np.uint16)
         blocks = min(MOST_BLOCKS, int(self.tiles[-1]))
         args = table, count, vector.limits[0], floors, marks
@@ -347,8 +358,8 @@ class Candidates(NamedTuple):
             launch("add_and_mark", [keys], blocks, *summed, *args)
         found = cupy.empty(room, self.index_dtype), cupy.empty(room, keys)
         dtypes = [self.index_dtype, keys]
-        given = vector.values, marks, table, count, *found, room, starts, ticket, states
-        launch("compact_marked", dtypes, states.size, *given, states.size)
+        given = vector.values, marks, table, count, *found, room, starts, *work
+        launch("compact_marked", dtypes, tiles, *given, tiles)
         return found
 
 
@@ -367,27 +378,24 @@ def _select(
     places = running_totals(digits)
     before = running_totals(jobs)
     rows = candidates.table(before, k, rank, places)
-    report, ticket, counts, *work = zeros(
-        _SAID + 2 * count + 1, 1, max(1, int(places[-1])), *candidates.work
+    whole, (said, starts, thresholds, ticket, counts, *work) = zeros(
+        _SAID, count + 1, count, 1, max(1, int(places[-1])), *candidates.work
     )
-    starts = report[_SAID : _SAID + count + 1]
-    thresholds = report[_SAID + count + 1 :]
     if floors is None:
         args = vector.source, vector.factor, rows, mask, width, thresholds
         launch("sample_floors", [keys], count, *args, threads=_SAMPLERS)
-    else:
-        thresholds = cupy.asarray(floors)
     most = int(room.sum())
-    found = candidates.compacted(thresholds, most, starts, work, rows)
+    least = thresholds if floors is None else cupy.asarray(floors)
+    found = candidates.compacted(least, most, starts, work, rows)
     entries = int(k.sum())
     positions = cupy.empty(entries, candidates.index_dtype)
-    kept = cupy.empty(entries, keys)
+    kept = cupy.empty(entries, vector.form.floating)
     limits = mask, width, infinity
     given = *found, most, rows, count, starts, *limits, ticket, counts, positions, kept
     dtypes = [positions.dtype, keys]
     number = int(before[-1])
-    launch("largest_in_rows", dtypes, number, *given, report, threads=_SELECTORS)
-    words = report.get()
+    launch("largest_in_rows", dtypes, number, *given, said, threads=_SELECTORS)
+    words = whole[: _SAID + 2 * count + 1].get()
     reached = np.diff(words[_SAID : _SAID + count + 1]).astype(np.int64)
     ends = running_totals(np.minimum(reached, k))
     chosen = positions, kept, ends, words[:_SAID].tolist()
@@ -408,9 +416,20 @@ def running_totals(counts: Column) -> Column:
     return np.append(0, np.cumsum(counts))
 
 
-def table_of(*columns: Column) -> Array:
-    """Return rows on the device; a column with one more number than there are rows has it in a row behind the last."""
+def rows_of(*columns: Column) -> Column:
+    """Return columns as rows; a column with one more number than there are rows has it in a row behind the last."""
     table = np.zeros((columns[0].size + 1, len(columns)), np.int64)
     for number, column in enumerate(columns):
         table[: column.size, number] = column
-    return cupy.asarray(table)
+    return table
+
+
+def table_of(*columns: Column) -> Array:
+    """Return `rows_of` columns on the device."""
+    return cupy.asarray(rows_of(*columns))
+
+
+@lru_cache(maxsize=64)
+def bits_of(factor: float, form: Format) -> int:
+    """Return the bits of a factor as a float64, rounded to a format."""
+    return int(np.float64(form.floating.type(factor)).view(np.uint64))

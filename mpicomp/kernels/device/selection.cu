@@ -140,11 +140,6 @@ __device__ inline i64 find_row(const Row* rows, i64 count, i64 Row::*before, i64
     return low;
 }
 
-// What is said of a selection: 1 if a selected value is not finite; the first and the last selected position.
-struct Said {
-    u64 bad, first, last;
-};
-
 // The bits of `factor` a + b, as two roundings to the format. factor: the bits of a double that the format has.
 template <typename Key>
 __device__ inline Key scale_and_add(Key a, u64 factor, Key b) {

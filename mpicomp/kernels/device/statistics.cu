@@ -99,8 +99,10 @@ template <typename Key>
 __device__ inline void with_magnitudes(
     const Key* values, const i64* edges, i64 segments, const Key* rows, u64 mask, Key* signed_magnitudes) {
     const i64 size = edges[segments], stride = (i64)gridDim.x * THREADS;
+    i64 segment = 0;
     for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += stride) {
-        const Key* own = rows + 3 * (lower_bound(edges, 0, segments + 1, i + 1) - 1);
+        if (edges[segment + 1] <= i) segment = lower_bound(edges, segment + 1, segments + 1, i + 1) - 1;
+        const Key* own = rows + 3 * segment;
         const Key magnitude = (Key)(values[i] & mask);
         signed_magnitudes[i] = (Key)((magnitude <= own[2] ? own[0] : own[1]) | (values[i] & ~mask));
     }

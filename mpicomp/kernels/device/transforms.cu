@@ -46,20 +46,31 @@ __device__ inline void hadamard(const Key* values, Key* out, i64 size, i64 chunk
     const i64 whole = size / chunk * chunk, start = lesser((i64)blockIdx.x * HELD, whole);
     const u32 rest = blockIdx.x < tiles ? 0 : (u32)(size - whole);
     const u32 length = rest ? rest : (u32)lesser((i64)HELD, whole - start);
-    for (u32 i = threadIdx.x; i < HELD; i += THREADS)
-        tile.values[padded(i)] = widened(number_of(i < length ? values[start + i] : (Key)0));
+    for (u32 part = warp() * Items<Key>::WARP; part < HELD; part += Items<Key>::TILE) {
+        Items<Key> items;
+        read(values + start, length, part, items);
+#pragma unroll
+        for (int i = 0; i < Items<Key>::COUNT; ++i)
+            tile.values[padded((u32)place_of<Key>(part, i))] = widened(number_of(items.key[i]));
+    }
     __syncthreads();
     for (u32 unit = 1; unit < chunk; unit *= OWN) {
         four_stages(tile, unit, (u32)chunk, rest);
         __syncthreads();
     }
-    for (u32 i = threadIdx.x; i < length; i += THREADS) {
-        const u32 bound = rest ? i ^ rest : (u32)chunk;
-        Wide scale;
-        narrow(scale_of(31 - __clz((int)bound)), scale);
-        auto result = number_of((Key)0);
-        narrow(tile.values[padded(i)] * scale, result);
-        out[start + i] = bits_of(result);
+    Wide scale;
+    narrow(scale_of(31 - __clz((int)chunk)), scale);
+    for (u32 part = warp() * Items<Key>::WARP; part < length; part += Items<Key>::TILE) {
+        Items<Key> items;
+#pragma unroll
+        for (int i = 0; i < Items<Key>::COUNT; ++i) {
+            const u32 place = (u32)place_of<Key>(part, i);
+            if (rest && place < length) narrow(scale_of(31 - __clz((int)(place ^ rest))), scale);
+            auto result = number_of((Key)0);
+            narrow(tile.values[padded(place)] * scale, result);
+            items.key[i] = bits_of(result);
+        }
+        write(out + start, length, part, items);
     }
 }
 

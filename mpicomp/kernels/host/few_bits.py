@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Array, address
+from mpicomp.few_bits import first_blocks
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import (
@@ -253,12 +254,6 @@ def decoder(
     return decode
 
 
-def first_blocks(sizes: Sequence[int], block: int) -> Array:
-    """Return the number of the first block of each segment, and at last the number of blocks."""
-    counts = [-(-size // block) for size in sizes]
-    return np.append(0, np.cumsum(counts, dtype=np.int64))
-
-
 def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
     """Return a number that rounds another one to an integer when they are added, with the field in the low bits.
 
@@ -272,7 +267,8 @@ def _layout(parts: Sequence[Array], block: int) -> tuple[Array, Array, Array]:
     """Return the first value and the first block of each segment, with the ends, and its address."""
     sizes = [part.size for part in parts]
     edges = np.append(0, np.cumsum(sizes, dtype=np.int64))
-    return edges, first_blocks(sizes, block), addresses(parts)
+    blocks = np.array(first_blocks(sizes, block), np.int64)
+    return edges, blocks, addresses(parts)
 
 
 def _rounds(bits: int) -> int | None:

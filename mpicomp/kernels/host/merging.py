@@ -30,25 +30,26 @@ _SPARSEST = 1 << 13
 
 def merge(
     indices_a: Array, values_a: Array, indices_b: Array, values_b: Array
-) -> tuple[Array, Array]:
-    """Return the sum of two sparse vectors as (indices, values) over the union of their supports.
+) -> tuple[Array, Array, None]:
+    """Return the sum of two sparse vectors as (indices, values, None) over the union of their supports.
 
     Indices strictly increase in each input and in the output; both pairs have the same
     dtypes. If both vectors have an entry the output has ``a + b``, which has the same
     bits as ``b + a``: the merge is bitwise commutative. float16 is added in float32 and
     rounded once, which gives the correctly rounded float16 sum. values: shape
-    (entries,), or (entries, width) for rows.
+    (entries,), or (entries, width) for rows. On a device the last result is what
+    `inspect` returns of the sum, where it is known.
     """
     if values_a.ndim > 1:
-        return _by_sorting([indices_a, indices_b], [values_a, values_b])
+        return *_by_sorting([indices_a, indices_b], [values_a, values_b]), None
     if values_a.dtype == np.float16:
-        indices, values = merge(
+        indices, values, _ = merge(
             indices_a,
             values_a.astype(np.float32),
             indices_b,
             values_b.astype(np.float32),
         )
-        return indices, _narrow(values, values_a.dtype)
+        return indices, _narrow(values, values_a.dtype), None
     room = indices_a.size + indices_b.size
     indices, values = np.empty(room, indices_a.dtype), np.empty(room, values_a.dtype)
     a, b = (
@@ -56,7 +57,7 @@ def merge(
         (as_writable(indices_b), as_writable(values_b)),
     )
     count = _merge(*a, *b, indices, values)
-    return indices[:count], values[:count]
+    return indices[:count], values[:count], None
 
 
 def accumulate(

@@ -265,7 +265,8 @@ def wrapped(value: Any, name: str | None) -> Any:
 
     name: of what computed it; None where nothing was computed.
     """
-    _ran()
+    if name is not None:
+        _ran()
     if isinstance(value, tuple | list):
         # of one operation
         parts = [

@@ -31,6 +31,10 @@ class Stream:
         while self._queue:
             self._queue.pop(0)()
 
+    @property
+    def done(self) -> bool:
+        return not self.busy
+
     def synchronize(self) -> None:
         self._wait("stream")
 
