@@ -140,6 +140,7 @@ def test_a_setting_of_some_ranks_only_raises_on_all_with_the_remedy(
 
 
 @pytest.mark.at_least(2)
+@pytest.mark.unchecked("is on")
 def test_settings_that_mean_the_same_and_threads_may_differ(comm, fresh, monkeypatch):
     if comm.rank == 0:
         monkeypatch.setenv("MPICOMP_CHECK", "0")
