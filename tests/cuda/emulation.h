@@ -305,7 +305,6 @@ inline char* take_stack() {
     }
     char* stack = spare.back();
     spare.pop_back();
-    __asan_unpoison_memory_region(stack, STACK);
     return stack;
 }
 
@@ -321,6 +320,7 @@ inline void begin(Block& block) {
     for (unsigned i = 0; i < launch.threads.x; ++i) {
         Fiber& fiber = block.fibers[i];
         if (!fiber.stack) fiber.stack = take_stack();
+        __asan_unpoison_memory_region(fiber.stack, STACK);  // the last frame of an earlier thread has not returned
         fiber.block = &block;
         fiber.thread.x = i;
         fiber.state = RETURNED;
