@@ -13,13 +13,13 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 # functions that the first step compiles, parts of kernels and Numba's own among them: one
 # more takes 0.05 to 0.5 s on each new machine
 MOST = {
-    "few-bits-4": 17,
-    "few-bits-2": 25,
-    "topk": 19,
-    "in-basis": 29,
-    "local-sparse": 31,
-    "sidco": 27,
-    "adacomp": 26,
+    "few-bits-4": 12,
+    "few-bits-2": 15,
+    "topk": 14,
+    "in-basis": 23,
+    "local-sparse": 23,
+    "sidco": 19,
+    "adacomp": 16,
 }
 
 

@@ -273,6 +273,7 @@ FEATURES = "+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+popcnt,+lzcnt,+movbe,+sse4.2"
 
 
 @X86
+@pytest.mark.slow
 def test_the_loops_over_values_are_vectors_of_full_width_on_avx2(tmp_path):
     """Not on the features of this processor: of x86-64-v3."""
     environment = {

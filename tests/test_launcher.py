@@ -132,8 +132,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("module", ["collectives.torch", "mpi4py"])
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "module"),
+    [
+        ("spawn", "mpi4py"),
+        ("forkserver", "collectives.torch"),
+        pytest.param("spawn", "collectives.torch", marks=pytest.mark.slow),
+        pytest.param("forkserver", "mpi4py", marks=pytest.mark.slow),
+    ],
+)
 def test_workers_do_not_initialise_mpi_as_the_same_rank(tmp_path, method, module):
     (tmp_path / "train.py").write_text(WORKERS)
     done = mpirun(2, "train.py", method, module=module, cwd=tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, index_dtype
 from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import jit, loop, single
@@ -20,12 +20,15 @@ from mpicomp.kernels.host.instructions import (
     LINE,
     WORD,
     array_at,
+    larger,
     largest_sum,
     lowest,
     ones,
     reaching,
+    smaller,
     store_sum,
     sums_reaching,
+    view,
 )
 from mpicomp.kernels.host.selection import first_not_finite, raise_not_finite
 from mpicomp.kernels.host.selection import largest as find_largest
@@ -68,57 +71,20 @@ def entries_in_bins(
     the first of `values`, else of a part, that is NaN or infinite.
     """
     dtype = values.dtype
-    edges = np.asarray(bounds, np.int64)
     if dtype == np.float16:
         if summand is not None:
             add_parts(*summand, parts, values)
-        wide = [each.astype(np.float32) for each in (values, *parts)]
-        values = wide[0]
-        parts = wide[1:]
+        values, *parts = (each.astype(np.float32) for each in (values, *parts))
         summand = None
-    form = FORMATS[values.dtype]
+    edges = np.asarray(bounds, np.int64)
     segments, places = _segments(edges, bins, parts)
-    values = as_writable(values)
-    a = values
-    factor = values.dtype.type(1)
-    keep = form.signed.type(0)
-    if summand is not None:
-        a = as_writable(summand[0])
-        factor = values.dtype.type(summand[1])
-        keep = form.signed.type(-1)
     largest = np.empty(int(places[-1]), values.dtype)
-    longest = max(bins, default=1)
-    index = np.int32 if values.size < 1 << 31 else np.int64
-
-    def marked(start: int, end: int) -> tuple[list[Array], Array, Array]:
-        pieces: list[Array] = []
-        entries = np.zeros(edges.size, np.int64)
-        bad = np.zeros(1, np.uint64)
-        one, other = np.zeros((2, longest + 2 * WORD), values.dtype)
-        words = tuple(np.empty((3, longest // WORD + 2 * _WORDS), np.uint64))
-        given = (
-            a,
-            factor,
-            keep,
-            values,
-            one,
-            other,
-            form.mask,
-            form.infinity,
-            largest.view(form.signed),
-            words,
-        )
-        while start < end or not pieces:
-            found = np.empty(
-                min(_ROOM, end - start) + longest + 2 * WORD * _WORDS, index
-            )
-            count, start = map(
-                int, _mark(segments, start, end, *given, found, entries, bad)
-            )
-            pieces.append(found[:count])
-        return pieces, entries, bad
-
-    found = in_pieces(marked, values.size, threads)
+    sums = _sums(as_writable(values), summand)
+    found = in_pieces(
+        lambda start, end: _marked(segments, start, end, sums, largest),
+        values.size,
+        threads,
+    )
     if first_not_finite(largest) >= 0 or any(bad[0] for *_, bad in found):
         for each in (values, *parts):
             raise_not_finite(each)
@@ -127,6 +93,55 @@ def entries_in_bins(
     ends = np.cumsum(sum(entries for _, entries, _ in found))
     marks = [piece for pieces, *_ in found for piece in pieces]
     positions, signed = _signed(marks, ends, scales)
+    entries = _with_largest(positions, signed, ends, scales, values, bounds)
+    return entries._replace(values=entries.values.astype(dtype, copy=False)), means
+
+
+def _sums(values: Array, summand: tuple[Array, float] | None) -> tuple[Any, ...]:
+    """Return the arguments `a`, `factor`, `keep` and `values` of `_mark`."""
+    signed = FORMATS[values.dtype].signed
+    if summand is None:
+        return values, values.dtype.type(1), signed.type(0), values
+    a, factor = summand
+    return as_writable(a), values.dtype.type(factor), signed.type(-1), values
+
+
+def _marked(
+    segments: Array, start: int, end: int, sums: tuple[Any, ...], largest: Array
+) -> tuple[list[Array], Array, Array]:
+    """Return positions of the entries of the bins that begin in [start, end), as often as a buffer is full.
+
+    And the number of entries of each segment, one row behind it, and a word that is not
+    0 if a part may not be finite.
+    """
+    form = FORMATS[largest.dtype]
+    size = sums[-1].size
+    longest = int(segments["bin"].max(initial=1))
+    one, other = np.zeros((2, longest + 2 * WORD), largest.dtype)
+    words = tuple(np.empty((3, longest // WORD + 2 * _WORDS), np.uint64))
+    keys = largest.view(form.signed)
+    given = *sums, one, other, form.mask, form.infinity, keys, words
+    entries = np.zeros(segments.size + 1, np.int64)
+    bad = np.zeros(1, np.uint64)
+    pieces: list[Array] = []
+    while start < end or not pieces:
+        room = min(_ROOM, end - start) + longest + 2 * WORD * _WORDS
+        found = np.empty(room, index_dtype(size))
+        done = _mark(segments, start, end, *given, found, entries, bad)
+        count, start = map(int, done)
+        pieces.append(found[:count])
+    return pieces, entries, bad
+
+
+def _with_largest(
+    positions: Array,
+    signed: Array,
+    ends: Array,
+    scales: Array,
+    values: Array,
+    bounds: Sequence[int],
+) -> Selected:
+    """Return the entries, and of each segment without one that is not zero its largest value's."""
     for row in np.flatnonzero((scales != 0) & (np.diff(ends) == 0)).tolist():
         first = bounds[row]
         place, most = find_largest(values[first : bounds[row + 1]], 1)
@@ -134,8 +149,7 @@ def entries_in_bins(
         positions = np.insert(positions, at, place + first)
         signed = np.insert(signed, at, np.copysign(scales[row], most))
         ends[row + 1 :] += 1
-    entries = Selected(positions, signed.astype(dtype, copy=False), ends.tolist())
-    return entries, means
+    return Selected(positions, signed, ends.tolist())
 
 
 def _signed(marks: Sequence[Array], ends: Array, scales: Array) -> tuple[Array, Array]:
@@ -218,19 +232,20 @@ def _mark(  # type: ignore[no-untyped-def]
             segments[row]["bin"],
         )
         # bins before it are of an earlier piece
-        first = origin + max(0, -(-(start - origin) // size)) * size
-        stop = min(close, origin - (origin - end) // size * size)
-        step = max(1, _WORDS * WORD // (size + -size % WORD)) * size
+        first = origin + larger(0, -(-(start - origin) // size)) * size
+        stop = smaller(close, origin - (origin - end) // size * size)
+        step = larger(1, _WORDS * WORD // (size + -size % WORD)) * size
         while first < stop:
             if count + step + WORD + _AT_ONCE > found.size:
                 return count, first
             x, y, out = (
-                a[first:close],
+                view(a, first, close),
                 array_at(values, segments[row]["address"], close - origin),
-                values[first:stop],
+                view(values, first, stop),
             )
-            y, head, last = y[first - origin :], 0, 0
-            length = min(step, (min(stop, close - -size % WORD) - first) // size * size)
+            y, head, last = view(y, first - origin, close - origin), 0, 0
+            whole = (smaller(stop, close - -size % WORD) - first) // size * size
+            length = smaller(step, whole)
             if length > 0 and keep:
                 head, last = values_before_line(out), length
             elif length <= 0:  # the last words end beyond the segment
@@ -239,7 +254,8 @@ def _mark(  # type: ignore[no-untyped-def]
                     one[j] = x[j] if j < length else 0
                     other[j] = y[j] if j < length else 0
                 x, y = one, other
-            top = largest[segments[row]["place"] + (first - origin) // size :]
+            top = segments[row]["place"] + (first - origin) // size
+            top = view(largest, top, largest.size)
             number, line = _mark_tile(
                 length,
                 size,
@@ -259,13 +275,13 @@ def _mark(  # type: ignore[no-untyped-def]
             if keep:
                 for low, high in ((0, head), (line, length)):
                     add_line_by_line(
-                        x[low:high],
+                        view(x, low, high),
                         factor,
-                        y[low:high],
+                        view(y, low, high),
                         values.dtype.type(1),
-                        out[low:high],
+                        view(out, low, high),
                     )
-            stored = _store(first, number, words, found[count:])
+            stored = _store(first, number, words, view(found, count, found.size))
             count, first = count + stored, first + length
             entries[row + 1] += stored
     return count, end
@@ -296,19 +312,20 @@ def _mark_tile(  # type: ignore[no-untyped-def]
     """
     chosen, negative, firsts = words
     step, every, integer = LINE // out.itemsize, ~np.uint64(0), largest.dtype.type
-    bin, number, short = np.uint64(0), np.uint64(0), min(WORD, size)
+    bin, number, short = np.uint64(0), np.uint64(0), smaller(WORD, size)
     for low in range(0, length, size):
-        while line + step <= min(low, last):
+        while line + step <= smaller(low, last):
             store_sum(a, factor, b, out.dtype.type(1), out, line)
             line += step
-        end = min(low + size, length)
+        end = smaller(low + size, length)
         top = integer(largest_sum(a, factor, b, keep, low, short))
         for at in range(low + WORD, end, WORD):
-            top = max(top, largest_sum(a, factor, b, keep, at, min(WORD, end - at)))
+            some = smaller(WORD, end - at)
+            top = larger(top, largest_sum(a, factor, b, keep, at, some))
         at, found = low, sums_reaching(a, factor, b, keep, low, top)
         while at < end:
             word, signs, is_tied = found
-            word &= every >> np.uint64(max(0, WORD - (end - at)))
+            word &= every >> np.uint64(larger(0, WORD - (end - at)))
             if is_tied:
                 tied = (
                     word
@@ -382,10 +399,15 @@ def _below(a, factor, b, keep, first, tied):  # type: ignore[no-untyped-def]
 def _write(found, ends, magnitudes, positions, signed, first):  # type: ignore[no-untyped-def]
     """Write the positions of entries, and their magnitudes with signs, from entry `first` on. ends: of the segments."""
     for row in range(magnitudes.size):
-        low, high = max(0, ends[row] - first), min(found.size, ends[row + 1] - first)
+        low = larger(0, ends[row] - first)
+        high = smaller(found.size, ends[row + 1] - first)
         if low < high:
-            piece, own = found[low:high], slice(first + low, first + high)
-            _write_each(piece, magnitudes[row], positions[own], signed[own])
+            _write_each(
+                view(found, low, high),
+                magnitudes[row],
+                view(positions, first + low, first + high),
+                view(signed, first + low, first + high),
+            )
 
 
 @single

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.compiled import jit
-from mpicomp.kernels.host.instructions import lowest
+from mpicomp.kernels.host.instructions import larger, lowest, smaller
 
 _FEW = 1 << 13  # values; the C library does not return smaller blocks to the system
 # bytes; a larger block is returned to the system as soon as it is freed
@@ -124,7 +124,7 @@ def extremes(bits, mask):  # type: ignore[no-untyped-def]
     least, largest = mask, mask ^ mask
     for i in range(bits.size):
         key = bits[i] & mask
-        least, largest = min(least, key), max(largest, key)
+        least, largest = smaller(least, key), larger(largest, key)
     return least, largest
 
 

@@ -44,8 +44,11 @@ from mpicomp.kernels.host.instructions import (
     SUMMED,
     array_at,
     bits_of,
+    larger,
     number_of,
+    smaller,
     sum_up_to,
+    view,
 )
 from mpicomp.kernels.host.lanes import (
     lanewise,
@@ -384,10 +387,12 @@ def _quantise(  # type: ignore[no-untyped-def]
     block, group = sizes[1], work[0].size // sizes[1]
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
-        low, high = max(first, blocks[row]), min(last, blocks[row + 1])
+        low, high = larger(first, blocks[row]), smaller(last, blocks[row + 1])
         for number in range(low, high, group):
             begin = (number - blocks[row]) * block
-            size = min(length - begin, (high - number) * block, group * block)
+            size = smaller(
+                smaller(length - begin, (high - number) * block), group * block
+            )
             part = array_at(rejected, parts[row], length)
             at = edges[row] + begin
             coded = number - sizes[4]
@@ -418,7 +423,7 @@ def _load(own, at, part, begin, size, block, work):  # type: ignore[no-untyped-d
     (a, step, decay, scale), room, largest = own, work[0], work[4]
     for i in range((size + block - 1) // block):
         start = i * block
-        some = min(block, size - start)
+        some = smaller(block, size - start)
         key = _add_scaled(
             some,
             a,
@@ -441,7 +446,7 @@ def _add_terms(terms, number, size, codes, scales, work, sizes, rounds):  # type
     room, largest, block = work[0], work[4], sizes[1]
     for i in range((size + block - 1) // block):
         start, key = i * block, np.int64(0)
-        place = room, start, min(block, size - start)
+        place = room, start, smaller(block, size - start)
         for term in range(len(terms)):
             some = array_at(codes, terms[term, 0], codes.size)
             steps = array_at(scales, terms[term, 1], scales.size)
@@ -469,8 +474,8 @@ def _to_scales(number, size, scales, work, sizes, numbers, rounds):  # type: ign
             low[i] = _step_of(room, largest[i], real((1 << bits - 1) - 1), cut, numbers)
             scales[number + i] = bits_of(low[i]) >> stored
         else:
-            low[i] = _rounded(room, min(low[i], largest[i]), cut, numbers)
-            high[i] = _rounded(room, min(high[i], largest[i]), cut, numbers)
+            low[i] = _rounded(room, smaller(low[i], largest[i]), cut, numbers)
+            high[i] = _rounded(room, smaller(high[i], largest[i]), cut, numbers)
             place = bits * (number + i)  # as many magnitudes as bits
             scales[place] = bits_of(low[i]) >> stored
             scales[place + bits - 1] = bits_of(high[i]) >> stored
@@ -538,7 +543,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
         _pack(fields, bits, codes, (number + i) * (block * bits // 8), block)
         if not is_finite:
             _add_scaled(
-                min(block, size - start),
+                smaller(block, size - start),
                 a,
                 (at + start) * step,
                 part,
@@ -548,7 +553,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
                 decay,
                 scale,
             )
-    put(errors[:size], rejected[at:], past, True)
+    put(view(errors, 0, size), view(rejected, at, at + size), past, 0)
 
 
 @single
@@ -597,7 +602,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
     divisor, factor = over
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
-        low, high = max(first, blocks[row]), min(last, blocks[row + 1])
+        low, high = larger(first, blocks[row]), smaller(last, blocks[row + 1])
         if low >= high:
             continue
         out = array_at(values, parts[row], length)
@@ -610,7 +615,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
                 _over(block, values, kept, values, kept, divisor)
             elif factor != 1:
                 _scaled(block, values, kept, values, kept, factor)
-            some = min(block, length - done - kept)
+            some = smaller(block, length - done - kept)
             if moved[0].size > 0:
                 base = array_at(values, moved[0][row], length)
                 at = done + kept
@@ -618,7 +623,9 @@ def _dequantise(  # type: ignore[no-untyped-def]
             kept += some
             if kept + block > values.size or number == high - 1:
                 is_last = number == high - 1
-                count = put(values[:kept], out[done:], past, is_last)
+                rest = 0 if is_last else block
+                into = view(out, done, length)
+                count = put(view(values, 0, kept), into, past, rest)
                 done += count
                 kept -= count
 
@@ -669,17 +676,17 @@ def _to_magnitudes(size, block, work, rounds):  # type: ignore[no-untyped-def]
     count = (size + block - 1) // block
     for i in range(count):
         totals[i], _ = _sum_up_to(i, block, work, real(np.inf), share)
-        mean = totals[i] / (real(min(block, size - i * block)) * share)
+        mean = totals[i] / (real(smaller(block, size - i * block)) * share)
         low[i] = high[i] = mean if largest[i] < np.inf else largest[i]
     for _ in range(rounds):
         for i in range(count):
-            some = min(block, size - i * block)
+            some = smaller(block, size - i * block)
             threshold = real(0.5) * low[i] + real(0.5) * high[i]
             below, above = _sum_up_to(i, block, work, threshold, share)
             if 0 < above < some and largest[i] < np.inf:
                 # whatever rounding does to a mean
-                low[i] = min(below / (real(some - above) * share), threshold)
-                high[i] = max((totals[i] - below) / (real(above) * share), threshold)
+                low[i] = smaller(below / (real(some - above) * share), threshold)
+                high[i] = larger((totals[i] - below) / (real(above) * share), threshold)
 
 
 @inner

@@ -19,8 +19,8 @@ from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
 from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.fused import _add_and_compact
-from mpicomp.kernels.host.instructions import WORD, array_at
-from mpicomp.kernels.host.segments import Summands, as_vector
+from mpicomp.kernels.host.instructions import WORD, array_at, larger, smaller, view
+from mpicomp.kernels.host.segments import Summands, as_vector, largest_in_segments
 from mpicomp.kernels.host.selection import Found, compact, joined
 from mpicomp.kernels.host.streaming import addresses
 from mpicomp.threads import in_pieces
@@ -85,7 +85,8 @@ def begin_fits(
     missing, by the count of the magnitudes above the threshold before it.
     """
     ends = np.append(0, np.cumsum(counts))
-    _begin(some, ends, plans, pareto, by_count, *_buffers(some.dtype))
+    with np.errstate(all="ignore"):  # of segments without a fit
+        _begin(some, ends, plans, pareto, by_count)
 
 
 def end_fits(
@@ -108,49 +109,66 @@ def end_fits(
     """
     form = FORMATS[values.dtype]
     vector, edges = as_vector(values, form, summands), np.asarray(bounds, np.int64)
-    floors, parts = (
-        keys_above(plans["start"], values.dtype),
-        addresses([] if summands is None else summands[2]),
+    parts = addresses([] if summands is None else summands[2])
+    floors, room = keys_above(plans["start"], values.dtype), int(plans["room"].sum())
+    pieces = in_pieces(
+        lambda start, end: _reaching(vector, edges, parts, floors, start, end, room),
+        values.size,
+        threads,
     )
-
-    def compacted(start: int, end: int) -> Found:
-        room, pieces = int(plans["room"].sum()), list[Found]()
-        while start < end or not pieces:
-            positions, found = empty_together(
-                min(room, end - start) + WORD, np.dtype(np.intp), form.signed
-            )
-            kept = found.view(values.dtype) if vector.values.size else vector.values
-            count, done = _exceeding(
-                vector, edges, parts, floors, start, end, positions, found, kept
-            )
-            pieces.append((positions[: int(count)], found[: int(count)]))
-            start, room = int(done), 4 * room
-        return joined(pieces)
-
-    positions, found = joined(in_pieces(compacted, values.size, threads))
+    positions, found = joined(pieces)
     ends = np.searchsorted(positions, edges)
-    wide = found.view(values.dtype).astype(
-        np.promote_types(values.dtype, np.float32), copy=False
-    )
-    _end(wide, ends, plans, pareto, *_buffers(wide.dtype))
-    room, floors = (
-        positions.size + plans.size + WORD,
-        keys_above(plans["threshold"], values.dtype),
-    )
-    kept_positions, kept = np.empty(room, np.intp), np.empty(room, form.signed)
-    count = int(
-        _keep(
-            vector, edges, positions, found, ends, floors, plans, kept_positions, kept
+    above = found.view(values.dtype)
+    _fit_last(above, ends, plans, pareto)
+    floors = keys_above(plans["threshold"], values.dtype)
+    given = as_vector(above, form, None), ends, addresses([]), floors
+    chosen, kept = _reaching(*given, 0, above.size, above.size)
+    indices = positions[chosen].astype(index_dtype(values.size), copy=False)
+    places = np.searchsorted(chosen, ends).tolist()
+    entries = Selected(indices, kept.view(values.dtype), places)
+    entries = _with_largest(entries, values, edges)
+    plans["kept"] = np.diff(entries.places)
+    return entries
+
+
+def _reaching(
+    vector: Any,
+    edges: Array,
+    parts: Array,
+    floors: Array,
+    start: int,
+    end: int,
+    room: int,
+) -> Found:
+    """Write the sum, if there are parts, and return what reaches the floors of segments: positions and bits.
+
+    For positions from `start` to `end`; room: of a buffer, of which there are more if that is full.
+    """
+    signed = vector.bits.dtype
+    pieces: list[Found] = []
+    while start < end or not pieces:
+        size = min(room, end - start) + WORD
+        positions, found = empty_together(size, np.dtype(np.intp), signed)
+        is_real = vector.values.itemsize == signed.itemsize
+        kept = found.view(vector.values.dtype) if is_real else vector.values
+        count, done = _exceeding(
+            vector, edges, parts, floors, start, end, positions, found, kept
         )
-    )
-    places = np.append(0, np.cumsum(plans["kept"])).tolist()
-    indices = kept_positions[:count].astype(index_dtype(values.size), copy=False)
-    return Selected(indices, kept[:count].view(values.dtype), places)
+        pieces.append((positions[: int(count)], found[: int(count)]))
+        start, room = int(done), 4 * room
+    return joined(pieces)
 
 
-def _buffers(dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Return the lanes of three sums, and room for values that are padded."""
-    return np.empty(3 * _LANES), np.empty(_ROWS, dtype)
+def _with_largest(entries: Selected, values: Array, edges: Array) -> Selected:
+    """Return the entries, and of each segment without one the largest."""
+    sizes = np.diff(edges)
+    is_empty = (np.diff(entries.places) == 0) & (sizes > 0)
+    if not is_empty.any():
+        return entries
+    k = is_empty.astype(int).tolist()
+    chunks = sizes.clip(1).tolist()
+    found = largest_in_segments(values, edges.tolist(), k, chunks, k)
+    return entries.replaced(found, is_empty)
 
 
 def keys_above(thresholds: Array, dtype: np.dtype[Any]) -> Array:
@@ -169,27 +187,17 @@ def _take(a, factor, parts, edges, ends, taken):  # type: ignore[no-untyped-def]
     """Write the sample of each segment of a, or of ``factor * a`` and parts at these addresses."""
     for i in range(edges.size - 1):
         size, count = edges[i + 1] - edges[i], ends[i + 1] - ends[i]
-        one, into = a[edges[i] : edges[i + 1]], taken[ends[i] : ends[i + 1]]
-        other = array_at(taken, parts[i], size) if parts.size else one
-        if count == size:
-            _add(one, factor, other, parts.size > 0, into)
-            continue
-        for first in range(0, count, RUN):
-            place = _place_of_run(first // RUN, count // RUN, size)
-            run = slice(place, place + RUN)
-            _add(
-                one[run], factor, other[run], parts.size > 0, into[first : first + RUN]
-            )
-
-
-@inner
-def _add(one, factor, other, is_sum, into):  # type: ignore[no-untyped-def]
-    if is_sum:
-        for j in range(into.size):
-            into[j] = factor * one[j] + other[j]
-    else:
-        for j in range(into.size):
-            into[j] = one[j]
+        one, into = view(a, edges[i], edges[i + 1]), view(taken, ends[i], ends[i + 1])
+        other = array_at(taken, parts[i], size) if parts.size > 0 else one
+        length = size if count == size else RUN
+        runs = count // length if count > 0 else 0
+        for run in range(runs):
+            place = 0 if count == size else _place_of_run(run, runs, size)
+            for j in range(length):
+                own = one[place + j]
+                into[run * length + j] = (
+                    factor * own + other[place + j] if parts.size > 0 else own
+                )
 
 
 @inner
@@ -205,83 +213,83 @@ def _place_of_run(number, runs, size):  # type: ignore[no-untyped-def]
     )
 
 
+def _begin(
+    some: Array, ends: Array, plans: Array, pareto: bool, by_count: bool
+) -> None:
+    """Set the plans of all segments; each step of the fits is taken in all of them at once."""
+    first, nowhere = plans["first"].copy(), np.full(plans.size, np.nan)
+    sums = _sums_above(some, ends, np.zeros(plans.size))
+    entries, total = sums[:2]
+    is_fitted = (entries > 0) & (total < np.inf)
+    weight = plans["size"] / np.diff(ends)
+    wanted = plans["wanted"] / weight
+    share = np.fmin(1.0, wanted / entries)
+    stages = np.where(is_fitted & (share < _FIRST), plans["stages"], 1)
+    is_staged = stages > 1
+    least = np.where(is_staged, _FIRST, share)
+    start = np.where(first >= 0, first, _excesses(sums, least, pareto))
+    shares = np.zeros(plans.size)
+    if not by_count:
+        shares = _powers(share / _FIRST, 1 / (stages - 1))
+    for stage in range(1, stages.max(initial=1) - 1):
+        is_open = stage < stages - 1
+        sums = _sums_above(some, ends, np.where(is_open, start, nowhere))
+        is_open &= sums[0] > 0
+        stages_left = stages - stage
+        wanted_share = np.fmin(1.0, wanted / sums[0])
+        own = _powers(wanted_share, 1 / stages_left) if by_count else shares
+        start = np.where(is_open, start + _excesses(sums, own, pareto), start)
+    above = _sums_above(some, ends, np.where(is_fitted, start, nowhere))[0]
+    plans["start"] = np.where(is_fitted, start, nowhere)
+    plans["share"] = np.where(is_staged, shares, np.where(is_fitted, 1.0, nowhere))
+    plans["stages"] = np.where(is_fitted, stages, plans["stages"])
+    plans["nonzeros"] = np.where(is_fitted, weight * entries, 0)
+    room = np.where(is_fitted, weight * (2 * above + RUN * RUN), 0)
+    plans["room"] = np.minimum(plans["size"], room.astype(np.int64))
+
+
+def _fit_last(above: Array, ends: Array, plans: Array, pareto: bool) -> None:
+    """Set the last thresholds, by what is above those before them."""
+    sums = _sums_above(above, ends, plans["start"])
+    entries, total = sums[:2]
+    plans["above"], plans["total"] = np.diff(ends), total
+    with np.errstate(all="ignore"):  # of segments without a fit
+        is_counted = ~(plans["share"] > 0)
+        share = np.where(is_counted, plans["wanted"] / entries, plans["share"])
+        excess = np.where(entries > 0, _excesses(sums, share, pareto), 0.0)
+    plans["threshold"] = plans["start"] + excess
+
+
+def _sums_above(values: Array, ends: Array, thresholds: Array) -> Array:
+    """Return the magnitudes of each segment above a threshold: how many, the sums of their excess and its square.
+
+    They are zero where the threshold is NaN.
+    """
+    wide = values.astype(np.promote_types(values.dtype, np.float32), copy=False)
+    sums = np.zeros((3, thresholds.size))
+    _add_up(
+        wide, ends, thresholds, np.empty(3 * _LANES), np.empty(_ROWS, wide.dtype), sums
+    )
+    return sums
+
+
+def _powers(bases: Array, exponents: Array) -> Array:
+    """Return the powers that the C library computes; those of NumPy depend on the processor."""
+    pairs = zip(bases.tolist(), exponents.tolist(), strict=True)
+    return np.array([base**exponent for base, exponent in pairs])
+
+
+def _excesses(sums: Array, shares: Array, pareto: bool) -> Array:
+    """Return `_excess` of sums of `_sums_above`, for each segment."""
+    found = np.empty(shares.size)
+    _fit(*sums, shares, pareto, found)
+    return found
+
+
 @jit
-def _begin(values, edges, plans, pareto, by_count, lanes, rest):  # type: ignore[no-untyped-def]
-    for i in range(len(plans)):
-        some, plan = values[edges[i] : edges[i + 1]], plans[i]
-        entries, total, squares = _sums(some, 0.0, lanes, rest)
-        plan["start"] = plan["share"] = np.nan
-        plan["nonzeros"] = plan["room"] = 0
-        if not (entries > 0 and total < np.inf):
-            continue
-        weight = plan["size"] / some.size
-        wanted = plan["wanted"] / weight
-        share, stages = min(1.0, wanted / entries), plan["stages"]
-        stages = 1 if share >= _FIRST else stages
-        start = plan["first"]
-        if not start >= 0:
-            start = _excess(
-                entries, total, squares, _FIRST if stages > 1 else share, pareto
-            )
-        plan["nonzeros"], plan["stages"], plan["share"] = weight * entries, stages, 1.0
-        if stages > 1:
-            plan["share"] = 0.0 if by_count else (share / _FIRST) ** (1 / (stages - 1))
-        for stage in range(1, stages - 1):
-            entries, total, squares = _sums(some, start, lanes, rest)
-            if entries == 0:
-                break
-            share = (
-                min(1.0, wanted / entries) ** (1 / (stages - stage))
-                if by_count
-                else plan["share"]
-            )
-            start += _excess(entries, total, squares, share, pareto)
-        entries, total, squares = _sums(some, start, lanes, rest)
-        plan["start"] = start
-        plan["room"] = min(plan["size"], np.int64(weight * (2 * entries + RUN * RUN)))
-
-
-@inner
-def _sums(values, threshold, lanes, rest):  # type: ignore[no-untyped-def]
-    """Return the number of magnitudes above a threshold, the sum of their excess, and of its square."""
-    entries = total = squares = 0.0
-    for first in range(0, values.size, _BLOCK):
-        block = values[first : first + _BLOCK]
-        lanes[:] = 0
-        whole = block.size // _ROWS * _ROWS
-        for row in range(0, whole, _ROWS):
-            _add_rows(block[row : row + _ROWS], threshold, lanes)
-        if whole < block.size:
-            for j in range(_ROWS):
-                rest[j] = block[whole + j] if whole + j < block.size else 0
-            _add_rows(rest, threshold, lanes)
-        half = _LANES // 2
-        while half:
-            for j in range(half):
-                lanes[j] += lanes[j + half]
-                lanes[_LANES + j] += lanes[_LANES + j + half]
-                lanes[2 * _LANES + j] += lanes[2 * _LANES + j + half]
-            half //= 2
-        entries += lanes[0]
-        total += lanes[_LANES]
-        squares += lanes[2 * _LANES]
-    return entries, total, squares
-
-
-@loop
-def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
-    """Add eight values to each lane. Separate from the other loops, which makes it simpler to vectorise."""
-    for j in range(_LANES):
-        entries = total = squares = 0.0
-        for r in range(_AT_ONCE):
-            over = abs(np.float64(rows[_LANES * r + j])) - threshold
-            over = 0.0 if over <= 0 else over  # NaN stays
-            entries += 1.0 if over > 0 else 0.0
-            total += over
-            squares += over * over
-        lanes[j] += entries
-        lanes[_LANES + j] += total
-        lanes[2 * _LANES + j] += squares
+def _fit(entries, totals, squares, shares, pareto, found):  # type: ignore[no-untyped-def]
+    for i in range(found.size):
+        found[i] = _excess(entries[i], totals[i], squares[i], shares[i], pareto)
 
 
 @inner
@@ -327,6 +335,53 @@ def _expm1(x):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _add_up(values, ends, thresholds, lanes, rest, sums):  # type: ignore[no-untyped-def]
+    """Write the sums over each segment."""
+    for i in range(thresholds.size):
+        threshold = thresholds[i]
+        first, end = ends[i], ends[i + 1]
+        while first < end and threshold == threshold:
+            size = smaller(_BLOCK, end - first)
+            for j in range(lanes.size):
+                lanes[j] = 0
+            for row in range((size + _ROWS - 1) // _ROWS):
+                begin = first + row * _ROWS
+                rows = rest
+                if begin + _ROWS <= end:
+                    rows = view(values, begin, begin + _ROWS)
+                else:
+                    for j in range(_ROWS):
+                        rest[j] = values[begin + j] if begin + j < end else 0
+                _add_rows(rows, threshold, lanes)
+            half = _LANES // 2
+            while half > 0:
+                for part in range(3):
+                    lane = part * _LANES
+                    for j in range(lane, lane + half):
+                        lanes[j] += lanes[j + half]
+                half //= 2
+            for part in range(3):
+                sums[part, i] += lanes[part * _LANES]
+            first += size
+
+
+@loop
+def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
+    """Add eight values to each lane. Separate from the other loops, which makes it simpler to vectorise."""
+    for j in range(_LANES):
+        entries = total = squares = 0.0
+        for r in range(_AT_ONCE):
+            over = abs(np.float64(rows[_LANES * r + j])) - threshold
+            over = 0.0 if over <= 0 else over  # NaN stays
+            entries += 1.0 if over > 0 else 0.0
+            total += over
+            squares += over * over
+        lanes[j] += entries
+        lanes[_LANES + j] += total
+        lanes[2 * _LANES + j] += squares
+
+
+@jit
 def _exceeding(vector, edges, parts, floors, start, end, positions, found, kept):  # type: ignore[no-untyped-def]
     """Write the sum, if there are parts, and compact what reaches the floor of its segment; for [start, end).
 
@@ -336,72 +391,25 @@ def _exceeding(vector, edges, parts, floors, start, end, positions, found, kept)
     bits, values, a = vector.bits, vector.values, vector.a
     count = np.int64(0)
     for i in range(floors.size):
-        low, high = max(start, edges[i]), min(end, edges[i + 1])
+        origin = edges[i]
+        low, high = larger(start, origin), smaller(end, edges[i + 1])
         if low >= high:
             continue
-        if positions.size - count < WORD:
+        most = positions.size
+        if most - count < WORD:
             return count, low
-        piece, room = bits[low:high], positions[count:]
+        piece, places = view(bits, low, high), view(positions, count, most)
+        given = vector.mask, floors[i], low, places
         if parts.size == 0:
-            more, done = compact(
-                piece, vector.mask, floors[i], low, room, found[count:]
-            )
+            more, done = compact(piece, *given, view(found, count, most))
         else:
-            b = array_at(values, parts[i], edges[i + 1] - edges[i])[
-                low - edges[i] : high - edges[i]
-            ]
-            summed = a[low:high], vector.factor, b, values[low:high], piece
-            more, done = _add_and_compact(
-                *summed, vector.mask, floors[i], low, room, kept[count:]
+            b = array_at(
+                values, parts[i] + (low - origin) * values.itemsize, high - low
             )
+            one, out = view(a, low, high), view(values, low, high)
+            summed = one, vector.factor, b, out, piece
+            more, done = _add_and_compact(*summed, *given, view(kept, count, most))
         count += np.int64(more)
         if np.int64(done) < high - low:
             return count, low + np.int64(done)
     return count, end
-
-
-@jit
-def _end(values, ends, plans, pareto, lanes, rest):  # type: ignore[no-untyped-def]
-    for i in range(len(plans)):
-        plan = plans[i]
-        entries, total, squares = _sums(
-            values[ends[i] : ends[i + 1]], plan["start"], lanes, rest
-        )
-        plan["above"], plan["total"], plan["threshold"] = (
-            ends[i + 1] - ends[i],
-            total,
-            plan["start"],
-        )
-        if entries > 0:
-            share = plan["share"] if plan["share"] > 0 else plan["wanted"] / entries
-            plan["threshold"] += _excess(entries, total, squares, share, pareto)
-
-
-@jit
-def _keep(vector, edges, positions, bits, ends, floors, plans, kept_positions, kept):  # type: ignore[no-untyped-def]
-    """Copy the entries at or above the floor of their segment, else its largest value if it is not zero."""
-    values, count = vector.bits, np.uint64(0)
-    for i in range(floors.size):
-        before, some = count, bits[ends[i] : ends[i + 1]]
-        count += np.uint64(
-            compact(
-                some,
-                vector.mask,
-                floors[i],
-                ends[i],
-                kept_positions[count:],
-                kept[count:],
-            )[0]
-        )
-        for j in range(before, count):
-            kept_positions[j] = positions[kept_positions[j]]
-        if count == before:
-            most, place = values.dtype.type(0), 0
-            for j in range(edges[i], edges[i + 1]):
-                if values.dtype.type(values[j] & vector.mask) > most:
-                    most, place = values.dtype.type(values[j] & vector.mask), j
-            if most != values.dtype.type(0):
-                kept_positions[count], kept[count] = place, values[place]
-                count += np.uint64(1)
-        plans[i]["kept"] = count - before
-    return count

@@ -159,6 +159,25 @@ def array_at(other, address, size):  # type: ignore[no-untyped-def]
     return np.frombuffer(memory, other.dtype)
 
 
+def view(values, first, end):  # type: ignore[no-untyped-def]
+    """Return the values from `first` to `end` - 1 of a 1-d contiguous array, which has them.
+
+    A slice, which counts from the end and may be out of range, takes four times as long
+    to compile.
+    """
+    return values[first:end]
+
+
+def smaller(one, other):  # type: ignore[no-untyped-def]
+    """Return ``min(one, other)``, of a type that holds both; Numba compiles `min` anew for each pair of types."""
+    return min(one, other)
+
+
+def larger(one, other):  # type: ignore[no-untyped-def]
+    """Return ``max(one, other)``, of a type that holds both."""
+    return max(one, other)
+
+
 def in_kernels(function: Any) -> Callable[[Any], Any]:
     """Return a decorator: compiled kernels replace calls of `function` by what the decorated one generates.
 
@@ -369,20 +388,38 @@ def _sums_reaching(
 
 @in_kernels(array_at)
 def _array_at(typing: Any, other: Any, address: Any, size: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        made = context.make_array(signature.return_type)(context, builder)
-        step = ir.Constant(arguments[2].type, other.dtype.bitwidth // 8)
-        populate_array(
-            made,
-            builder.inttoptr(arguments[1], made.data.type),
-            [arguments[2]],
-            [step],
-            step,
-            meminfo=None,
-        )
-        return made._getvalue()
+    kind = types.Array(other.dtype, 1, "C")
 
-    return types.Array(other.dtype, 1, "C")(other, types.intp, types.intp), code
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = context.get_value_type(other.dtype).as_pointer()
+        data = builder.inttoptr(arguments[1], pointer)
+        return _array(context, builder, kind, data, arguments[2])
+
+    return kind(other, types.intp, types.intp), code
+
+
+@in_kernels(view)
+def _view(typing: Any, values: Any, first: Any, end: Any) -> Any:
+    kind = types.Array(values.dtype, 1, "C")
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        given = context.make_array(values)(context, builder, arguments[0])
+        data = builder.gep(given.data, [arguments[1]])
+        size = builder.sub(arguments[2], arguments[1])
+        return _array(context, builder, kind, data, size)
+
+    contiguous = values.layout == "C" and values.ndim == 1
+    return (kind(values, types.intp, types.intp), code) if contiguous else None
+
+
+@in_kernels(smaller)
+def _smaller(typing: Any, one: Any, other: Any) -> Any:
+    return _chosen(typing, "<", one, other)
+
+
+@in_kernels(larger)
+def _larger(typing: Any, one: Any, other: Any) -> Any:
+    return _chosen(typing, ">", one, other)
 
 
 @in_kernels(butterflies)
@@ -589,6 +626,29 @@ def _sums_of(
         keys,
         mask,
     )
+
+
+def _chosen(typing: Any, how: str, one: Any, other: Any) -> Any:
+    """Return the signature and code of the number that compares so; the first of two that do not."""
+    kind = typing.unify_types(one, other)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, second = arguments
+        is_real = isinstance(kind, types.Float)
+        is_signed = getattr(kind, "signed", False)
+        compare = builder.icmp_signed if is_signed else builder.icmp_unsigned
+        compare = builder.fcmp_ordered if is_real else compare
+        return builder.select(compare(how, second, first), second, first)
+
+    return kind(kind, kind), code
+
+
+def _array(context: Any, builder: Any, kind: Any, data: Any, size: Any) -> Any:
+    """Return a 1-d contiguous array."""
+    made = context.make_array(kind)(context, builder)
+    step = ir.Constant(size.type, kind.dtype.bitwidth // 8)
+    populate_array(made, data, [size], [step], step, meminfo=None)
+    return made._getvalue()
 
 
 def vector_at(

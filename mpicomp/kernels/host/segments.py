@@ -20,7 +20,7 @@ from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.fused import _add_and_compact, add_largest
-from mpicomp.kernels.host.instructions import WORD, array_at
+from mpicomp.kernels.host.instructions import WORD, array_at, larger, smaller, view
 from mpicomp.kernels.host.selection import (
     Found,
     compact,
@@ -220,58 +220,53 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
     places, candidate_values = buffers[2:4]
     candidates, keys = buffers[4:]
     mask, width, integer = vector.mask, vector.width, bits.dtype.type
-    margin, count, sampled = slack, np.uint64(0), 0
+    margin, count, sampled = slack, np.uint64(0), view(sample, 0, 0)
     for segment in segments:
         origin, close, address = segment["first"], segment["end"], segment["address"]
         if close <= start or origin >= end or segment["k"] + segment["last"] == 0:
             continue
-        chunk = max(1, min(segment["chunk"], close - origin))
+        chunk = larger(1, smaller(segment["chunk"], close - origin))
         floor = safe = integer(1)
-        skipped = max(0, -(-(start - origin) // chunk))  # chunks of an earlier piece
-        for first in range(origin + skipped * chunk, min(close, end), chunk):
-            beyond = min(first + chunk, close)
+        skipped = larger(0, -(-(start - origin) // chunk))  # chunks of an earlier piece
+        for first in range(origin + skipped * chunk, smaller(close, end), chunk):
+            beyond = smaller(first + chunk, close)
             size = beyond - first
             k = segment["k"] if size == segment["chunk"] else segment["last"]
+            one, piece = view(a, first, beyond), view(bits, first, beyond)
             # of a part, if there are summands
-            b = array_at(values, address, close - origin)
-            b = b[first - origin : beyond - origin]
+            b = array_at(values, address + (first - origin) * values.itemsize, size)
             if floor == integer(1) and size >= _SAMPLED:
-                sampled = min(_SAMPLE, size // 4)
+                some = smaller(_SAMPLE, size // 4)
                 if address != 0:
-                    _sample_sums(a[first:beyond], vector.factor, b, sums[:sampled])
+                    _sample_sums(one, vector.factor, b, view(sums, 0, some))
                 else:
-                    _sample(bits[first:beyond], sample[:sampled])
-                floor = _foreseen(sample[:sampled], mask, width, k, size, _SHARP, keys)
+                    _sample(piece, view(sample, 0, some))
+                sampled = view(sample, 0, some)
+                floor = _foreseen(sampled, mask, width, k, size, _SHARP, keys)
                 safe = integer(0)  # not known yet
-            piece = bits[first:beyond]
             if address == 0:
-                found = np.int64(
-                    compact(piece, mask, floor, first, places, candidates)[0]
-                )
+                more, _ = compact(piece, mask, floor, first, places, candidates)
             else:
-                summed = a[first:beyond], vector.factor, b, values[first:beyond], piece
-                found = np.int64(
-                    _add_and_compact(
-                        *summed, mask, floor, first, places, candidate_values
-                    )[0]
-                )
+                out = view(values, first, beyond)
+                summed = one, vector.factor, b, out, piece, mask
+                given = floor, first, places, candidate_values
+                more, _ = _add_and_compact(*summed, *given)
+            found = np.int64(more)
             margin = _next_margin(margin, slack, found, k)
             while found < k and floor > integer(1):
                 if safe == integer(0):
-                    safe = _foreseen(
-                        sample[:sampled], mask, width, k, size, _SAFE, keys
-                    )
+                    safe = _foreseen(sampled, mask, width, k, size, _SAFE, keys)
                 floor, safe = safe, integer(1)
-                found = np.int64(
-                    compact(piece, mask, floor, first, places, candidates)[0]
-                )
+                more, _ = compact(piece, mask, floor, first, places, candidates)
+                found = np.int64(more)
             threshold, ties = integer(0), np.int64(0)
+            entries = view(places, 0, found), view(candidates, 0, found)
             if found > k:
-                threshold, ties = _kth_largest(candidates[:found], mask, width, k, keys)
-            entries = places[:found], candidates[:found]
-            count, _ = keep_at(*entries, mask, threshold, ties, positions, kept, count)
-            floor = integer(max(1, np.int64(threshold) - margin))
-            safe = integer(max(1, np.int64(threshold) - slack))
+                threshold, ties = _kth_largest(entries[1], mask, width, k, keys)
+            kth = mask, integer(threshold), ties
+            count, _ = keep_at(*entries, *kth, positions, kept, count)
+            floor = integer(larger(1, np.int64(threshold) - margin))
+            safe = integer(larger(1, np.int64(threshold) - slack))
     return count
 
 
@@ -279,9 +274,9 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
 def _next_margin(margin, slack, found, k):  # type: ignore[no-untyped-def]
     """Return by how much the next floor is below this threshold, at most `slack`, by the number of candidates."""
     if found < k + _SCARCE * np.sqrt(k):
-        return min(slack, 2 * margin)
+        return smaller(slack, 2 * margin)
     if found > k + _PLENTY * np.sqrt(k):
-        return max(1, margin // 2)
+        return larger(1, margin // 2)
     return margin
 
 
@@ -289,7 +284,7 @@ def _next_margin(margin, slack, found, k):  # type: ignore[no-untyped-def]
 def _sample(bits, sample):  # type: ignore[no-untyped-def]
     stride = bits.size // sample.size
     for i in range(0, sample.size, _RUN):
-        for j in range(min(_RUN, sample.size - i)):
+        for j in range(smaller(_RUN, sample.size - i)):
             sample[i + j] = bits[i * stride + j]
 
 
@@ -297,7 +292,7 @@ def _sample(bits, sample):  # type: ignore[no-untyped-def]
 def _sample_sums(a, factor, b, some):  # type: ignore[no-untyped-def]
     stride = a.size // some.size
     for i in range(0, some.size, _RUN):
-        for j in range(min(_RUN, some.size - i)):
+        for j in range(smaller(_RUN, some.size - i)):
             some[i + j] = factor * a[i * stride + j] + b[i * stride + j]
 
 
@@ -312,7 +307,7 @@ def _foreseen(sample, mask, width, k, size, sigmas, keys):  # type: ignore[no-un
     if 2 * rank > sample.size:
         return sample.dtype.type(1)
     threshold, _ = _kth_largest(sample, mask, width, rank, keys)
-    return sample.dtype.type(max(1, np.int64(threshold)))
+    return sample.dtype.type(larger(1, np.int64(threshold)))
 
 
 @inner
@@ -330,7 +325,8 @@ def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
         every &= key
         some |= key
     end = (bits.size + WORD - 1) // WORD * WORD
-    keys[bits.size : end] = 0  # below every bound: the passes have no remainder
+    for i in range(bits.size, end):
+        keys[i] = 0  # below every bound: the passes have no remainder
     threshold, above = keys.dtype.type(0), 0
     for bit in range(width - 1, -1, -1):
         place = keys.dtype.type(keys.dtype.type(1) << keys.dtype.type(bit))
@@ -338,7 +334,7 @@ def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
             threshold |= every & place
             continue
         raised = keys.dtype.type(threshold | place)
-        reached = _count_reaching(keys[:end], raised)
+        reached = _count_reaching(view(keys, 0, end), raised)
         if reached == k:
             return keys.dtype.type(raised - 1), 0
         if reached > k:

@@ -11,6 +11,7 @@ import numpy as np
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop
+from mpicomp.kernels.host.instructions import larger, smaller, view
 from mpicomp.threads import in_pieces
 
 _LANES = 256
@@ -167,9 +168,8 @@ def _sides_of_blocks(values: Array, threshold: np.float64) -> Array:
 def _add_sides(values, threshold, lanes, rows):  # type: ignore[no-untyped-def]
     """Write a row for each block of values."""
     for first in range(0, values.size, _BLOCK):
-        below, beyond, largest, above = _sides_of(
-            values[first : first + _BLOCK], threshold, lanes
-        )
+        block = view(values, first, smaller(first + _BLOCK, values.size))
+        below, beyond, largest, above = _sides_of(block, threshold, lanes)
         row = rows[first // _BLOCK]
         row[0], row[1], row[2], row[3] = below, beyond, largest, above
 
@@ -178,7 +178,7 @@ def _add_sides(values, threshold, lanes, rows):  # type: ignore[no-untyped-def]
 def _magnitudes(values, edges, rounds, lanes, found):  # type: ignore[no-untyped-def]
     """Write the rows of `magnitudes_in_segments`. lanes: three buffers."""
     for i in range(len(found)):
-        part = values[edges[i] : edges[i + 1]]
+        part = view(values, edges[i], edges[i + 1])
         if part.size == 0:
             continue
         total, _, largest, _ = _sides_of(part, np.inf, lanes)
@@ -190,8 +190,8 @@ def _magnitudes(values, edges, rounds, lanes, found):  # type: ignore[no-untyped
             if above == 0 or above == part.size:
                 break
             low, high = (
-                min(below / (part.size - above), threshold),
-                min(beyond / above, largest),
+                smaller(below / (part.size - above), threshold),
+                smaller(beyond / above, largest),
             )
             before, threshold = threshold, (low + high) / 2
             if threshold == before:
@@ -210,24 +210,23 @@ def _sides_of(values, threshold, lanes):  # type: ignore[no-untyped-def]
     """Return the sums of magnitudes up to the threshold and above it, the largest, and the number above."""
     below, beyond, largest, above = 0.0, 0.0, 0.0, 0
     for first in range(0, values.size, _BLOCK):
-        end, half = min(first + _BLOCK, values.size), _LANES // 2
+        end, half = smaller(first + _BLOCK, values.size), _LANES // 2
         while half >= end - first:  # the other lanes are zero
             half //= 2
-        for j in range(max(1, 2 * half)):
+        for j in range(larger(1, 2 * half)):
             lanes[0, j] = lanes[1, j] = lanes[2, j] = 0
         for start in range(first, end, _LANES):
-            above += _add_sides_of_row(
-                values[start : min(start + _LANES, end)], threshold, lanes
-            )
+            row = view(values, start, smaller(start + _LANES, end))
+            above += _add_sides_of_row(row, threshold, lanes)
         while half:
             for j in range(half):
                 lanes[0, j] += lanes[0, j + half]
                 lanes[1, j] += lanes[1, j + half]
-                lanes[2, j] = max(lanes[2, j], lanes[2, j + half])
+                lanes[2, j] = larger(lanes[2, j], lanes[2, j + half])
             half //= 2
         below += lanes[0, 0]
         beyond += lanes[1, 0]
-        largest = max(largest, lanes[2, 0])
+        largest = larger(largest, lanes[2, 0])
     return below, beyond, largest, above
 
 

@@ -15,7 +15,15 @@ import numpy as np
 from mpicomp.arrays import Array, address
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import jit, single
-from mpicomp.kernels.host.instructions import LINE, array_at, store_line, store_sum
+from mpicomp.kernels.host.instructions import (
+    LINE,
+    array_at,
+    larger,
+    smaller,
+    store_line,
+    store_sum,
+    view,
+)
 from mpicomp.threads import in_pieces
 
 LONG = 1 << 20  # bytes; a shorter vector may be in the cache when it is read next
@@ -137,24 +145,25 @@ def _in_order(array: Array) -> bool:
 @single
 def values_before_line(out):  # type: ignore[no-untyped-def]
     """Return the number of values before the first whole cache line of an array."""
-    return min(out.size, -np.int64(out.ctypes.data) % LINE // out.itemsize)
+    return smaller(out.size, -np.int64(out.ctypes.data) % LINE // out.itemsize)
 
 
 @single
-def put(values, out, past, is_last):  # type: ignore[no-untyped-def]
+def put(values, out, past, rest):  # type: ignore[no-untyped-def]
     """Write values of a buffer to `out`, and return how many; `past` the cache whole lines.
 
-    Unless they are the last, the values of a line that is not whole move to the front.
+    rest: 0 writes all; with another number the values of a last line that is not whole
+    move to the front.
     """
     step, head, size = LINE // out.itemsize, values.size, values.size
     if past:
-        head = min(head, values_before_line(out))
+        head = smaller(head, values_before_line(out))
     end = head + (size - head) // step * step
     for j in range(head):
         out[j] = values[j]
     for j in range(head, end, step):
         store_line(values, j, out, j)
-    if is_last:
+    if rest == 0:
         for j in range(end, size):
             out[j] = values[j]
         return size
@@ -167,16 +176,13 @@ def put(values, out, past, is_last):  # type: ignore[no-untyped-def]
 def _add_parts(start, end, a, factor, edges, starts, sign, out):  # type: ignore[no-untyped-def]
     """Add from `start` to `end`."""
     for row in range(starts.size):
-        low, high = max(start, edges[row]), min(end, edges[row + 1])
+        origin, close = edges[row], edges[row + 1]
+        low, high = larger(start, origin), smaller(end, close)
         if low < high:
-            b = array_at(out, starts[row], edges[row + 1] - edges[row])
-            add_line_by_line(
-                a[low:high],
-                factor,
-                b[low - edges[row] : high - edges[row]],
-                sign,
-                out[low:high],
+            b = view(
+                array_at(out, starts[row], close - origin), low - origin, high - origin
             )
+            add_line_by_line(view(a, low, high), factor, b, sign, view(out, low, high))
 
 
 @single

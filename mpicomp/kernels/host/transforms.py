@@ -14,7 +14,7 @@ import numpy as np
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop, single
-from mpicomp.kernels.host.instructions import WORD, butterflies
+from mpicomp.kernels.host.instructions import WORD, butterflies, smaller, view
 from mpicomp.kernels.host.streaming import LONG, put
 from mpicomp.threads import in_pieces, number_of_pieces
 
@@ -116,18 +116,19 @@ def _hadamard(indices, values, entry, out, start, end, chunk, scales, room, past
     while start < end:
         while chunk > end - start:
             chunk, place = chunk >> 1, place - 1
-        most = min(room.size, end - start) if is_sparse else end - start
+        most = smaller(room.size, end - start) if is_sparse else end - start
         size = most // chunk * chunk
         given, into, first = values, out, start
         if is_sparse:
             given, into, first = room, room, np.int64(0)
-            room[:size] = 0
+            for i in range(size):
+                room[i] = 0
             while entry < indices.size and indices[entry] < start + size:
                 room[indices[entry] - start] = values[entry]
                 entry += 1
         _transform(given, into, first, first + size, chunk, scales[place])
         if is_sparse:
-            put(room[:size], out[start:], past, True)
+            put(view(room, 0, size), view(out, start, start + size), past, 0)
         start += size
 
 
