@@ -5,6 +5,7 @@ import platform
 import re
 import subprocess
 import sys
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -257,6 +258,18 @@ def test_decoding_onto_vectors_is_decoding_and_an_addition(dtype, bits, long):
         )()
     assert_same(sums, expected)
     assert_same(bases, expected)
+
+
+def test_what_is_decoded_to_lives_until_it_is_written():
+    """The caller may drop it: it is written by its address."""
+    codes, scales, _ = alone(np.ones(512, np.float32), [], 4)
+    part = np.ones(512, np.float32)
+    base = part.copy()
+    memory = weakref.ref(part), weakref.ref(base)
+    decode = decoder(codes, scales, 4, BLOCK, [part], onto=([base], 1.0))
+    del part, base
+    assert all(array() is not None for array in memory)
+    decode()
 
 
 LOOPS = """

@@ -7,7 +7,7 @@ from collectives.runtime.link import link_if_any
 
 
 class Statistics(NamedTuple):
-    """Statistics of one step on this rank, or the sums of several. Times in seconds.
+    """Statistics of one bucket or step on this rank, or the sums of several. Times in seconds.
 
     length: values in the gradient. sent: entries contributed by this rank; received:
     entries of the sum. nbytes: bytes of the contributed indices and
@@ -15,16 +15,16 @@ class Statistics(NamedTuple):
     residual_norm: Euclidean norm of this rank's residuals; None without a `log`.
     """
 
-    length: int
-    sent: int
-    received: int
-    rejected: int
-    nbytes: int
-    compress_seconds: float
-    communicate_seconds: float
-    restore_seconds: float
-    wire_nbytes: int
-    steps: int = 1
+    length: int = 0
+    sent: int = 0
+    received: int = 0
+    rejected: int = 0
+    nbytes: int = 0
+    compress_seconds: float = 0.0
+    communicate_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    wire_nbytes: int = 0
+    steps: int = 0
     residual_norm: float | None = None
 
     @property

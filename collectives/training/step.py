@@ -8,6 +8,7 @@ are off, as ranks may have different settings; overflow is checked instead.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -58,13 +59,13 @@ class Started(NamedTuple):
 class Finished(NamedTuple):
     """A bucket that only has to be committed.
 
-    counts: the first five of `Statistics`. results: new ones, by tensor name. writes:
-    write the mean to arrays.
+    statistics: of the bucket, its entries and bytes. results: new ones, by tensor name.
+    writes: write the mean to arrays.
     """
 
     started: Started
     mean: Mean
-    counts: tuple[int, int, int, int, int]
+    statistics: Statistics
     results: dict[str, Any]
     writes: list[Write]
 
@@ -289,8 +290,10 @@ class Step:
             feedback.prepare_rejected(compressed.corrected, received.rejected)
         sent, nbytes = compressed.sizes
         rejected = entries(received.rejected)
-        counts = bucket.length, sent, entries(received.value), rejected, nbytes
-        return Finished(started, mean, counts, results, writes)
+        statistics = Statistics(
+            bucket.length, sent, entries(received.value), rejected, nbytes
+        )
+        return Finished(started, mean, statistics, results, writes)
 
     def _results(
         self, buckets: Sequence[Bucket], finished: Sequence[Finished], form: str
@@ -355,11 +358,15 @@ class Step:
 
     def statistics(self, residual_norm: float | None) -> Statistics:
         """Return the statistics of a step that was kept."""
-        counts = [ended.counts for ended in self.finished]
-        seconds = self._compressing, self._communicating, self._restoring
-        wire_nbytes = sent_nbytes(self._comm) - self._sent_before
-        totals = map(sum, zip(*counts, strict=True))
-        return Statistics._make([*totals, *seconds, wire_nbytes, 1, residual_norm])
+        of_buckets = [ended.statistics for ended in self.finished]
+        return reduce(Statistics.plus, of_buckets, Statistics())._replace(
+            compress_seconds=self._compressing,
+            communicate_seconds=self._communicating,
+            restore_seconds=self._restoring,
+            wire_nbytes=sent_nbytes(self._comm) - self._sent_before,
+            steps=1,
+            residual_norm=residual_norm,
+        )
 
 
 def _results_of(

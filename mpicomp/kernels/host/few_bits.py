@@ -251,7 +251,8 @@ def decoder(
         some = first + start // block, first + end // block
         _dequantise(layout, *some, *coded, workspaces.pop(), *how)
 
-    def decode() -> None:
+    # what is kept is read and written by its address
+    def decode(kept: object = (parts, bases)) -> None:
         in_pieces(piece, size, threads, step=block)
 
     return decode
