@@ -441,7 +441,7 @@ def test_segments_in_one_call_are_each_compressed_alone(
     assert [dict(vars(each)) for each, _ in together.snapshot()] == before
 
 
-def test_a_wrapped_compressor_reports_by_segment():
+def test_a_wrapped_compressor_keeps_a_threshold_a_segment():
     two = Selection(
         ["a", "b"], [0, 500, 1000], [Quantised(SIDCo(0.01), "sign") for _ in range(2)]
     )
@@ -450,7 +450,8 @@ def test_a_wrapped_compressor_reports_by_segment():
             np.arange(1000) < 500, 1.0, np.random.default_rng(0).laplace(size=1000)
         )
     )
-    ((compressor, *_),) = two.runs
+    ((wrapper, *_),) = two.runs
+    compressor = wrapper.compressor
     assert compressor.thresholds.shape == (2,)
     assert compressor.thresholds[0] != compressor.thresholds[1]
 

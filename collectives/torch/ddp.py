@@ -37,6 +37,7 @@ from collectives.torch.common import (
     raise_after_backward,
     some,
     tensors_of,
+    trainable,
 )
 from collectives.torch.start import check_launcher
 from collectives.training import GradientExchange
@@ -389,7 +390,21 @@ def _check_ddp(model: Any) -> DistributedDataParallel:
                 f"sparse=False; the exchange sends few entries all the same"
             )
     _check_parameters(ddp)
+    _check_outside(model, ddp)
     return ddp
+
+
+def _check_outside(model: Any, ddp: DistributedDataParallel) -> None:
+    """Raise ValueError for parameters of a model of which DDP has only a part: each rank would train them apart."""
+    inside = {*ddp.parameters()}
+    outside = [
+        name for name, parameter in trainable(model).items() if parameter not in inside
+    ]
+    if outside:
+        raise ValueError(
+            f"{some(outside)} of the model is outside DistributedDataParallel, which does not exchange it: wrap the "
+            "whole model, or attach to the module in DistributedDataParallel alone"
+        )
 
 
 def _check_parameters(ddp: DistributedDataParallel) -> None:

@@ -595,6 +595,15 @@ def test_a_parameter_unfrozen_before_attach_is_refused(world):
         attach(model, GradientExchange(world, TopK(0.1)))
 
 
+def test_a_layer_beside_ddp_is_refused(world):
+    """The ranks would train it apart."""
+    model = nn.Sequential(wrapped(Weighted()), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"'1\.weight'.* outside Distributed"):
+        attach(model, GradientExchange(world, TopK(0.1)))
+    model[1].requires_grad_(False)
+    attach(model, GradientExchange(world, TopK(0.1)))
+
+
 def interrupt(model, comm, step):
     """Take a step that an error of rank 0 in its backward pass interrupts; the others have to raise it at its end."""
 
