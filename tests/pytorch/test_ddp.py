@@ -681,7 +681,7 @@ class Encoded(nn.Module):
 def test_an_error_after_the_step_was_kept_is_told_by_the_next_forward_pass(world):
     """In a layer before DDP, which the backward pass reaches after DDP has exchanged: the others keep the step."""
     model = Encoded()
-    handle = attach(model, GradientExchange(world, TopK(0.1)))
+    handle = attach(model.ddp, GradientExchange(world, TopK(0.1)))
     hook = model.encoder.register_hook(
         lambda gradient: 1 / 0 if world.rank == 0 else gradient
     )
@@ -696,7 +696,7 @@ def test_an_error_after_the_step_was_kept_is_told_by_the_next_forward_pass(world
             model(inputs_of(1, world.rank))
     state = handle.state_dict()
     model.ddp = wrapped(model.ddp.module)
-    handle = attach(model, GradientExchange(world, TopK(0.1)))
+    handle = attach(model.ddp, GradientExchange(world, TopK(0.1)))
     handle.load_state_dict(state)
     model(inputs_of(1, world.rank)).backward()
     assert handle.exchange.steps == 2
