@@ -226,11 +226,9 @@ def _mark(  # type: ignore[no-untyped-def]
     """
     count = 0
     for row in range(segments.size):
-        origin, close, size = (
-            segments[row]["first"],
-            segments[row]["end"],
-            segments[row]["bin"],
-        )
+        origin = segments[row]["first"]
+        close = segments[row]["end"]
+        size = segments[row]["bin"]
         # bins before it are of an earlier piece
         first = origin + larger(0, -(-(start - origin) // size)) * size
         stop = smaller(close, origin - (origin - end) // size * size)
@@ -238,12 +236,12 @@ def _mark(  # type: ignore[no-untyped-def]
         while first < stop:
             if count + step + WORD + _AT_ONCE > found.size:
                 return count, first
-            x, y, out = (
-                view(a, first, close),
-                array_at(values, segments[row]["address"], close - origin),
-                view(values, first, stop),
-            )
-            y, head, last = view(y, first - origin, close - origin), 0, 0
+            x = view(a, first, close)
+            y = array_at(values, segments[row]["address"], close - origin)
+            y = view(y, first - origin, close - origin)
+            out = view(values, first, stop)
+            head = 0
+            last = 0
             whole = (smaller(stop, close - -size % WORD) - first) // size * size
             length = smaller(step, whole)
             if length > 0 and keep:
