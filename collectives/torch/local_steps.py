@@ -70,7 +70,7 @@ def outer_loop(
 
     def restart(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before the first step of an optimiser: parameters that were loaded are the anchor."""
-        groups = optimizer.param_groups
+        groups = optimizer.param_groups if mine else []
         if any(
             id(parameter) in mine for group in groups for parameter in group["params"]
         ):
