@@ -124,8 +124,6 @@ class Replay:
             for name, value in list(vars(place).items()):
                 if inspect.isfunction(value) and name != "__init__":
                     self._replace(place, name, self._timed(value))
-        data = vars(cupy.ndarray)["data"].fget
-        self._replace(cupy.ndarray, "data", property(self._timed(data)))
         get = cupy.ndarray.get
         start = cuda.driver.launchKernel
 

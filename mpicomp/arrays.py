@@ -12,7 +12,7 @@ import ctypes
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
@@ -301,6 +301,18 @@ def address(array: Any) -> int:
     return int(array.ctypes.data)
 
 
+def addresses(arrays: Sequence[Any]) -> list[int]:
+    """Return the address of the first value of each of some NumPy or CuPy arrays."""
+    if arrays and on_device(arrays[0]) and len({*map(type, arrays)}) == 1:
+        return [array.data.ptr for array in arrays]
+    return [address(array) for array in arrays]
+
+
+def concatenated(parts: Sequence[Array], out: Array | None = None) -> Array:
+    """Return contiguous arrays, in C order, as one new vector, or as `out`."""
+    return np.concatenate([flat(part) for part in parts], out=out)
+
+
 def new_vector(xp: Any, size: int, dtype: Any) -> Array:
     """Return zeros, made by NumPy or CuPy; in host memory they begin at a cache line, as kernels store whole lines."""
     if xp is not np:
@@ -314,13 +326,13 @@ def new_vector(xp: Any, size: int, dtype: Any) -> Array:
 def adjacent(parts: Sequence[Array]) -> Array | None:
     """Return one vector over 1-d arrays that follow each other in host memory, without a copy; None for others.
 
-    It holds a reference to the first one only.
+    It holds a reference to the first one only. An array alone is a vector, of any shape.
     """
     if len(parts) == 1:
-        return parts[0]
-    some = [part for part in parts if part.size] or list(parts[:1])
-    if on_device(some[0]):
+        return flat(parts[0])
+    if on_device(parts[0]):
         return None
+    some = [part for part in parts if part.size] or list(parts[:1])
     end = address(some[0])
     for part in some:
         if address(part) != end:
@@ -340,12 +352,22 @@ def check_apart(arrays: Sequence[Any]) -> None:
     """Raise ValueError if two of the contiguous arrays that a step writes to share memory."""
     if len(arrays) < 2:
         return
-    spans = sorted((address(array), array.nbytes) for array in arrays if array.size)
-    if any(start + nbytes > after for (start, nbytes), (after, _) in pairwise(spans)):
+    sizes = tuple([array.nbytes for array in arrays])
+    if not _are_apart(tuple(addresses(arrays)), sizes):
         raise ValueError(
             "two arrays that the step writes to share memory: expected separate arrays for each out=, and for each "
             "gradient that holds the residual (in_place)"
         )
+
+
+# most steps write to where the one before has written
+@lru_cache(maxsize=64)
+def _are_apart(starts: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Return whether no two spans of memory overlap."""
+    spans = sorted(span for span in zip(starts, sizes, strict=True) if span[1])
+    return all(
+        start + nbytes <= after for (start, nbytes), (after, _) in pairwise(spans)
+    )
 
 
 def nonzero(values: Array) -> Array:

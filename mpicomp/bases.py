@@ -25,6 +25,7 @@ import numpy as np
 from mpicomp.arrays import (
     Array,
     address,
+    flat,
     kernels_for,
     on_device,
     to_vector,
@@ -156,7 +157,7 @@ class Coefficients:
         Raises OverflowError for values out of range.
         """
         pairs = zip(split(self.vector, self.edges), parts, strict=True)
-        writers = [self.basis.writer(own, part) for own, part in pairs]
+        writers = [self.basis.writer(own, flat(part)) for own, part in pairs]
 
         def write() -> None:
             for writer in writers:

@@ -15,7 +15,9 @@ import numpy as np
 from mpicomp.arrays import (
     Array,
     adjacent,
+    concatenated,
     converted,
+    flat,
     kernels_for,
     like,
     to_values,
@@ -27,7 +29,7 @@ from mpicomp.coded import CodedSum, Uncoded
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
-from mpicomp.tensors import ALONE, Tensor
+from mpicomp.tensors import ALONE, Tensor, device_arrays
 from mpicomp.vector import SparseVector, check_range, split
 
 Mean = SparseVector | Array | CodedSum
@@ -132,7 +134,7 @@ class Bucket:
             return vectors
         joined = adjacent(vectors)
         if joined is None:
-            joined = np.concatenate(vectors, out=self._buffer_for_values())
+            joined = concatenated(vectors, self._buffer_for_values())
         return [joined]
 
     def _forward(self, gradient: Sequence[Array], basis: Basis) -> list[Array]:
@@ -140,7 +142,7 @@ class Bucket:
         out = self._buffer_for_values()
         values = adjacent(gradient)
         if values is None:
-            values = np.concatenate(gradient, out=out)
+            values = concatenated(gradient, out)
         values = widened_values(values)
         for run in runs(self.edges, basis.chunk):
             basis.forward(values[run], out[run])
@@ -177,7 +179,12 @@ class Bucket:
         return values
 
     def outputs(self, outs: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others."""
+        """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others.
+
+        On a device they may have the shapes of the tensors.
+        """
+        if outs and (found := device_arrays(self.tensors, outs)):
+            return dict(zip(self.names_of_tensors, found, strict=True))
         pairs = (
             [(tensor, outs.get(tensor.name)) for tensor in self.tensors] if outs else []
         )
@@ -214,15 +221,16 @@ class Bucket:
             if buffer is None:
                 results[tensor.name] = tensor.wrapped(part)
             else:
-                writes.append(partial(copy, buffer, part))
+                writes.append(partial(copy, flat(buffer), part))
         return results, writes
 
     def _to_write(
         self, mean: CodedSum | Coefficients | SparseVector, outs: Mapping[str, Array]
     ) -> tuple[dict[str, Any], list[Write]]:
         """Return new arrays without values, by tensor name, and a function that writes to them and to the buffers."""
-        room = 0 if len(outs) == len(self.tensors) else self.length
-        new = self.tensors[0].xp.empty(room, mean.dtype)
+        if len(outs) == len(self.tensors):
+            return {}, [writer_of(mean, [*outs.values()])]
+        new = self.tensors[0].xp.empty(self.length, mean.dtype)
         results = {}
         parts = []
         for tensor, (first, end) in zip(
@@ -245,9 +253,9 @@ class Bucket:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""
         for tensor in self.tensors:
             if (array := arrays.get(tensor.name)) is not None:
-                flat = tensor.flatten(array)
+                vector = tensor.flatten(array)
                 try:
-                    kernels_for(flat).raise_not_finite(flat)
+                    kernels_for(vector).raise_not_finite(vector)
                 except ValueError as error:
                     where = "" if tensor.name == ALONE else f"in {tensor.name}: "
                     raise kind(f"{where}{error}") from None

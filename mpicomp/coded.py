@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, namespace, rounded
+from mpicomp.arrays import Array, concatenated, kernels_for, namespace, rounded
 from mpicomp.few_bits import FewBits, first_blocks
 
 
@@ -96,7 +96,7 @@ class Uncoded:
 
     def values(self) -> Array:
         """Return the values as a new vector."""
-        values: Array = np.concatenate(self.parts)
+        values = concatenated(self.parts)
         if self.residual is not None:
             kernels_for(values).add_parts(
                 self.residual, self.decay, [values.copy()], values

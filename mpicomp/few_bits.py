@@ -67,7 +67,7 @@ class FewBits:
 
 def first_blocks(sizes: Iterable[int], block: int) -> list[int]:
     """Return the number of the first block of each segment, and at last the number of blocks."""
-    return [0, *accumulate(-(-size // block) for size in sizes)]
+    return [0, *accumulate([-(-size // block) for size in sizes])]
 
 
 def sizes(bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:

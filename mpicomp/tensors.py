@@ -5,9 +5,10 @@ are compared with it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,11 @@ class Tensor:
     def is_rounded(self) -> bool:
         """Whether the caller's arrays are bfloat16: `wrapped` then returns a copy."""
         return self.kind.startswith("bfloat16")
+
+    @cached_property
+    def facts(self) -> tuple[Any, ...]:
+        """What `device_arrays` compares of a CuPy array."""
+        return self.shape, self.dtype, True
 
     def new(self) -> Array:
         """Return a vector of zeros of its size and dtype, on its device."""
@@ -126,6 +132,28 @@ class Tensor:
                 "the first step; use one exchange for each model"
             )
         return values
+
+
+_facts = attrgetter("shape", "dtype", "_c_contiguous")
+_device = attrgetter("data.device_id")
+
+
+def device_arrays(
+    tensors: Sequence[Tensor], arrays: Mapping[str, Any]
+) -> list[Array] | None:
+    """Return the arrays of tensors, by name, in the shapes that they have; None for others than the described ones.
+
+    Those are on the current device and C-contiguous: kernels take them as vectors, of
+    which each would cost 3 us.
+    """
+    xp = tensors[0].xp
+    found = [arrays.get(tensor.name) for tensor in tensors]
+    if xp is np or {*map(type, found)} != {xp.ndarray}:
+        return None
+    if [*map(_facts, found)] != [tensor.facts for tensor in tensors]:
+        return None
+    is_here = {*map(_device, found)} == {xp.cuda.runtime.getDevice()}
+    return found if is_here else None  # type: ignore[return-value]
 
 
 def _values(name: str, array: Any) -> Array:

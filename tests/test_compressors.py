@@ -6,6 +6,8 @@ from strategies import sparse_vectors
 
 from mpicomp import ErrorFeedback, Quantised, SparseVector, TopK, quantise
 from mpicomp.codec import HEADER_NBYTES, encoded_nbytes, smallest
+from mpicomp.compressors.selection import Selection
+from mpicomp.vector import concatenate
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,28 @@ def test_bad_settings_raise(arguments, message):
 def test_density_gives_k(density, length, count):
     assert TopK(density).counts([length]) == [count]
     assert TopK(density).compress(np.ones(length)).nnz == count
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [{"k": 1}, {"k": 2}, {"k": 9}],
+        [{"density": 0.25}, {"density": 0.5}, {"density": 1.0}],
+    ],
+)
+def test_segments_with_other_settings_are_selected_from_as_alone(settings):
+    vectors = [np.array([5.0, 1, 4, 3]), np.arange(4.0) + 1, np.array([1.0, -2, 3])]
+    alone = [
+        TopK(**own).compress(vector)
+        for own, vector in zip(settings, vectors, strict=True)
+    ]
+    bounds = [0, 4, 8, 11]
+    selection = Selection("abc", bounds, [TopK(**own) for own in settings])
+    selected = selection.select(np.concatenate(vectors))
+    assert len(selection.runs) == 1
+    together = concatenate(alone)
+    assert selected.indices.tolist() == together.indices.tolist()
+    assert selected.values.tolist() == together.values.tolist()
 
 
 def test_the_largest_magnitudes_travel_and_ties_go_to_the_lowest_index():

@@ -1,5 +1,7 @@
 """What a step starts on a device and waits for does not depend on the number of tensors: benchmarks/gpu_costs.py."""
 
+import sys
+
 import gpu_costs
 import pytest
 from devices import real_cupy
@@ -39,6 +41,31 @@ def test_a_replay_makes_the_same_calls_and_leaves_the_stand_in_as_it_was():
         assert not replay.left, "all of the recorded copies to the host were asked for"
     assert gpu_costs.cupy.ndarray.get is before
     assert gpu_costs.launch_seconds(3) > 0
+
+
+def calls_of_a_step(name, tensors):
+    """Return how many functions of the library a step calls in Python."""
+    exchange = gpu_costs.made(name, tensors, gpu_costs.MPI.COMM_SELF)
+    given = gpu_costs.gradient(tensors, gpu_costs.VALUES, 0)
+    for _ in range(2):
+        exchange(given, out=given)
+    folders = tuple(str(gpu_costs.ROOT / top) for top in ("mpicomp", "collectives"))
+    called = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folders):
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    exchange(given, out=given)
+    sys.setprofile(None)
+    return called
+
+
+@pytest.mark.parametrize("name", gpu_costs.STEPS)
+def test_a_step_calls_no_function_for_each_tensor(name):
+    few, many = (len(calls_of_a_step(name, tensors)) for tensors in (54, 160))
+    assert 100 < many <= few
 
 
 def test_a_path_is_the_shortest_of_those_with_most_wide_accesses():

@@ -21,7 +21,7 @@ def by_name(gradient: Any) -> tuple[str, dict[str, Any]]:
 def in_form(form: str, results: dict[str, Any], names: Mapping[str, Any]) -> Any:
     """Return results by name in a form, with those of `names` first."""
     if form == DICT:
-        return {name: results[name] for name in names} | results
+        return dict.fromkeys(names) | results
     return [results[name] for name in names] if form == LIST else results[ALONE]
 
 
@@ -33,11 +33,10 @@ def check_same_form(
         raise TypeError(
             f"got {form}: expected {first}, as in the first step of this exchange"
         )
-    for name in arrays:
-        if name not in names:
-            raise KeyError(
-                f"{name!r} is none of the tensors of the first step: {_remedy(str(name), names)}"
-            )
+    for name in arrays.keys() - names:
+        raise KeyError(
+            f"{name!r} is none of the tensors of the first step: {_remedy(str(name), names)}"
+        )
     if form == LIST and len(arrays) < len(names):
         raise ValueError(
             f"got {len(arrays)} arrays: expected {len(names)}, as in the first step of this exchange"
@@ -64,12 +63,12 @@ def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, An
         raise ValueError(
             f"out is {len(outs)} arrays: expected a list of {len(arrays)}, as the gradients are"
         )
-    for name, buffer in outs.items():
-        if name not in arrays:
-            raise ValueError(
-                f"out has {name!r}: expected names of the gradients that are given"
-            )
-        if buffer is None and arrays[name] is None:
+    for name in outs.keys() - arrays.keys():
+        raise ValueError(
+            f"out has {name!r}: expected names of the gradients that are given"
+        )
+    for name in [name for name, buffer in outs.items() if buffer is None]:
+        if arrays[name] is None:
             raise ValueError(
                 f"out is None for {name!r}: expected an array for its mean; pass zeros as its gradient, or, if it is "
                 f"frozen, leave it out by exchange.hold([{name!r}])"

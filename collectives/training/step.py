@@ -109,9 +109,7 @@ class Step:
     def add(self, arrays: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
         """Add gradients, and output buffers, by name."""
         self.arrays |= arrays
-        for name, out in outs.items():
-            if out is not None:
-                self._outs[name] = out
+        self._outs |= {name: out for name, out in outs.items() if out is not None}
 
     def run(
         self,

@@ -135,7 +135,7 @@ class AggregationAware(TopK):
         bonus = merge(nothing, ones)
         values = kernels_for(corrected).gather(corrected, bonus.indices)
         edges = places_of(bonus, bounds)
-        counts = np.array(self.counts([*np.diff(bounds)]))
+        counts = self.counts(np.diff(bounds))
         chosen = self._best(values, bonus.values, edges, counts)
         return SparseVector.trusted(
             bonus.indices[chosen], values[chosen], corrected.size

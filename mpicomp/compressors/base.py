@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, read_only, to_vector
+from mpicomp.arrays import Array, flat, kernels_for, read_only, to_vector
 from mpicomp.state import ROWS, SHARED, Configured, check_object
 from mpicomp.vector import SparseVector, concatenate
 
@@ -76,7 +76,7 @@ class Compressor(Configured):
         write_sum(summands, corrected)
         vectors = []
         for segment, (first, end) in enumerate(pairwise(bounds)):
-            part = None if summands is None else summands.parts[segment]
+            part = None if summands is None else flat(summands.parts[segment])
             values = read_only(corrected[first:end])
             vector = self.compress(values, gradient=part)
             check_selected(vector, values, self)

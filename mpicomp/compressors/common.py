@@ -46,11 +46,17 @@ class Density(Compressor):
         self.density = None if density is None else to_density(density, "; or give k=")
         self.k = None if k is None else to_integer("k", k)
 
-    def counts(self, lengths: Sequence[int]) -> list[int]:
+    def counts(self, lengths: Array) -> Array:
         """Return the number of entries to select from vectors of these lengths."""
-        if self.density is None:
-            return [self.k for _ in lengths]  # type: ignore[misc]
-        return [max(1, round(self.density * length)) for length in lengths]
+        return counts_of(lengths, self.density, self.k)
+
+
+def counts_of(lengths: Array, density: Any, k: Any) -> Array:
+    """Return the number of entries for a density, a number or one for each length; for k if that is None."""
+    if density is None:
+        return np.broadcast_to(k, lengths.shape)
+    wanted: Array = np.rint(np.multiply(density, lengths)).astype(np.int64)
+    return wanted.clip(1)
 
 
 def mean_and_largest(values: Array) -> tuple[float, float]:

@@ -111,9 +111,8 @@ def quantise(
             if bounds is None or len(bounds) == 2
             else places_of(vector, bounds)
         )
-        places = [
-            edge * (1 if vector.width is None else vector.width) for edge in edges
-        ]
+        width = 1 if vector.width is None else vector.width
+        places = [edge * width for edge in edges]
         flat = _to_magnitudes(vector.values.reshape(-1), places, two=_MAGNITUDES[form])
         rounded = flat.reshape(vector.values.shape)
     elif form in _ROUNDINGS:

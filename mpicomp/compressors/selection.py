@@ -21,11 +21,15 @@ from mpicomp.vector import SparseVector, concatenate, places_of, split
 
 
 class Run(NamedTuple):
-    """A compressor and the consecutive segments it serves, from `first` to before `end`."""
+    """A compressor and the consecutive segments it serves, from `first` to before `end`.
+
+    bounds: of these segments, from 0.
+    """
 
     compressor: Compressor
     first: int
     end: int
+    bounds: tuple[int, ...]
 
 
 class Selection:
@@ -54,7 +58,10 @@ class Selection:
         for end in range(1, len(compressors) + 1):
             if end < len(compressors) and are_joinable(*compressors[end - 1 : end + 1]):
                 continue
-            self.runs.append(Run(join(compressors[first:end]), first, end))
+            start = self.bounds[first]
+            edges = [bound - start for bound in self.bounds[first : end + 1]]
+            run = Run(join(compressors[first:end]), first, end, tuple(edges))
+            self.runs.append(run)
             first = end
 
     @property
@@ -86,18 +93,13 @@ class Selection:
         """
         vectors = []
         for run in self.runs:
-            span = slice(self.bounds[run.first], self.bounds[run.end])
-            segments = slice(run.first, run.end)
-            bounds = self._bounds_of(run)
+            values = corrected
             own = summands
-            if summands is not None:
-                residual = summands.residual
-                if residual is not None:
-                    residual = residual[span]
-                own = Summands(residual, summands.scale, summands.parts[segments])
+            if len(self.runs) > 1:
+                values, own = self._of(run, corrected, summands)
             try:
-                vector = run.compressor.select(corrected[span], bounds, own)
-                check_selected(vector, corrected[span], run.compressor)
+                vector = run.compressor.select(values, run.bounds, own)
+                check_selected(vector, values, run.compressor)
             except Exception as error:
                 if run.end - run.first == 1:
                     _prefix(error, self.names[run.first])
@@ -127,6 +129,9 @@ class Selection:
 
     def observe(self, aggregate: SparseVector) -> None:
         """Pass each compressor its part of the mean; see `Compressor.observe`."""
+        if len(self.runs) == 1:
+            self.runs[0].compressor.observe(aggregate)
+            return
         edges = [0, *(self.bounds[run.end] for run in self.runs)]
         for run, part in zip(self.runs, split(aggregate, edges), strict=True):
             run.compressor.observe(part)
@@ -152,9 +157,17 @@ class Selection:
             self._check_segments(vector, 0, len(self.names))
             raise
 
-    def _bounds_of(self, run: Run) -> list[int]:
-        start = self.bounds[run.first]
-        return [bound - start for bound in self.bounds[run.first : run.end + 1]]
+    def _of(
+        self, run: Run, corrected: Array, summands: Summands | None
+    ) -> tuple[Array, Summands | None]:
+        """Return the part of a vector that belongs to a run, and of what it is the sum of."""
+        span = slice(self.bounds[run.first], self.bounds[run.end])
+        if summands is None:
+            return corrected[span], None
+        residual, scale, parts = summands
+        if residual is not None:
+            residual = residual[span]
+        return corrected[span], Summands(residual, scale, parts[run.first : run.end])
 
     def _check_segments(self, vector: Array, first: int, end: int) -> None:
         """Raise ValueError that names the first of some segments with a value that is not finite, if one has."""

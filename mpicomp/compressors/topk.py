@@ -9,11 +9,14 @@ exact zeros are never sent.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import SegmentedCompressor, Summands, to_add
-from mpicomp.compressors.common import Density, selected
+from mpicomp.compressors.common import Density, counts_of, selected
 from mpicomp.vector import SparseVector
 
 
@@ -35,10 +38,24 @@ class TopK(Density, SegmentedCompressor):
         summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.select`."""
-        sizes = [end - first for first, end in pairwise(bounds)]
-        k = [*map(min, self.counts(sizes), sizes)]
-        chunk = [max(1, size) for size in sizes]
+        settings = _hashable(self.density), _hashable(self.k)
+        k, chunk = _rows(tuple(bounds), *settings)
         entries = kernels_for(corrected).largest_in_segments(
             corrected, bounds, k, chunk, k, summands=to_add(summands)
         )
         return selected(corrected, bounds, entries)
+
+
+@lru_cache(maxsize=256)
+def _rows(
+    bounds: tuple[int, ...], density: Any, k: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the number of entries to select from each segment, and its length, 1 for an empty one."""
+    sizes = np.diff(bounds)
+    wanted = np.minimum(counts_of(sizes, density, k), sizes)
+    return tuple(wanted.tolist()), tuple(sizes.clip(1).tolist())
+
+
+def _hashable(setting: Any) -> Any:
+    """Return a number as it is, and a row of them as a tuple."""
+    return tuple(setting.tolist()) if isinstance(setting, np.ndarray) else setting

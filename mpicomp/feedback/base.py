@@ -17,6 +17,7 @@ from mpicomp.arrays import (
     VALUE_DTYPES,
     Array,
     adjacent,
+    concatenated,
     kernels_for,
     namespace,
     new_vector,
@@ -29,7 +30,7 @@ from mpicomp.coded import Uncoded
 from mpicomp.compressors.base import Summands
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Configured, Range, kind_of_array
-from mpicomp.tensors import Tensor
+from mpicomp.tensors import Tensor, device_arrays
 from mpicomp.vector import SparseVector, check_range, from_all_values
 
 Dtypes = dict[str, np.dtype[Any]]
@@ -77,8 +78,13 @@ class Feedback(Configured):
     def vectors(
         self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]
     ) -> list[Array]:
-        """Return the gradients of tensors as vectors, views where possible; zeros for one without an array."""
-        return [tensor.flatten(arrays.get(tensor.name)) for tensor in tensors]
+        """Return the gradients of tensors as vectors, views where possible; zeros for one without an array.
+
+        On a device they may have the shapes of the tensors: kernels take them as vectors.
+        """
+        return device_arrays(tensors, arrays) or [
+            tensor.flatten(arrays.get(tensor.name)) for tensor in tensors
+        ]
 
     def correct(self, *gradient: Array) -> Array:
         """Return the vector to compress, the gradient plus the residual; changes no array that is kept.
@@ -297,10 +303,11 @@ class Feedback(Configured):
                 name: to_device_of(array, first) for name, array in self._arrays.items()
             }
         kind = size, first.dtype
-        if first.ndim == 1 and kind == self._kind:
+        is_vector = first.ndim == 1 or on_device(first)
+        if is_vector and kind == self._kind:
             self._staged = True
             return
-        got = f"{first.dtype} of shape {(size,) if first.ndim == 1 else first.shape}"
+        got = f"{first.dtype} of shape {(size,) if is_vector else first.shape}"
         if not self.fits(*kind):
             assert self._kind is not None
             length, dtype = self._kind
@@ -308,7 +315,7 @@ class Feedback(Configured):
                 f"the gradient is {got}: expected {dtype} of shape ({length},) as in the calls before; use one "
                 f"{type(self).__name__} for each tensor"
             )
-        if first.ndim != 1 or first.dtype not in VALUE_DTYPES:
+        if not is_vector or first.dtype not in VALUE_DTYPES:
             expected = " or ".join(map(str, VALUE_DTYPES))
             raise ValueError(
                 f"the gradient is {got}: expected {expected} of shape (n,)"
@@ -329,7 +336,7 @@ class Feedback(Configured):
             return vector
         first = gradient[0]
         buffer = self._buffer("gradient", first, self._bounds[-1], first.dtype)
-        return np.concatenate(gradient, out=buffer)
+        return concatenated(gradient, buffer)
 
     def _is_spare(self, vector: Array) -> bool:
         """Return whether a vector is a buffer of this object, and not the caller's gradient."""

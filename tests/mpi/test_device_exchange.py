@@ -132,6 +132,7 @@ def test_the_bits_are_those_of_the_host(comm, cupy, way, unit):
 
 def test_named_tensors(comm, cupy):
     sizes = {"w": 900, "v": 700, "b": 12, "c": 9}
+    shapes = {"w": (30, 30), "v": (7, 10, 10), "b": (3, 4), "c": (9,)}
     exchanges = [
         GradientExchange(
             comm, TopK(0.05), collective=sparse_iallreduce, small=64, bucket_nbytes=3000
@@ -139,11 +140,13 @@ def test_named_tensors(comm, cupy):
         for _ in range(2)
     ]
     for step in range(3):
-        mine = {name: gradient(comm, step, size) for name, size in sizes.items()}
+        mine = {
+            name: gradient(comm, step, size).reshape(shapes[name])
+            for name, size in sizes.items()
+        }
         expected = exchanges[0](mine)
-        means = exchanges[1](
-            {name: cupy.asarray(array) for name, array in mine.items()}
-        )
+        given = {name: cupy.asarray(array) for name, array in mine.items()}
+        means = exchanges[1](given, out=given if step else None)
         for name in sizes:
             assert means[name].get().tobytes() == expected[name].tobytes()
 

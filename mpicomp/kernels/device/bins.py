@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import cupy
 import numpy as np
 
-from mpicomp.arrays import address, index_dtype
+from mpicomp.arrays import addresses, index_dtype
 from mpicomp.kernels import NOTHING, Selected
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
@@ -89,6 +89,6 @@ def _table(
     numbers = in_tiles(edges[some + 1] - edges[some], lengths)
     before = running_totals(numbers)
     marked = running_totals(numbers * words)
-    addends = np.array([address(part) for part in parts], np.int64)[some]
+    addends = np.array(addresses(parts), np.int64)[some]
     rows = edges[some], edges[some + 1], before, marked, lengths, words, addends
     return table_of(*rows), int(before[-1]), int(marked[-1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_uint64
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from struct import Struct
@@ -14,6 +14,7 @@ import numpy as np
 from cupy.cuda import driver, runtime
 from numpy.typing import DTypeLike
 
+from mpicomp.arrays import addresses
 from mpicomp.few_bits import first_blocks
 
 Array = Any  # CuPy's arrays, which are not typed
@@ -140,11 +141,18 @@ def segments_of(
     The table is that of `Segments` in common.cuh; others: pairs of arrays whose addresses
     follow in it.
     """
-    sizes = [part.size for part in parts]
-    firsts = first_blocks(sizes, block)
     if len(parts) == 1 and not others:
-        return (None, 0, parts[0], sizes[0]), firsts[-1]
+        return (None, 0, parts[0], parts[0].size), in_tiles(parts[0].size, block)
+    sizes = tuple([part.size for part in parts])
+    places, blocks = _places(sizes, block)
+    known = addresses([*chain(parts, *others)])
+    table = cupy.asarray(np.append(places, np.array(known, np.int64)))
+    return (table, len(parts), None, 0), blocks
+
+
+@lru_cache(maxsize=256)
+def _places(sizes: tuple[int, ...], block: int) -> tuple[np.ndarray[Any, Any], int]:
+    """Return the first block and the first value of segments, each with the number of all, and the number of blocks."""
+    firsts = first_blocks(sizes, block)
     edges = accumulate(sizes, initial=0)
-    addresses = [each.data.ptr for each in chain(parts, *others)]
-    table = cupy.asarray(np.array([*firsts, *edges, *addresses], np.int64))
-    return (table, len(parts), None, 0), firsts[-1]
+    return np.array([*firsts, *edges], np.int64), firsts[-1]

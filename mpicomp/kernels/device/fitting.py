@@ -5,7 +5,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from mpicomp.arrays import address, index_dtype
+from mpicomp.arrays import addresses, index_dtype
 from mpicomp.kernels import NOTHING, Selected
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
@@ -42,7 +42,7 @@ def sample(
     edges = np.asarray(bounds, np.int64)
     some = np.flatnonzero(counts)
     addends = np.zeros(edges.size - 1, np.int64)
-    addends[: len(parts)] = [address(part) for part in parts]
+    addends[: len(parts)] = addresses(parts)
     before = running_totals(counts[some])
     rows = table_of(edges[some], edges[some + 1], before, addends[some])
     factor = int(np.float64(wide.type(scale)).view(np.uint64))

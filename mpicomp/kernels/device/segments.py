@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from mpicomp.arrays import address, index_dtype
+from mpicomp.arrays import addresses, index_dtype
 from mpicomp.kernels import NOTHING, Selected
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
@@ -126,11 +126,13 @@ class Vector(NamedTuple):
         if summands is None:
             return cls(form, values, values, None, 0, _NO_ADDENDS)
         a, scale, parts = summands
-        addends = np.array([address(part) for part in parts], np.int64)
+        addends = np.array(addresses(parts), np.int64)
         return cls(form, values, a, values, bits_of(scale, form), addends)
 
     def addends_of(self, rows: Column, count: int) -> Column:
         """Return the addresses of the addends of some of `count` segments; zeros without a sum."""
+        if self.addends.size == rows.size:
+            return self.addends  # of all
         return np.broadcast_to(self.addends, count)[rows]
 
     @property
@@ -142,12 +144,12 @@ class Vector(NamedTuple):
 class Layout:
     """The segments of which entries are selected, and what follows from them: made once for equal arguments.
 
-    columns: the bounds of all segments, k, chunk and last of `largest_in_segments`, as
-    bytes of int64. Its arrays are not written to.
+    columns: the bounds of all segments, k, chunk and last of `largest_in_segments`. Its
+    arrays are not written to.
     """
 
-    def __init__(self, *columns: bytes) -> None:
-        edges, k, chunk, last = (np.frombuffer(each, np.int64) for each in columns)
+    def __init__(self, *columns: tuple[int, ...]) -> None:
+        edges, k, chunk, last = (np.array(each, np.int64) for each in columns)
         sizes = np.diff(edges)
         self.segments = sizes.size
         self.some = np.flatnonzero((sizes > 0) & (k + last > 0))
@@ -167,6 +169,14 @@ class Layout:
         room = int((whole * self.k + np.where(rest, self.last, 0)).sum())
         columns = self.first, self.end, before, self.chunk, self.k, self.last
         return rows_of(*columns, _NO_ADDENDS), int(before[-1]), room
+
+    def places(self, starts: Column) -> list[int]:
+        """Return the number of entries before each segment, and of all, from those before each of `some`."""
+        if self.some.size == self.segments:
+            return starts.tolist()  # type: ignore[no-any-return]
+        places = np.zeros(self.segments + 1, np.int64)
+        places[self.some + 1] = starts[1:]
+        return np.maximum.accumulate(places).tolist()  # type: ignore[no-any-return]
 
     @cached_property
     def parts(self) -> tuple[Column, Column, Column, "Rows"]:
@@ -197,8 +207,7 @@ _layout = lru_cache(maxsize=256)(Layout)
 
 def layout_of(bounds: Any, k: Any, chunk: Any, last: Any) -> Layout:
     """Return the layout for arguments of `largest_in_segments`."""
-    columns = bounds, k, chunk, last
-    return _layout(*(np.asarray(each, np.int64).tobytes() for each in columns))
+    return _layout(tuple(bounds), tuple(k), tuple(chunk), tuple(last))
 
 
 def _largest(vector: Vector, k: int) -> Selected:
@@ -209,20 +218,20 @@ def _largest(vector: Vector, k: int) -> Selected:
 
 def _in_segments(vector: Vector, layout: Layout, index: np.dtype[Any]) -> Selected:
     """Return the largest of each chunk of each segment, with indices of a dtype."""
-    places = np.zeros(layout.segments + 1, np.int64)
     if not layout.some.size:
-        return Selected(
-            cupy.empty(0, index), vector.values[:0], places.tolist(), NOTHING
-        )
+        places = [0] * (layout.segments + 1)
+        return Selected(cupy.empty(0, index), vector.values[:0], places, NOTHING)
     select = _in_chunks if layout.longest <= _LONG else _in_long_chunks
     addends = vector.addends_of(layout.some, layout.segments)
     indices, kept, starts, said = select(vector, layout, addends, index)
-    places[layout.some + 1] = starts[1:]
-    places = np.maximum.accumulate(places)
-    count = int(places[-1])
+    places = layout.places(starts)
+    count = places[-1]
+    if count < indices.size:
+        indices = indices[:count]
+        kept = kept[:count]
     bad, first, end = said
     facts = (-1, 0 if bad else -1, first, end) if count else NOTHING
-    return Selected(indices[:count], kept[:count], places.tolist(), facts)
+    return Selected(indices, kept, places, facts)
 
 
 def _in_chunks(

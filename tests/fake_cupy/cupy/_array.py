@@ -17,20 +17,42 @@ from cupy.cuda import Device, MemoryPointer, get_current_stream
 class ndarray:
     """An array on the fake device; `_hidden` is the NumPy array that only this package touches."""
 
+    # plain attributes, as CuPy's are: to read one takes no call
+    __slots__ = (
+        "__weakref__",
+        "_c_contiguous",
+        "_hidden",
+        "data",
+        "dtype",
+        "itemsize",
+        "nbytes",
+        "ndim",
+        "shape",
+        "size",
+    )
     __array_priority__ = 100
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
         count = int(np.prod(shape, dtype=np.int64))
         block = arena.allocate(count * np.dtype(dtype).itemsize)
-        self._hidden = block.bytes().view(dtype).reshape(shape)
+        self._show(block.bytes().view(dtype).reshape(shape))
 
     @classmethod
     def _of(cls, hidden: np.ndarray) -> "ndarray":
         """Wrap a NumPy array that lies in the arena."""
         self = object.__new__(cls)
-        self._hidden = hidden
+        self._show(hidden)
         return self
+
+    def _show(self, hidden: np.ndarray) -> None:
+        """Take an array, and tell what it is."""
+        self._hidden = hidden
+        for name in ("dtype", "itemsize", "nbytes", "ndim", "shape", "size"):
+            setattr(self, name, getattr(hidden, name))
+        self._c_contiguous = hidden.flags.c_contiguous
+        address = hidden.ctypes.data
+        self.data = MemoryPointer(hidden, address, arena.shown_at(address))
 
     def _ready(self) -> np.ndarray:
         """Return the hidden array for what the device does with it: that comes after what is queued before."""
@@ -39,17 +61,10 @@ class ndarray:
 
     # What it is
 
-    dtype = property(lambda self: self._hidden.dtype)
-    shape = property(lambda self: self._hidden.shape)
-    size = property(lambda self: self._hidden.size)
-    ndim = property(lambda self: self._hidden.ndim)
-    nbytes = property(lambda self: self._hidden.nbytes)
-    itemsize = property(lambda self: self._hidden.itemsize)
     strides = property(lambda self: self._hidden.strides)
     device = property(lambda self: Device(0))
     T = property(lambda self: ndarray._of(self._hidden.T))
     base = property(lambda self: None)
-    _c_contiguous = property(lambda self: self._hidden.flags.c_contiguous)
 
     @property
     def flags(self) -> Any:
@@ -60,11 +75,6 @@ class ndarray:
             f_contiguous=flags.f_contiguous,
             owndata=True,
         )
-
-    @property
-    def data(self) -> MemoryPointer:
-        address = self._hidden.ctypes.data
-        return MemoryPointer(self._hidden, address, arena.shown_at(address))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

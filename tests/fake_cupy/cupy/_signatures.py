@@ -12,7 +12,7 @@ _OWN = "FAKE", "surface"  # what CuPy does not have
 _CLASSES = "ndarray", "RawModule", "RawKernel"
 _OF_PYTHON = {
     *dir(object),
-    *"__module__ __dict__ __weakref__ __annotations__ __doc__".split(),
+    *"__module__ __dict__ __weakref__ __annotations__ __doc__ __slots__".split(),
 }
 
 
