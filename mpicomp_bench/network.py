@@ -10,7 +10,7 @@ arrival (`messages.Sending`) starts when that arrival's size is known.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,8 +125,17 @@ class SimulatedLink:
         """Return the tag of the only operation."""
         return 0
 
+    def lines(self, buffers: Sequence[Buffer]) -> list[Buffer]:
+        """Return nothing of each buffer: all are in host memory."""
+        return [NOTHING] * len(buffers)
+
     def send(
-        self, buffer: Buffer, dest: int, tag: int, arrival: Any = None
+        self,
+        buffer: Buffer,
+        dest: int,
+        tag: int,
+        arrival: Any = None,
+        line: Buffer = NOTHING,
     ) -> "Message":
         """Send a copy of a buffer."""
         self.sent = self.clock + 1

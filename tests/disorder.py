@@ -17,7 +17,7 @@ from mpi4py import MPI
 from collectives.agreement import first_call
 from collectives.agreement.first_call import link_of
 from collectives.runtime.link import Link
-from collectives.runtime.messages import LINE, Arrival
+from collectives.runtime.messages import LINE, NOTHING, Arrival
 
 PIECES, LOOKS = 4, 12  # at most
 
@@ -36,7 +36,7 @@ class Disordered(Link):
         self.heard = {}  # (source, tag, number) -> the pieces that are here
         self.looks = self.overtaken = self.cut = 0
 
-    def send(self, buffer, dest, tag, arrival=None):
+    def send(self, buffer, dest, tag, arrival=None, line=NOTHING):
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
         lines, number = buffer.size // LINE, self.sent[dest, tag]
@@ -153,10 +153,10 @@ class Damaging(Link):
     def change(buffer):
         return buffer
 
-    def send(self, buffer, dest, tag, arrival=None):
+    def send(self, buffer, dest, tag, arrival=None, line=NOTHING):
         if self.rank == self.culprit and self.traffic.messages == self.which:
             buffer = self.change(buffer.copy())
-        return super().send(buffer, dest, tag, arrival)
+        return super().send(buffer, dest, tag, arrival, line)
 
 
 @contextmanager

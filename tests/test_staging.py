@@ -47,7 +47,7 @@ from collectives.runtime import messages
 messages.BIDIRECTIONAL, messages.PIECE = 64, 4096
 """
 NO_STREAM = """
-staging.first_line = lambda block: block[:64]._hidden.copy()
+staging.first_lines = lambda blocks: [block[:64]._hidden.copy() for block in blocks]
 """
 NO_EVENTS = """
 from cupy.cuda import Event
@@ -68,6 +68,32 @@ for name in gpu_costs.TIMED:
         assert two.launches <= one.launches + 12, (name, tensors, one, two)
         assert two.synchronisations <= one.synchronisations + 3, (name, tensors, one, two)
 if MPI.COMM_WORLD.rank == 0:
+    print("sound")
+"""
+
+ALL_TO_ALL = """
+from devices import counted, cupy_for_tests
+cupy = cupy_for_tests()
+from mpi4py import MPI
+from collectives import quantised_allreduce
+from collectives.runtime import cuda_aware, staging
+cuda_aware.query = lambda: True
+comm = MPI.COMM_WORLD
+values = cupy.arange(4096, dtype=cupy.float32)
+for _ in range(2):
+    read = []
+    own = staging.first_lines
+    def first_lines(blocks):
+        with counted(cupy) as found:
+            lines = own(blocks)
+        read.append((len(blocks), found.synchronisations))
+        return lines
+    staging.first_lines = first_lines
+    quantised_allreduce(values, comm, bits=4, algorithm="direct")
+    staging.first_lines = own
+# the shares, all at once; and the coded sum of this rank's share, which is one message
+assert read == [(comm.size - 1, 1), (1, 1)], read
+if comm.rank == 0:
     print("sound")
 """
 
@@ -115,6 +141,12 @@ def test_messages_arrive_staged_or_by_the_pointer_and_long_ones_in_pieces(aware,
 def test_a_step_of_two_ranks_waits_three_times_more_than_one_of_one():
     """With direct messages; tests/mpi/test_device_exchange.py has staged ones."""
     done = child("", program=COUNTED, **DIRECT)
+    assert done.stdout.strip() == "sound", done.stderr
+
+
+@ON_THE_STAND_IN
+def test_direct_messages_to_all_ranks_are_waited_for_once():
+    done = child("", size=4, program=ALL_TO_ALL, **DIRECT)
     assert done.stdout.strip() == "sound", done.stderr
 
 

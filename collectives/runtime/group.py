@@ -250,22 +250,23 @@ class Group:
         A vector that is sent to several ranks is encoded once.
         """
         received = [(vector, count) for vector in vectors]  # its own among them
-        packed: dict[int, Buffer] = {}
-
-        def message(vector: V) -> Buffer:
-            if id(vector) not in packed:
-                packed[id(vector)] = self.pack(vector, count)
-            return packed[id(vector)]
-
         arrivals: dict[int, Arrival] = {
             source: self._arrival(source, self.like)
             for source in schedule.hearing(self.rank, self.size)
         }
+        rotation = [*schedule.rotation(self.rank, self.size)]
+        sent = {id(vectors[dest]): vectors[dest] for dest, _ in rotation}
+        packed = [self.pack(vector, count) for vector in sent.values()]
+        lines = dict(zip(sent, self.link.lines(packed), strict=True))
+        messages = dict(zip(sent, packed, strict=True))
         sendings: list[Sending] = [
             self._sending(
-                message(vectors[dest]), dest, arrivals[dest] if source == dest else None
+                messages[id(vectors[dest])],
+                dest,
+                arrivals[dest] if source == dest else None,
+                lines[id(vectors[dest])],
             )
-            for dest, source in schedule.rotation(self.rank, self.size)
+            for dest, source in rotation
         ]
         yield (*arrivals.values(), *sendings)
         agreed = True
@@ -433,9 +434,13 @@ class Group:
         return arrival
 
     def _sending(
-        self, message: Buffer, dest: int, arrival: Arrival | None = None
+        self,
+        message: Buffer,
+        dest: int,
+        arrival: Arrival | None = None,
+        line: Buffer = NOTHING,
     ) -> Sending:
-        sending = self.link.send(message, self._ranks[dest], self._tag, arrival)
+        sending = self.link.send(message, self._ranks[dest], self._tag, arrival, line)
         self.posted.append(sending)
         return sending
 

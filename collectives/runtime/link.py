@@ -5,7 +5,7 @@ MPI, and staged ones.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -123,22 +123,36 @@ class Link:
         self._next_tag = (self._next_tag + 1) % self._tags
         return tag
 
+    def lines(self, buffers: Sequence[Buffer]) -> list[Buffer]:
+        """Return the first line of each buffer that MPI takes from a device's memory, after one wait for its stream."""
+        if not self.direct:
+            return [messages.NOTHING] * len(buffers)
+        there = [buffer for buffer in buffers if on_device(buffer)]
+        lines = iter(staging.first_lines(there))
+        return [
+            next(lines) if on_device(buffer) else messages.NOTHING for buffer in buffers
+        ]
+
     def send(
-        self, buffer: Buffer, dest: int, tag: int, arrival: Arrival | None = None
+        self,
+        buffer: Buffer,
+        dest: int,
+        tag: int,
+        arrival: Arrival | None = None,
+        line: Buffer = messages.NOTHING,
     ) -> Sending:
         """Start to send a buffer of whole lines; a device buffer after the work queued on its stream.
 
         arrival: the message from `dest` in the same step, if any; see bidirectional
-        exchange in `messages`.
+        exchange in `messages`. line: of `lines`, if it is known.
         """
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
         start: Callable[..., list[Any]] = messages.send_pieces
-        line = messages.NOTHING
         if on_device(buffer):
             start = partial(staging.send_pieces, direct=self.direct)
-            if self.direct:
-                line = staging.first_line(buffer)
+            if self.direct and not line.size:
+                (line,) = staging.first_lines([buffer])
         header = partial(send_size, self.comm, buffer.size, line, dest, tag)
         if arrival is not None and buffer.size > messages.BIDIRECTIONAL:
             pieces = partial(start, self.comm, buffer, dest, tag)

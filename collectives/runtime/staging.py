@@ -5,7 +5,7 @@ synchronises CuPy's current stream before it passes a buffer to MPI, and before 
 returns arrays that the caller uses on streams of its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def send_pieces(
     comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bool
 ) -> "list[MPI.Request]":
-    """Start to send a device buffer in pieces; each request keeps its memory alive. direct: after `first_line`."""
+    """Start to send a device buffer in pieces; each request keeps its memory alive. direct: after `first_lines`."""
     if direct:
         return messages.send_pieces(comm, block, dest, tag)
     landing = pinned(block.size)
@@ -38,10 +38,15 @@ def send_pieces(
     return requests
 
 
-def first_line(block: Any) -> Buffer:
-    """Wait for what was queued on the current stream, and return the first line of a device buffer."""
-    line: Buffer = block[:LINE].get()
-    return line
+def first_lines(blocks: Sequence[Any]) -> list[Buffer]:
+    """Wait for what was queued on the current stream, once, and return the first line of each device buffer."""
+    if not blocks:
+        return []
+    lines = [*pinned(LINE * len(blocks)).reshape(-1, LINE)]
+    for block, line in zip(blocks, lines, strict=True):
+        block.data.copy_to_host_async(line.ctypes.data, LINE, _stream())
+    wait_for_stream()
+    return lines
 
 
 def allocate(nbytes: int, *, direct: bool) -> tuple[Buffer, Any]:
