@@ -46,6 +46,7 @@ from mpicomp.kernels.host.instructions import (
     bits_of,
     larger,
     number_of,
+    prefetch,
     smaller,
     sum_up_to,
     view,
@@ -95,11 +96,6 @@ def rounding(dtype: np.dtype[Any], bits: int, *, short: bool) -> Rounding:
     digits = min(_HALF.nmant + 1 - (bits - 1 if bits > 2 else 0), 8)
     cut, step = np.finfo(dtype).nmant + 1 - digits, float(_HALF.smallest_subnormal)
     return Rounding(cut, step, step * 2 ** (digits - 1), least, float(_HALF.max))
-
-
-def scales_per_block(bits: int) -> int:
-    """Return the number of scales of a block."""
-    return 2 if bits == 2 else 1
 
 
 def quantise(
@@ -503,8 +499,13 @@ def _to_codes(  # type: ignore[no-untyped-def]
     room, errors, _, fields, _, low, high, _ = work
     real = room.dtype.type
     a, step, decay, scale = own
+    group = larger(block, _ROOM)
     for i in range((size + block - 1) // block):
         start = i * block
+        # of the next group, while this one is computed
+        for j in range(start + group, start + group + block, LINE // room.itemsize):
+            prefetch(part, begin + j)
+            prefetch(a, (at + j) * step)
         is_finite = low[i] < np.inf
         if rounds is None:
             is_normal = real(0) < low[i] < np.inf

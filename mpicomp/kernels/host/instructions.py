@@ -168,6 +168,10 @@ def view(values, first, end):  # type: ignore[no-untyped-def]
     return values[first:end]
 
 
+def prefetch(values, first):  # type: ignore[no-untyped-def]
+    """Load the cache line of a value into the cache, while other code runs; no error where there is no value."""
+
+
 def smaller(one, other):  # type: ignore[no-untyped-def]
     """Return ``min(one, other)``, of a type that holds both; Numba compiles `min` anew for each pair of types."""
     return min(one, other)
@@ -272,6 +276,22 @@ def _store_line(typing: Any, values: Any, place: Any, out: Any, first: Any) -> A
 
     given = values, types.intp, out, types.intp
     return (types.void(*given), code) if values.is_contig and out.is_contig else None
+
+
+@in_kernels(prefetch)
+def _prefetch(typing: Any, values: Any, first: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        name = "llvm.prefetch.p0i8"
+        fetch = cgutils.get_or_insert_function(builder.module, kind, name)
+        array, place = arguments
+        line = vector_at(context, builder, values, array, place, 1)
+        # to read, into the nearest cache, data
+        builder.call(fetch, [builder.bitcast(line, byte), word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp), code
 
 
 @in_kernels(store_sum_reaching)

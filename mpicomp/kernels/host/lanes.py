@@ -86,7 +86,8 @@ def to_bits(numbers: Any) -> Any:
     """Return the bits of numbers as signed integers."""
     if not isinstance(numbers, Lanes):
         return numbers.view(f"i{numbers.itemsize}")
-    return numbers.to("bitcast", ir.IntType(32 if _is_single(numbers) else 64))
+    is_single = isinstance(numbers.element, ir.FloatType)
+    return numbers.to("bitcast", ir.IntType(32 if is_single else 64))
 
 
 def magnitude_bits(numbers: Any) -> Any:
@@ -116,10 +117,6 @@ def number_of_byte(integers: Any, other: Any) -> Any:
     if not isinstance(integers, Lanes):
         return integers.astype(other.dtype)
     return integers.to("uitofp", other.element)
-
-
-def _is_single(numbers: Lanes) -> bool:
-    return isinstance(numbers.element, ir.FloatType)
 
 
 def lanewise(reads: int, writes: int, *, reduce: bool = False) -> Callable[[Any], Any]:
@@ -192,7 +189,8 @@ def _code_of(formula: Any, reads: int, arrays: int, reduce: bool) -> Any:
                 ]
                 results = formula(*vectors)
                 for result, address in zip(results, addresses[reads:], strict=False):
-                    _store(builder, result, *address)
+                    place, _, align = address
+                    builder.store(result.value, place, align=align)
                 if reduce:
                     before = Lanes(builder, builder.load(maxima[-1]))
                     largest = where(results[-1] > before, results[-1], before)
@@ -222,10 +220,6 @@ def _address_of(
 
 def _repeated(builder: Any, number: Any, lanes: int) -> Any:
     return in_all_places(builder, number, ir.VectorType(number.type, lanes))
-
-
-def _store(builder: Any, result: Lanes, address: Any, _: str, align: int) -> None:
-    builder.store(result.value, address, align=align)
 
 
 def _maximum(builder: Any, many: Any, one: Any) -> Any:
