@@ -3,8 +3,7 @@
 import gc
 import math
 import operator
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
@@ -12,7 +11,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives.training import GradientExchange
 from collectives.training.names import canonical_names
@@ -331,43 +329,6 @@ def to_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
         key: value.cpu().numpy() if isinstance(value, torch.Tensor) else value
         for key, value in state.items()
     }
-
-
-def check_signs(parameters: Collection[Any]) -> None:
-    """Have the first step of the parameters' optimiser warn unless it is plain SGD, and their gradients are signs."""
-    mine = {id(parameter) for parameter in parameters}
-
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        groups = optimizer.param_groups
-        stepped = [
-            parameter
-            for group in groups
-            for parameter in group["params"]
-            if id(parameter) in mine and parameter.grad is not None
-        ]
-        if not stepped:
-            return
-        handle.remove()
-        advice = "average='sign' gives 1, -1 and 0, to be multiplied by the rate alone: expected torch.optim.SGD"
-        if not isinstance(optimizer, torch.optim.SGD) or any(
-            group["momentum"] for group in groups
-        ):
-            warnings.warn(
-                f"{advice} without momentum, got {type(optimizer).__name__}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        if not all(
-            local_shard(parameter.grad).abs().sub(0.5).abs().eq(0.5).all()
-            for parameter in stepped
-        ):
-            warnings.warn(
-                f"{advice} without clipping, and .grad was scaled",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    handle = register_optimizer_step_pre_hook(look)
 
 
 def after_backward(call: Callable[[], None]) -> None:

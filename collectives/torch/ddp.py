@@ -30,7 +30,6 @@ from collectives.torch.common import (
     ModelParameters,
     after_backward,
     check_settings,
-    check_signs,
     comm_of,
     named,
     parts_of,
@@ -41,7 +40,6 @@ from collectives.torch.common import (
 )
 from collectives.torch.start import check_launcher
 from collectives.training import GradientExchange
-from collectives.training.reduction import SIGN
 from mpicomp.settings import to_number
 
 
@@ -107,10 +105,7 @@ def attach(
     )
     check_same("arguments of attach", [answer["settings"] for answer in everyone])
     (ddp,) = parts_of(model, DistributedDataParallel)
-    handle = DDPHandle(ddp, exchange, None if clip is None else float(clip), scaler)
-    if exchange.average == SIGN and comm.rank == 0:
-        check_signs(handle._names)
-    return handle
+    return DDPHandle(ddp, exchange, None if clip is None else float(clip), scaler)
 
 
 _ANEW = (

@@ -545,33 +545,6 @@ def test_other_parameters_than_those_attached_raise_on_all_ranks(
         backward(model, world, 2)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "clip", "words"),
-    [
-        (torch.optim.SGD, None, None),
-        (partial(torch.optim.SGD, momentum=0.9), None, "without momentum, got SGD"),
-        (torch.optim.AdamW, None, "without momentum, got AdamW"),
-        (torch.optim.SGD, 1.0, "without clipping, and .grad was scaled"),
-    ],
-)
-def test_signs_that_are_clipped_or_taken_for_gradients_are_warned_of_once(
-    world, optimizer, clip, words
-):
-    model = wrapped(Weighted())
-    attach(model, GradientExchange(world, TopK(0.1), average="sign"))
-    optimizer = optimizer(model.parameters(), 0.1)
-    for step in range(2):
-        backward(model, world, step)
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        with (
-            pytest.warns(RuntimeWarning, match=words)
-            if words and world.rank + step == 0
-            else nullcontext()
-        ):
-            optimizer.step()
-
-
 def test_a_frozen_layer_for_which_ddp_waits_is_refused(world):
     model, _ = attached(world)
     backward(model, world, 0)
