@@ -270,13 +270,13 @@ def messages(values: Any, density: float) -> Rows:
     """Yield the codec of the entries of a selection; it moves these only."""
     vector = TopK(density).compress(values)
     coding = CODECS["smallest"](vector)
-    message = encode(vector, None, coding)
+    message = encode(vector, coding)
     moved = vector.nbytes + message.nbytes
     smallest = CODECS["smallest"]
     yield (
         "encode smallest",
         moved,
-        lambda: lambda: encode(vector, None, smallest(vector)),
+        lambda: lambda: encode(vector, smallest(vector)),
     )
     yield "decode", moved, lambda: partial(decode, message)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, namespace
+from mpicomp.arrays import Array, namespace
 
 BITS = (8, 4, 2, 1)
 BLOCKS = tuple(1 << power for power in range(5, 17))  # values that share a scale
@@ -44,35 +44,10 @@ class FewBits:
         """The number of blocks."""
         return -(-self.size // self.block)
 
-    def part(self, first: int, size: int) -> "FewBits":
-        """Return `size` of the values, from those of block `first` on, as views."""
-        width, scales = sizes(self.bits, self.block, self.dtype)
-        end = first + -(-size // self.block)
-        return FewBits(
-            self.codes[first * width : end * width],
-            self.scales[first * scales : end * scales],
-            size,
-            self.bits,
-            self.block,
-        )
-
-    def write(self, out: Array, divisor: float = 1.0) -> None:
-        """Write the values over a divisor to `out`, of their dtype; values as they are, without a divisor."""
-        if self.bits in BITS:
-            coded = self.codes, self.scales, self.bits, self.block
-            kernels_for(out).decoder(*coded, [out], divisor=divisor)()
-        else:
-            out[...] = self.codes.view(self.dtype)
-
 
 def first_blocks(sizes: Iterable[int], block: int) -> list[int]:
     """Return the number of the first block of each segment, and at last the number of blocks."""
     return [0, *accumulate([-(-size // block) for size in sizes])]
-
-
-def sizes(bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return the bytes of the codes of a block, and the number of its scales."""
-    return block * bits // 8, (2 if bits == 2 else 1) if bits in BITS else 0
 
 
 def as_they_are(values: Array, block: int) -> FewBits:

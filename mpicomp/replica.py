@@ -149,21 +149,14 @@ class Replica:
         if isinstance(mean, SparseVector):
             self._move_part(mean, self.anchor, self.velocity, rate, nesterov=nesterov)
             return
-        for piece, values in self._pieces_of(mean):
+        if isinstance(mean, CodedSum):
+            mean.write(self.delta)
+            mean = self.delta
+        for piece in _pieces(mean.size):
             velocity = None if self.velocity is None else self.velocity[piece]
             self._move_part(
-                values, self.anchor[piece], velocity, rate, nesterov=nesterov
+                mean[piece], self.anchor[piece], velocity, rate, nesterov=nesterov
             )
-
-    def _pieces_of(self, mean: Array | CodedSum) -> Iterator[tuple[slice, Array]]:
-        """Return the values of a mean in pieces, each with its place."""
-        if not isinstance(mean, CodedSum):
-            for piece in _pieces(mean.size):
-                yield piece, mean[piece]
-            return
-        for row, first, values in mean.pieces(_PIECE):
-            start = self._spans[row].start + first
-            yield slice(start, start + values.size), values
 
     def _move_part(
         self,

@@ -4,6 +4,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from mpicomp.arrays import kernels_for
+from mpicomp.few_bits import BITS
+
 DIGITS = {np.float16: 8, np.float32: 8, np.float64: 21}  # significant bits of a scale
 
 
@@ -94,3 +97,12 @@ def by_lanes(arrays, code, block):
 
 
 ORACLES = {"direct": by_owners, "node_lanes": by_lanes}
+
+
+def decode(coded, out):
+    """Write the values of `FewBits` to `out`, of their dtype."""
+    if coded.bits in BITS:
+        fields = coded.codes, coded.scales, coded.bits, coded.block
+        kernels_for(out).decoder(*fields, [out])()
+    else:
+        out[...] = coded.codes.view(coded.dtype)

@@ -113,25 +113,23 @@ def encoded_nbytes(vector: SparseVector, coding: Coding | None = None) -> int:
 
 def encode(
     vector: SparseVector,
-    out: Buffer | None = None,
     coding: Coding | None = None,
     *,
     count: int = 0,
     signature: int = 0,
     line: int = 1,
 ) -> Buffer:
-    """Write `vector` as one message into the first bytes of `out`, or of a new buffer, and return those bytes.
+    """Return `vector` as one message, in a new buffer (uint8) on the vector's device.
 
-    out: uint8, on the vector's device, at least as long as the message, else
-    ValueError. coding: for this vector; None is the plain one. count, signature: fields
-    of the header. line: zeros follow the message up to a multiple of it.
+    coding: for this vector; None is the plain one. count, signature: fields of the
+    header. line: zeros follow the message up to a multiple of it.
     """
     form, value_format = coding or plain(vector)
     index_format = INDEX_FORMATS[form]
     values = vector.values
     middle = HEADER_NBYTES + (index_format.nbytes(vector) or 0)
     nbytes = middle + value_format.nbytes(values.size)
-    message = _room(nbytes, line, values, out)
+    message = _room(nbytes, line, values)
     formats = form | value_format.number << _FORM_BITS
     row = 0 if values.ndim == 1 else 1 + values.shape[1]
     fields = (
@@ -167,31 +165,30 @@ def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Bu
 
 
 def encode_few_bits(
-    coded: FewBits,
-    out: Buffer | None = None,
-    *,
-    count: int = 0,
-    signature: int = 0,
-    line: int = 1,
+    coded: FewBits, *, count: int = 0, signature: int = 0, line: int = 1
 ) -> Buffer:
     """Write values in few bits as one message, and return its bytes; the arguments are those of `encode`.
 
-    Without `out`, the message is the one that the values lie in, if there is one.
+    The message is the one that the values lie in, if there is one.
     """
-    nbytes = HEADER_NBYTES + few_bits.payload_nbytes(coded)
-    form = few_bits.form_of(coded)
     size = coded.size
-    there = (
-        None
-        if out is not None or coded.message is None or coded.message.size % line
-        else coded.message
-    )
-    message: Buffer = _room(nbytes, line, coded.codes, out) if there is None else there
+    bits = coded.bits
+    block = coded.block
+    message = coded.message
+    if message is None or message.size % line:
+        like = coded.codes[:0].view(coded.dtype)
+        copy = few_bits_message(size, bits, block, like, line=line)
+        copy.codes[...] = coded.codes
+        copy.scales[...] = coded.scales
+        message = copy.message
+    assert message is not None, "few_bits_message has made it"
+    nbytes = HEADER_NBYTES + few_bits.nbytes_of(size, bits, block, coded.dtype)
+    form = few_bits.form_of(coded)
     fields = (
         MAGIC,
         VERSION,
         form,
-        coded.block,
+        block,
         size,
         size,
         nbytes,
@@ -201,8 +198,6 @@ def encode_few_bits(
         0,
     )
     write_fields(message, _HEADER, *fields)
-    if there is None:
-        few_bits.write(coded, message[HEADER_NBYTES:nbytes])
     return message
 
 
@@ -215,20 +210,16 @@ def few_bits_message(
     line: as for `encode`.
     """
     nbytes = HEADER_NBYTES + few_bits.nbytes_of(size, bits, block, like.dtype)
-    message = _room(nbytes, line, like, None)
+    message = _room(nbytes, line, like)
     return few_bits.view_of_payload(
         message, message[HEADER_NBYTES:nbytes], size, bits, block, like.dtype
     )
 
 
-def _room(nbytes: int, line: int, like: Any, out: Buffer | None) -> Buffer:
-    """Return the buffer of a message, the first bytes of `out` or new ones, with zeros after the message."""
+def _room(nbytes: int, line: int, like: Any) -> Buffer:
+    """Return a new buffer for a message, with zeros after the message."""
     size = -(-nbytes // line) * line
-    if out is not None and out.size < size:
-        raise ValueError(f"out has {out.size} bytes: expected at least {size}")
-    message: Buffer = (
-        namespace(like).empty(size, np.uint8) if out is None else out[:size]
-    )
+    message: Buffer = namespace(like).empty(size, np.uint8)
     if size > nbytes:
         message[nbytes:] = 0
     return message

@@ -10,7 +10,7 @@ import numpy as np
 from mpicomp.arrays import Buffer
 from mpicomp.codec.indices import padded
 from mpicomp.errors import CodecError
-from mpicomp.few_bits import BITS, BLOCKS, SCALES, FewBits, sizes
+from mpicomp.few_bits import BITS, BLOCKS, SCALES, FewBits
 from mpicomp.vector import MAX_LENGTH
 
 _FORMS: dict[int, tuple[int, np.dtype[Any]]] = {
@@ -24,20 +24,6 @@ _NUMBERS = {form: number for number, form in _FORMS.items()}
 def form_of(coded: FewBits) -> int:
     """Return the number of bits and dtype in a header."""
     return _NUMBERS[coded.bits, coded.dtype]
-
-
-def payload_nbytes(coded: FewBits) -> int:
-    """Return the bytes after the header."""
-    return padded(coded.scales.nbytes) + int(coded.codes.nbytes)
-
-
-def write(coded: FewBits, payload: Buffer) -> None:
-    """Fill the whole payload, including padding."""
-    scales = coded.scales.nbytes
-    start = padded(coded.scales.nbytes)
-    payload[scales:start] = 0
-    payload[:scales].view(coded.scales.dtype)[:] = coded.scales
-    payload[start:] = coded.codes
 
 
 def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> FewBits:
@@ -87,6 +73,6 @@ def view_of_payload(
 def _nbytes(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:
     if bits not in BITS:
         return size * dtype.itemsize, 0
-    (width, scales) = sizes(bits, block, dtype)
     blocks = -(-size // block)
-    return blocks * width, blocks * scales * SCALES[dtype].itemsize
+    scales = 2 if bits == 2 else 1
+    return blocks * (block * bits // 8), blocks * scales * SCALES[dtype].itemsize

@@ -72,17 +72,10 @@ class Stored:
         return self._back(section.view(self.stored))
 
     def _shortened(self, values: Array) -> Array:
-        if values.dtype == self.stored:
-            return values
-        # a value that overflows does not fit
-        with np.errstate(over="ignore", invalid="ignore"):
-            return converted(values, self.stored)
+        return converted(values, self.stored)
 
     def _back(self, stored: Array) -> Array:
-        if stored.dtype == self.dtype:
-            return stored
-        with np.errstate(invalid="ignore"):  # signalling NaN in a broken message
-            return converted(stored, self.dtype)
+        return converted(stored, self.dtype)
 
 
 class StoredBfloat16(Stored):
@@ -92,8 +85,7 @@ class StoredBfloat16(Stored):
         super().__init__(number, dtype, np.uint16, precision=7)
 
     def _shortened(self, values: Array) -> Array:
-        with np.errstate(over="ignore"):
-            halves = converted(values, np.float32).view(np.uint32) >> np.uint32(16)
+        halves = converted(values, np.float32).view(np.uint32) >> np.uint32(16)
         return halves.astype(np.uint16)
 
     def _back(self, stored: Array) -> Array:
