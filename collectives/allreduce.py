@@ -31,9 +31,9 @@ from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, doubling
 from mpicomp.arrays import (
     Array,
+    converted,
     kernels_for,
     on_device,
-    rounded,
     to_device_of,
     to_numpy,
 )
@@ -283,7 +283,7 @@ def dense_mpi(
     filled = to_numpy(values).reshape(-1)
     summed = np.empty_like(filled)
     yield (group.reduce(filled, summed),)
-    total = rounded(to_device_of(summed, values), vector.dtype).reshape(values.shape)
+    total = converted(to_device_of(summed, values), vector.dtype).reshape(values.shape)
     indices = kernels_for(total).consecutive(0, metadata.length, vector.indices.dtype)
     return SparseVector(indices, total, metadata.length)
 

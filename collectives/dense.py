@@ -14,7 +14,7 @@ from collectives.runtime import staging
 from collectives.runtime.collective import Call, Sum, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import like, namespace, on_device, rounded, to_array
+from mpicomp.arrays import converted, like, namespace, on_device, to_array
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
@@ -83,4 +83,4 @@ def mpi(
         summing = group.reduce(mine, total)
     yield (summing,)
     total = staging.to_device(total) if on_device(like) else total
-    return rounded(total, vector.dtype).reshape(array.shape)
+    return converted(total, vector.dtype).reshape(array.shape)

@@ -28,11 +28,12 @@ from mpicomp.arrays import (
     Array,
     check_apart,
     contiguous,
+    converted,
     kernels_for,
     like,
     on_device,
-    rounded,
     to_values,
+    views_between,
     writable_vector,
 )
 from mpicomp.codec import few_bits_message
@@ -149,7 +150,7 @@ def _stored(
     def finish(result: Result) -> Any:
         total, errors = result
         if widened is not uncoded:
-            uncoded.errors[...] = rounded(errors, uncoded.dtype)
+            uncoded.errors[...] = converted(errors, uncoded.dtype)
         return convert(total)
 
     call.own = {"uncoded": widened}
@@ -291,7 +292,7 @@ def node_lanes(
         share = join(
             (
                 yield from shares_of_sum(
-                    Uncoded(segments.split(total), uncoded.errors),
+                    Uncoded(views_between(total, segments.edges), uncoded.errors),
                     lanes[node.rank],
                     bits,
                     block,

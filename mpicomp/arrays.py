@@ -378,14 +378,23 @@ def nonzero(values: Array) -> Array:
 
 
 def converted(values: Array, dtype: Any) -> Array:
-    """Return values in a dtype, themselves if it is theirs; on a device by a kernel, as CuPy flushes subnormals."""
-    if not on_device(values) or {values.dtype.kind, np.dtype(dtype).kind} != {"f"}:
-        return values.astype(dtype, copy=False)
+    """Return values in a dtype, themselves if it is theirs; those out of range become infinities.
+
+    On a device by a kernel, as CuPy flushes subnormals.
+    """
     if values.dtype == dtype:
         return values
+    if not on_device(values) or {values.dtype.kind, np.dtype(dtype).kind} != {"f"}:
+        with np.errstate(all="ignore"):  # also signalling NaN in a broken message
+            return values.astype(dtype)
     result: Array = namespace(values).empty(values.shape, dtype)
     kernels_for(values).multiply(values, 1, result)
     return result
+
+
+def check_finite(values: Array) -> None:
+    """Raise ValueError that names the first value of a vector that is not finite."""
+    kernels_for(values).raise_not_finite(values)
 
 
 def widened_values(values: Array) -> Array:
@@ -451,14 +460,6 @@ def _remedy(dtype: Any) -> str:
     if dtype.kind in "iu":
         return "; astype(np.float64) keeps whole numbers up to 2**53, float32 up to 2**24, float16 up to 2**11"
     return "; astype(np.float64) converts them, and may round"
-
-
-def rounded(array: Array, dtype: Any) -> Array:
-    """Return an array in another dtype; values out of range become infinities, whatever NumPy's error settings say."""
-    if array.dtype == dtype:
-        return array
-    with np.errstate(all="ignore"):
-        return array.astype(dtype)
 
 
 def contiguous(array: Array) -> Array:

@@ -15,10 +15,10 @@ import numpy as np
 from mpicomp.arrays import (
     Array,
     adjacent,
+    check_finite,
     concatenated,
     converted,
     flat,
-    kernels_for,
     like,
     to_values,
     views_between,
@@ -30,9 +30,10 @@ from mpicomp.compressors import Compressor
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
 from mpicomp.tensors import ALONE, Tensor, device_arrays
-from mpicomp.vector import SparseVector, check_range, split
+from mpicomp.vector import SparseVector, check_range
 
 Mean = SparseVector | Array | CodedSum
+Written = CodedSum | Coefficients | SparseVector  # by its `writer`
 Write = Callable[[], None]  # allocates nothing, and cannot fail
 
 
@@ -204,50 +205,30 @@ class Bucket:
         # what is rounded is copied, and has to have its values now
         if any([tensor.is_rounded for tensor in missing]):
             mean = dense(mean)
-        if isinstance(mean, CodedSum | Coefficients | SparseVector):
-            return self._to_write(mean, outs)
-        copy = partial(np.copyto, casting="same_kind")
-        joined = None
-        if len(outs) == len(self.tensors):
-            joined = adjacent([*outs.values()])
-        if joined is not None:
-            return {}, [partial(copy, joined, mean)]
-        results = {}
-        writes = list[Write]()
-        for tensor, part in zip(
-            self.tensors, views_between(mean, self.bounds), strict=True
-        ):
-            buffer = outs.get(tensor.name)
-            if buffer is None:
-                results[tensor.name] = tensor.wrapped(part)
-            else:
-                writes.append(partial(copy, flat(buffer), part))
-        return results, writes
-
-    def _to_write(
-        self, mean: CodedSum | Coefficients | SparseVector, outs: Mapping[str, Array]
-    ) -> tuple[dict[str, Any], list[Write]]:
-        """Return new arrays without values, by tensor name, and a function that writes to them and to the buffers."""
-        if len(outs) == len(self.tensors):
-            return {}, [writer_of(mean, [*outs.values()])]
-        new = self.tensors[0].xp.empty(self.length, mean.dtype)
+        values: Any = mean
+        if isinstance(mean, Written):
+            if not missing:
+                return {}, [mean.writer([*outs.values()])]
+            values = self.tensors[0].xp.empty(self.length, mean.dtype)
         results = {}
         parts = []
+        writes = list[Write]()
         for tensor, (first, end) in zip(
             self.tensors, pairwise(self.bounds), strict=True
         ):
             part = outs.get(tensor.name)
             if part is None:
-                part = new[first:end]
+                part = values[first:end]
                 results[tensor.name] = tensor.wrapped(part)
+            elif not isinstance(mean, Written):
+                value = values[first:end]
+                writes.append(
+                    partial(np.copyto, flat(part), value, casting="same_kind")
+                )
             parts.append(part)
-        return results, [writer_of(mean, parts)]
-
-    def parts(self, mean: SparseVector | Array) -> Sequence[SparseVector | Array]:
-        """Return the part of a mean that belongs to each tensor."""
-        if isinstance(mean, SparseVector):
-            return split(mean, self.bounds)
-        return views_between(mean, self.bounds)
+        if isinstance(mean, Written):
+            writes.append(mean.writer(parts))
+        return results, writes
 
     def check_finite(self, arrays: Mapping[str, Any], kind: type[ValueError]) -> None:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""
@@ -255,7 +236,7 @@ class Bucket:
             if (array := arrays.get(tensor.name)) is not None:
                 vector = tensor.flatten(array)
                 try:
-                    kernels_for(vector).raise_not_finite(vector)
+                    check_finite(vector)
                 except ValueError as error:
                     where = "" if tensor.name == ALONE else f"in {tensor.name}: "
                     raise kind(f"{where}{error}") from None
@@ -290,16 +271,3 @@ def dense(mean: Mean | Coefficients) -> Array:
     if isinstance(mean, CodedSum | Coefficients):
         return mean.to_array()
     return mean.to_dense() if isinstance(mean, SparseVector) else mean
-
-
-def writer_of(
-    mean: CodedSum | Coefficients | SparseVector, parts: Sequence[Array]
-) -> Write:
-    """Return a function that writes a mean to vectors of all tensors, in one pass."""
-    if not isinstance(mean, SparseVector):
-        return mean.writer(parts)
-    joined = adjacent(parts)
-    vectors = parts if joined is None else [joined]
-    kernels = kernels_for(parts[0])
-    write: Write = kernels.sparse_writer(mean.indices, mean.values, vectors)
-    return write

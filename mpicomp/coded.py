@@ -6,7 +6,7 @@ where it is wanted. What is kept between the two are codes.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, concatenated, kernels_for, namespace, rounded
+from mpicomp.arrays import (
+    Array,
+    check_finite,
+    concatenated,
+    converted,
+    kernels_for,
+    namespace,
+    views_between,
+)
 from mpicomp.few_bits import FewBits, first_blocks
 
 
@@ -45,20 +53,11 @@ class Segments:
             return self.edges[-1]
         return self.edges[row] + (number - self.first_blocks[row]) * self.block
 
-    def split(self, vector: Array) -> list[Array]:
-        """Return the vectors that one array has, as views."""
-        return [vector[first:end] for first, end in pairwise(self.edges)]
-
 
 def shares(first: int, end: int, count: int) -> list[tuple[int, int]]:
     """Divide the blocks from `first` to before `end` into consecutive ranges, each given by its first and its end."""
     bounds = [first + (end - first) * share // count for share in range(count + 1)]
     return [*pairwise(bounds)]
-
-
-def check_finite(values: Array) -> None:
-    """Raise ValueError that names the first value that is not finite."""
-    kernels_for(values).raise_not_finite(values)
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ class Uncoded:
         """Return itself; for values in float16, copies in float32, as kernels take them."""
         if self.dtype != np.float16:
             return self
-        values = rounded(self.values(), np.float32)
-        parts = self.segments(1).split(values)
+        values = converted(self.values(), np.float32)
+        parts = views_between(values, self.segments(1).edges)
         return Uncoded(parts, np.empty_like(values), check=self.check)
 
     def segments(self, block: int) -> Segments:
@@ -204,9 +203,9 @@ class CodedSum:
     def write(self, out: Array) -> None:
         """Write the values to a vector, rounded to its dtype."""
         if out.dtype == self.dtype:
-            self.writer(self.segments.split(out))()
+            self.writer(views_between(out, self.segments.edges))()
         else:
-            out[...] = rounded(self.to_array(), out.dtype)
+            out[...] = converted(self.to_array(), out.dtype)
 
     def to_array(self) -> Array:
         """Return the values as a new vector."""
@@ -214,33 +213,3 @@ class CodedSum:
         values: Array = xp.empty(self.size, self.dtype)
         self.write(values)
         return values
-
-    def pieces(self, most: int) -> Iterator[tuple[int, int, Array]]:
-        """Return the values in pieces of at most about `most`: the segment, the first position in it, and the values.
-
-        They are in a buffer, until the next piece.
-        """
-        step = max(1, most // self.segments.block)
-        room = np.empty_like(
-            self.shares[0].codes, self.dtype, shape=step * self.segments.block
-        )
-        first = 0
-        for share in self.shares:
-            end = first + share.blocks
-            for row, number, size in self._runs(first, end, step):
-                values = room[:size]
-                share.part(number - first, size).write(values, self.divisor)
-                start = (number - self.segments.first_blocks[row]) * self.segments.block
-                yield row, start, values
-            first = end
-
-    def _runs(self, first: int, end: int, step: int) -> Iterator[tuple[int, int, int]]:
-        """Return runs of at most `step` blocks of one segment: the segment, the first block, the number of values."""
-        block = self.segments.block
-        rows = zip(
-            self.segments.sizes, pairwise(self.segments.first_blocks), strict=True
-        )
-        for row, (size, (low, high)) in enumerate(rows):
-            for number in range(max(first, low), min(end, high), step):
-                count = min(step, end - number)
-                yield row, number, min(count * block, size - (number - low) * block)

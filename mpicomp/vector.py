@@ -5,7 +5,7 @@ reproducible, and two vectors with the same entries are bitwise equal.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from itertools import accumulate, pairwise
@@ -16,6 +16,8 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from mpicomp.arrays import (
     Array,
+    adjacent,
+    check_finite,
     contiguous,
     converted,
     index_dtype,
@@ -245,6 +247,15 @@ class SparseVector:
             kernels.add_scaled(values, 1, rows, rows)
         dense[self.indices] = rows
 
+    def writer(self, parts: Sequence[Array]) -> Callable[[], None]:
+        """Return a function that writes the dense vector to 1-d arrays of its parts, once: it cannot fail."""
+        joined = adjacent(parts)
+        vectors = parts if joined is None else [joined]
+        write: Callable[[], None] = kernels_for(parts[0]).sparse_writer(
+            self.indices, self.values, vectors
+        )
+        return write
+
     def check_ends(self) -> None:
         """Raise ValueError unless first and last index are in range, with room for the entries between them."""
         entries = self.indices.size
@@ -291,7 +302,7 @@ class SparseVector:
     def check_finite(self) -> None:
         """Raise ValueError naming the first value that is not finite."""
         if self._inspected()[1] >= 0:
-            kernels_for(self.values).raise_not_finite(self.values)
+            check_finite(self.values)
 
     def _inspected(self) -> Facts:
         """Return what `kernels.inspect` does; of arrays in host memory anew, as their owner may have changed them."""
@@ -637,7 +648,7 @@ def check_range(values: Array | SparseVector, what: str) -> None:
         if isinstance(values, SparseVector):
             values.check_finite()
         else:
-            kernels_for(values).raise_not_finite(values)
+            check_finite(values)
     except ValueError:
         raise out_of_range(what, values.dtype) from None
 

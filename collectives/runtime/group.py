@@ -178,9 +178,14 @@ class Group:
             pass
 
     def hear(self, message: Buffer, source: int) -> None:
-        """Store the error notification of a rank of the communicator."""
-        self.notifications[source] = self.checked_notification(message)
-        report = json.loads(text_of(self.notifications[source]))
+        """Store the error notification of a rank of the communicator; DamagedMessageError if it is not valid."""
+        self._header(message)
+        message = to_numpy(message)
+        try:
+            report = json.loads(text_of(message))
+        except ValueError:
+            raise _damaged("an error notification that is not JSON") from None
+        self.notifications[source] = message
         if report["broken"]:
             self.broken[source] = report["error"]
 
@@ -312,7 +317,6 @@ class Group:
         else:
             message = encode(
                 vector,
-                None,
                 self.coding(vector),
                 count=count,
                 signature=self._digest,
@@ -410,16 +414,6 @@ class Group:
     def _keep_notification(self, message: Buffer, source: int) -> NoReturn:
         self.hear(message, source)
         raise DisagreementError
-
-    def checked_notification(self, message: Buffer) -> Buffer:
-        """Return an error notification, in host memory; DamagedMessageError if it is not valid."""
-        self._header(message)
-        message = to_numpy(message)
-        try:
-            json.loads(text_of(message))
-        except ValueError:
-            raise _damaged("an error notification that is not JSON") from None
-        return message
 
     def _header(self, message: Buffer, line: Buffer = NOTHING) -> Header:
         """Return the header of a message; DamagedMessageError if size, header or checksum are not valid."""

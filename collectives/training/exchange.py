@@ -555,7 +555,7 @@ class GradientExchange:
         self.steps += 1
         self._changes = []
         step.close()
-        self.statistics = step.statistics(None)
+        self.statistics = step.statistics()
         if self._first is None:
             self._first = self.statistics
         else:

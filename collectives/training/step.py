@@ -31,7 +31,7 @@ from mpicomp.bucket import Bucket, Compressed, Mean, Write
 from mpicomp.coded import CodedSum
 from mpicomp.compressors.base import Snapshot, restore
 from mpicomp.errors import NotFiniteError, StepSkippedError
-from mpicomp.vector import SparseVector, from_all_values
+from mpicomp.vector import SparseVector, from_all_values, split
 
 OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
 
@@ -354,7 +354,7 @@ class Step:
     def close(self) -> None:
         """Complete a step that was kept and counted; a subclass may raise here, on all ranks."""
 
-    def statistics(self, residual_norm: float | None) -> Statistics:
+    def statistics(self) -> Statistics:
         """Return the statistics of a step that was kept."""
         of_buckets = [ended.statistics for ended in self.finished]
         return reduce(Statistics.plus, of_buckets, Statistics())._replace(
@@ -363,7 +363,6 @@ class Step:
             restore_seconds=self._restoring,
             wire_nbytes=sent_nbytes(self._comm) - self._sent_before,
             steps=1,
-            residual_norm=residual_norm,
         )
 
 
@@ -399,7 +398,7 @@ def _results_of(
         return {}, []
     assert not isinstance(mean, CodedSum), "refused above"
     vector = mean if isinstance(mean, SparseVector) else from_all_values(mean)
-    parts = bucket.parts(signs(vector) if is_sign else vector)
+    parts = split(signs(vector) if is_sign else vector, bucket.bounds)
     return dict(zip(bucket.names_of_tensors, parts, strict=True)), []
 
 

@@ -6,7 +6,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import Array, index_dtype, kernels_for, nonzero, to_vector
+from mpicomp.arrays import (
+    Array,
+    check_finite,
+    index_dtype,
+    kernels_for,
+    nonzero,
+    to_vector,
+)
 from mpicomp.compressors.base import Compressor
 from mpicomp.kernels import Selected
 from mpicomp.settings import to_integer, to_number
@@ -68,7 +75,7 @@ def mean_and_largest(values: Array) -> tuple[float, float]:
     count = max(1, values.size)
     sums = kernels.sides(values, math.inf)
     if not math.isfinite(sums.sum_below):
-        kernels.raise_not_finite(values)
+        check_finite(values)
     mean = sums.sum_below / count
     if not math.isfinite(mean):
         mean = kernels.sides(values / count, math.inf).sum_below
@@ -78,7 +85,7 @@ def mean_and_largest(values: Array) -> tuple[float, float]:
 def finite_vector(corrected: Any) -> Array:
     """Return a dense array as one contiguous vector; raises ValueError naming its first value that is not finite."""
     dense = to_vector(corrected)
-    kernels_for(dense).raise_not_finite(dense)
+    check_finite(dense)
     return dense
 
 
@@ -113,5 +120,5 @@ def selected(dense: Array, bounds: Sequence[int], entries: Selected) -> SparseVe
     try:
         vector.check_finite()
     except ValueError:
-        kernels_for(dense).raise_not_finite(dense)
+        check_finite(dense)
     return vector

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
+from mpicomp.arrays import Array, check_finite, kernels_for
 from mpicomp.compressors.base import (
     Compressor,
     Snapshot,
@@ -152,7 +152,7 @@ class Selection:
     def check_finite(self, vector: Array) -> None:
         """Raise ValueError that names the first value that is not finite, by segment and its index there."""
         try:
-            kernels_for(vector).raise_not_finite(vector)
+            check_finite(vector)
         except ValueError:
             self._check_segments(vector, 0, len(self.names))
             raise
@@ -174,7 +174,7 @@ class Selection:
         edges = pairwise(self.bounds[first : end + 1])
         for name, (low, high) in zip(self.names[first:end], edges, strict=True):
             try:
-                kernels_for(vector).raise_not_finite(vector[low:high])
+                check_finite(vector[low:high])
             except ValueError as error:
                 _prefix(error, name)
                 raise
