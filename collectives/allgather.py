@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from collectives.runtime.collective import Call, Codec, Sum, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.vector import SparseVector, add_up, count_up, widened
+from mpicomp.vector import SparseVector, add_up, widened
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -25,12 +25,7 @@ def added_up(parts: list[SparseVector]) -> Sum:
     return Sum(add_up([widened(part) for part in parts]))
 
 
-def counted(parts: list[SparseVector]) -> Sum:
-    """Return the sum with the number of vectors that have each of its entries."""
-    return Sum(added_up(parts).value, votes=count_up(parts).values)
-
-
-@collective(added_up, counted, promise=Sum)
+@collective(added_up, promise=Sum)
 def sparse_allgather(
     vector: SparseVector,
     comm: "MPI.Comm",

@@ -62,7 +62,6 @@ def with_votes(result: Any) -> Sum:
 
 @collective(
     with_votes,
-    with_votes,
     counting={"votes": True},
     checks={"votes": lambda votes, size: to_bool("votes", votes)},
 )

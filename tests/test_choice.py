@@ -121,10 +121,7 @@ def test_formulas_against_counted_bytes_and_rounds(size, coded):
             for rank in range(size)
         ]
         metadata = Metadata(
-            [entries] * size,
-            length,
-            [SparseVector.empty(length)] * size,
-            [False] * size,
+            [entries] * size, length, [SparseVector.empty(length)] * size
         )
         case = Case(size, length, entries, 1 if coded else size)
         nodes = None if coded else [0] * size

@@ -69,10 +69,7 @@ def fold(size):
 
 def metadata_of(size):
     return allreduce.Metadata(
-        [4] * size,
-        2 * size + 1,
-        [SparseVector.empty(2 * size + 1)] * size,
-        [False] * size,
+        [4] * size, 2 * size + 1, [SparseVector.empty(2 * size + 1)] * size
     )
 
 
@@ -392,9 +389,7 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         return start
 
     def exact(name):
-        metadata = allreduce.Metadata(
-            [50] * size, 50, [SparseVector.empty(50)] * size, [False] * size
-        )
+        metadata = allreduce.Metadata([50] * size, 50, [SparseVector.empty(50)] * size)
         return lambda vector, group: allreduce.ALGORITHMS[name](vector, group, metadata)
 
     for steps in [

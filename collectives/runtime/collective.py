@@ -144,9 +144,8 @@ class Declaration:
     """What a collective takes and gives; a decorator of the function that returns its `Call`.
 
     to_sum: for a collective that gives every rank the sum: returns its result as a
-    `Sum`. to_counted: as `to_sum`, with votes; None: it cannot count them. counting: the
-    arguments of a call whose result `to_counted` takes. takes_arrays: sums dense arrays,
-    not vectors. takes_uncoded: takes `mpicomp.few_bits.Uncoded` as well, and then
+    `Sum`. counting: the arguments with which it counts votes; none if it cannot.
+    takes_arrays: sums dense arrays, not vectors. takes_uncoded: takes `mpicomp.few_bits.Uncoded` as well, and then
     returns the sum in few bits. own_share(length, rank, size): returns the first index and the end of the
     range that a rank sums itself, and so does not send.
 
@@ -160,7 +159,6 @@ class Declaration:
     """
 
     to_sum: ToSum | None = None
-    to_counted: ToSum | None = None
     counting: dict[str, Any] = field(default_factory=dict)
     takes_arrays: bool = False
     takes_uncoded: bool = False

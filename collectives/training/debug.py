@@ -5,15 +5,15 @@ over the ranks of (c - e) is s; for a method that keeps nothing c - e is the sen
 the rejected entries. All values are finite, and compressors change no input.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from collectives.agreement.all_or_none import gather_objects, outcome_of
-from collectives.runtime.collective import Sum
 from collectives.training.reduction import Reduction
-from collectives.training.step import OPERATION, Started, Step
+from collectives.training.statistics import Statistics
+from collectives.training.step import OPERATION, Finished, Started, Step
 from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import Bucket, Compressed, Mean
 from mpicomp.checking import is_same_mass, mass, scaled_mass, tolerance, total_mass
@@ -41,10 +41,12 @@ class CheckedStep(Step):
         _check_input(bucket, self._expected[bucket], compressed.corrected)
         return compressed
 
-    def _received(self, started: Started, outcome: Any) -> Sum:
-        received = super()._received(started, outcome)
+    def _finished(self, started: Started, outcome: Any, form: str) -> Finished:
         bucket = started.bucket
-        sent = started.compressed.sent
+        compressed = started.compressed
+        dtype = compressed.corrected.dtype
+        received = started.reduction.received(outcome, bucket.length, dtype)
+        sent = compressed.sent
         if not isinstance(sent, SparseVector):
             sent = self._expected[bucket]
         left = mass(sent)
@@ -55,7 +57,7 @@ class CheckedStep(Step):
             "sum": mass(_decoded(received.value)),
             "written": bucket.feedback.written,
         }
-        return received
+        return super()._finished(started, outcome, form)
 
     def end(self, error: BaseException) -> None:
         """Prefix the text of an error with the step and the rank."""
@@ -63,22 +65,42 @@ class CheckedStep(Step):
             _name_step(error, self._number, self._comm.rank)
         super().end(error)
 
-    def close(self) -> None:
-        """Raise CheckError on all ranks unless the mass that left them is the mass received."""
-        accounts = outcome_of(self._accounts)
+    def close(self) -> Statistics:
+        """Return the statistics; raise CheckError on all ranks unless the mass that left them is the mass received."""
+        accounts = outcome_of(lambda: [*map(self._account, self.finished)])
         _balance(gather_objects(accounts, self._comm, OPERATION), self._number)
+        return super().close()
 
-    def _accounts(self) -> list[dict[str, Any]]:
-        """Return the account of each bucket, of a step that was committed; see `_balance`."""
-        accounts = []
-        for finished in self.finished:
-            bucket = finished.started.bucket
-            mean = _decoded(finished.mean)
-            account = _account(
-                self._expected[bucket], bucket, mean, self._known[bucket]
-            )
-            accounts.append(account)
-        return accounts
+    def _account(self, ended: Finished) -> dict[str, Any]:
+        """Return what a step that was committed did to the mass of a bucket; see `_balance`.
+
+        Of a residual, by how much it differs from what was expected.
+        """
+        bucket = ended.started.bucket
+        known = self._known[bucket]
+        mean = _decoded(ended.mean)
+        left = known["left"]
+        residual = bucket.feedback.residual
+        if known["written"]:
+            residual = np.concatenate(known["written"])
+        values = mean.values if isinstance(mean, SparseVector) else mean
+        fault = None
+        for what, array in (("the result", values), ("the residual", residual)):
+            if fault is None and array is not None and not np.isfinite(array).all():
+                fault = f"{what} is not finite after the step"
+        if residual is not None:
+            before = to_numpy(self._expected[bucket]).astype(np.float64)
+            kept = to_numpy(residual)
+            left = mass(before - kept)
+            # by which what is kept is rounded
+            left[2] = max(left[2], float(np.abs(before[before != kept]).sum()))
+        return {
+            "vector": ", ".join(bucket.names[:3]),
+            "left": left,
+            "sum": known["sum"],
+            "dtype": str(mean.dtype),
+            "fault": fault,
+        }
 
 
 def _check_input(bucket: Bucket, expected: Array, corrected: Array) -> None:
@@ -94,37 +116,6 @@ def _check_input(bucket: Bucket, expected: Array, corrected: Array) -> None:
         f"{where}{compressor} changed {different.size} values of its input "
         f"array, the first at {first - bucket.edges[segment]}: expected it to change a copy"
     )
-
-
-def _account(
-    expected: Array,
-    bucket: Bucket,
-    mean: SparseVector | Array,
-    known: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return what a step did to the mass of a bucket; of a residual, by how much it differs from what was expected."""
-    left = known["left"]
-    residual = bucket.feedback.residual
-    if known["written"]:
-        residual = np.concatenate(known["written"])
-    values = mean.values if isinstance(mean, SparseVector) else mean
-    fault = None
-    for what, array in (("the result", values), ("the residual", residual)):
-        if fault is None and array is not None and not np.isfinite(array).all():
-            fault = f"{what} is not finite after the step"
-    if residual is not None:
-        before = to_numpy(expected).astype(np.float64)
-        kept = to_numpy(residual)
-        left = mass(before - kept)
-        # by which what is kept is rounded
-        left[2] = max(left[2], float(np.abs(before[before != kept]).sum()))
-    return {
-        "vector": ", ".join(bucket.names[:3]),
-        "left": left,
-        "sum": known["sum"],
-        "dtype": str(mean.dtype),
-        "fault": fault,
-    }
 
 
 def _decoded(mean: Mean) -> SparseVector | Array:

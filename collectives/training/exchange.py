@@ -40,7 +40,7 @@ from mpicomp.compressors.base import set_back
 from mpicomp.errors import NotFiniteError
 from mpicomp.feedback import ErrorFeedback, Feedback
 from mpicomp.settings import SetOnce, to_choice, to_integer
-from mpicomp.tensors import ALONE, DICT
+from mpicomp.tensors import DICT
 
 
 class GradientExchange:
@@ -333,9 +333,10 @@ class GradientExchange:
     def compressors(self) -> dict[str, Compressor]:
         """The compressors in use, by name of the tensor; that of one vector is "gradient"."""
         return {
-            ALONE if name is None else name: compressor
+            name: run.compressor
             for bucket in self.buckets
-            for name, compressor in bucket.selection.compressors.items()
+            for run in bucket.selection.runs
+            for name in bucket.names[run.first : run.end]
         }
 
     def report(self) -> str:
@@ -554,8 +555,7 @@ class GradientExchange:
             return
         self.steps += 1
         self._changes = []
-        step.close()
-        self.statistics = step.statistics()
+        self.statistics = step.close()
         if self._first is None:
             self._first = self.statistics
         else:

@@ -12,7 +12,7 @@ from collectives.allreduce import sparse_allreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.collective import Collective, Declaration, Sum
-from mpicomp.arrays import Array, converted, kernels_for, on_device, widened_values
+from mpicomp.arrays import converted, kernels_for, on_device, widened_values
 from mpicomp.bucket import Mean
 from mpicomp.coded import CodedSum
 from mpicomp.few_bits import BITS
@@ -97,41 +97,37 @@ class Reduction:
         if isinstance(total, CodedSum):
             if not total.is_finite:
                 raise out_of_range("sum over the ranks", total.dtype)
-            mean = replace(total, divisor=ranks if divides else 1)
-            if mean.dtype == dtype:
-                return mean
+            coded = replace(total, divisor=ranks if divides else 1)
+            if coded.dtype == dtype:
+                return coded
             # in float16 it is decoded now, as values may be out of range
-            total = mean.to_array()
+            total = coded.to_array()
             divides = False
-        if not isinstance(total, SparseVector):
-            if divides:
-                kernels_for(total).quotient(total, ranks, total)
-            total = self._in(dtype, total)
-            check_range(total, "sum over the ranks")
-            return total
-        values = total.values
+        vector = total if isinstance(total, SparseVector) else None
+        values: Any = total if vector is None else vector.values
         if divides:
             divisors: Any = ranks
-            if self.average == CONTRIBUTORS:
-                divisors = contributors(total, received.votes, ranks, dense)
-            values = np.empty_like(values)
-            kernels_for(values).quotient(total.values, divisors, values)
-        values = self._in(dtype, values)
-        is_as_finite = values.dtype == total.dtype  # over a number of ranks
-        vector = total.with_values(values, is_finite=is_as_finite)
-        try:
-            vector.validate()
-        except ValueError:
-            check_range(vector, "sum over the ranks")
-            raise
-        return vector
-
-    def _in(self, dtype: Any, values: Array) -> Array:
-        """Return values in a dtype; of sums beyond its range whose signs are taken, its largest numbers."""
+            if vector is not None and self.average == CONTRIBUTORS:
+                divisors = contributors(vector, received.votes, ranks, dense)
+            quotient = values if vector is None else np.empty_like(values)
+            kernels_for(values).quotient(values, divisors, quotient)
+            values = quotient
         if self.average == SIGN and values.dtype != dtype:
+            # the signs of sums beyond the range are known
             limit = np.finfo(dtype).max
             values = np.clip(values, -limit, limit)
-        return converted(values, dtype)
+        narrowed = converted(values, dtype)
+        if vector is None:
+            check_range(narrowed, "sum over the ranks")
+            return narrowed
+        is_as_finite = narrowed.dtype == vector.dtype  # over a number of ranks
+        mean = vector.with_values(narrowed, is_finite=is_as_finite)
+        try:
+            mean.validate()
+        except ValueError:
+            check_range(mean, "sum over the ranks")
+            raise
+        return mean
 
 
 def entries(part: Mean | None) -> int:
@@ -163,12 +159,11 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
     to_sum = declared.to_sum
     options = bound.keywords
     if average == CONTRIBUTORS:
-        to_sum = declared.to_counted
         options = bound.keywords | declared.counting
-        if to_sum is None:
+        if not declared.counting:
             raise ValueError(
                 f"{known.name} does not count the ranks that sent an entry, which average='contributors' takes: "
-                "expected sparse_allreduce or sparse_allgather"
+                "expected sparse_allreduce"
             )
     if to_sum is None:
         raise TypeError(

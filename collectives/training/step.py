@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from collectives.agreement.all_or_none import all_or_none, contributed, outcome_of
 from collectives.runtime import staging
-from collectives.runtime.collective import Sum
 from collectives.runtime.engine import Request
 from collectives.runtime.link import sent_nbytes
 from collectives.training.reduction import (
@@ -136,7 +135,12 @@ class Step:
                     self.start(buckets, is_complete=True, error=error)
                     finished = self._finish(self._sums(error), form)
                     results = self._results(buckets, finished, form)
-                    zeroed = [] if finished else self._zeroed(buckets)
+                    # of a step that is skipped
+                    zeroed = [
+                        vector
+                        for bucket in ([] if finished else buckets)
+                        for vector in bucket.outputs(self._outs).values()
+                    ]
                 except (KeyboardInterrupt, SystemExit, GeneratorExit) as interrupt:
                     why = contributed(interrupt)
                     self.start(buckets, is_complete=True, error=why)
@@ -157,7 +161,8 @@ class Step:
     ) -> None:
         """Start the full buckets in order; all of them if all gradients have been added."""
         for bucket in buckets[len(self.started) :]:
-            if not is_complete and not self._is_full(bucket):
+            names = bucket.names_of_tensors
+            if not (is_complete or all([name in self.arrays for name in names])):
                 break
             self.started.append(self._start(bucket, error))
 
@@ -170,9 +175,6 @@ class Step:
         for started in self.started:
             if isinstance(started.outcome, Request) and not started.outcome.test():
                 break  # what is in flight advances together
-
-    def _is_full(self, bucket: Bucket) -> bool:
-        return all([name in self.arrays for name in bucket.names_of_tensors])
 
     def _start(self, bucket: Bucket, error: Exception | None) -> Started:
         """Compress this rank's gradients, and start the sum; an error of this rank is contributed."""
@@ -245,11 +247,6 @@ class Step:
                 raise each_error
         return [] if errors else [*zip(self.started, outcomes, strict=True)]
 
-    def _received(self, started: Started, outcome: Any) -> Sum:
-        """Return the sum of a bucket, and what was rejected."""
-        dtype = started.compressed.corrected.dtype
-        return started.reduction.received(outcome, started.bucket.length, dtype)
-
     def _finish(self, sums: Sequence[tuple[Started, Any]], form: str) -> list[Finished]:
         """Prepare what is committed; nothing if steps are skipped, and a mean is out of range, on all ranks alike."""
         written = [array for started in self.started for array in started.written]
@@ -268,7 +265,7 @@ class Step:
         feedback = bucket.feedback
         compressed = started.compressed
         dtype = compressed.corrected.dtype
-        received = self._received(started, outcome)
+        received = started.reduction.received(outcome, bucket.length, dtype)
         try:
             mean = started.reduction.mean(
                 received, dtype, self._comm.size, bucket.selection.dense_ranges
@@ -313,14 +310,6 @@ class Step:
                 results[tensor.name] = tensor.wrapped(tensor.new())
         return results
 
-    def _zeroed(self, buckets: Sequence[Bucket]) -> list[Array]:
-        """Return the output buffers as vectors, which a step that is skipped fills with zeros."""
-        return [
-            vector
-            for bucket in buckets
-            for vector in bucket.outputs(self._outs).values()
-        ]
-
     def _commit(
         self,
         buckets: Sequence[Bucket],
@@ -351,11 +340,8 @@ class Step:
             self.undo()
         clear_frames(error.__traceback__)
 
-    def close(self) -> None:
-        """Complete a step that was kept and counted; a subclass may raise here, on all ranks."""
-
-    def statistics(self) -> Statistics:
-        """Return the statistics of a step that was kept."""
+    def close(self) -> Statistics:
+        """Return the statistics of a step that was kept and counted; a subclass may raise here, on all ranks."""
         of_buckets = [ended.statistics for ended in self.finished]
         return reduce(Statistics.plus, of_buckets, Statistics())._replace(
             compress_seconds=self._compressing,

@@ -1,6 +1,5 @@
 """Functions shared by compressors: the number of entries to select, and the entries of a dense vector at positions."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -64,22 +63,6 @@ def counts_of(lengths: Array, density: Any, k: Any) -> Array:
         return np.broadcast_to(k, lengths.shape)
     wanted: Array = np.rint(np.multiply(density, lengths)).astype(np.int64)
     return wanted.clip(1)
-
-
-def mean_and_largest(values: Array) -> tuple[float, float]:
-    """Return the mean of the magnitudes, in range also if the sum is not, and the largest one.
-
-    Raises ValueError naming the first value that is not finite.
-    """
-    kernels = kernels_for(values)
-    count = max(1, values.size)
-    sums = kernels.sides(values, math.inf)
-    if not math.isfinite(sums.sum_below):
-        check_finite(values)
-    mean = sums.sum_below / count
-    if not math.isfinite(mean):
-        mean = kernels.sides(values / count, math.inf).sum_below
-    return min(float(mean), float(sums.largest)), float(sums.largest)
 
 
 def finite_vector(corrected: Any) -> Array:

@@ -11,20 +11,17 @@ are computed as before, and sent in full; `codec="smallest"` detects that values
 shorter format.
 """
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from mpicomp.arrays import Array, converted, kernels_for
+from mpicomp.arrays import Array, check_finite, converted, kernels_for
 from mpicomp.compressors.base import (
     Compressor,
     SegmentedCompressor,
     Summands,
     Wrapper,
 )
-from mpicomp.compressors.common import mean_and_largest
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector, places_of
 
@@ -54,34 +51,18 @@ def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     kernels = kernels_for(values)
     by_segment = kernels.magnitudes_in_segments(values, bounds, two=two)
     most = np.finfo(np.float64).max / np.diff(bounds).clip(1)
-    if (by_segment[:, :2] <= most[:, None]).all():
-        by_segment = by_segment[:, 2:]
-    else:
-        by_segment = np.array(
-            [
-                _magnitudes_of(values[first:end], two=two)
-                for first, end in pairwise(bounds)
-            ]
-        )
+    factor = 1.0
+    if not (by_segment[:, :2] <= most[:, None]).all():  # sums are not finite
+        check_finite(values)
+        factor = 2.0**64
+        by_segment = kernels.magnitudes_in_segments(values / factor, bounds, two=two)
+    by_segment = by_segment[:, 2:] * factor
     rows = by_segment.astype(values.dtype)
     # rounded down, it divides values of the dtype as in float64
     away = rows[:, 2].astype(np.float64) > by_segment[:, 2]
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
     signed: Array = kernels.with_magnitudes(values, bounds, rows)
     return signed
-
-
-def _magnitudes_of(values: Array, *, two: bool) -> tuple[float, float, float]:
-    """Return two magnitudes of a vector, and the threshold between them: the mean for all three, or Lloyd's."""
-    mean, largest = mean_and_largest(values)
-    if not two:
-        return mean, mean, mean
-    # the sums of such numbers are infinite
-    if not math.isfinite(largest * values.size):
-        low, high, threshold = _magnitudes_of(values * 2.0**-64, two=True)
-        return low * 2.0**64, high * 2.0**64, threshold * 2.0**64
-    low, high, threshold = kernels_for(values).two_magnitudes(values, mean, largest)
-    return low, high, threshold
 
 
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16}

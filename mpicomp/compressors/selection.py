@@ -65,15 +65,6 @@ class Selection:
             first = end
 
     @property
-    def compressors(self) -> dict[str | None, Compressor]:
-        """The compressor of each segment, by name."""
-        return {
-            name: run.compressor
-            for run in self.runs
-            for name in self.names[run.first : run.end]
-        }
-
-    @property
     def dense_ranges(self) -> list[tuple[int, int]]:
         """Ranges of the vector of which every rank sends all values."""
         return [

@@ -58,17 +58,18 @@ class Feedback(Configured):
       their spares.
     """
 
+    _arrays: dict[str, Array]
+    _spares: dict[str, Array]
+    # length and dtype of the gradients that the arrays are for
+    _kind: tuple[int, np.dtype[Any]] | None
+    _begun: bool  # a step was kept: the arrays are not just zeros
+    _staged: bool  # `correct` was called, and `prepare_residual` was not
+    _prepared: tuple[str, ...]  # the arrays that `commit` swaps with their spares
+
     def __init__(self) -> None:
-        self._arrays: dict[str, Array] = {}
-        self._spares: dict[str, Array] = {}
         # the first position of each segment of the staged gradient, and its length
         self._bounds: list[int] = [0]
-        # length and dtype of the gradients that the arrays are for
-        self._kind: tuple[int, np.dtype[Any]] | None = None
-        self._begun = False  # a step was kept: the arrays are not just zeros
-        self._staged = False  # `correct` was called, and `prepare_residual` was not
-        # the arrays that `commit` swaps with their spares
-        self._prepared: tuple[str, ...] = ()
+        self.reset()
 
     @property
     def has_gradient_units(self) -> bool:
@@ -211,8 +212,7 @@ class Feedback(Configured):
         factor = to_number(
             "factor", factor, above=0, remedy=", the old learning rate over the new one"
         )
-        self._staged = False
-        self._prepared = ()
+        self.discard()
         if not (self._begun and self.has_gradient_units and "residual" in self._arrays):
             return
         residual = self._arrays["residual"]
@@ -233,8 +233,7 @@ class Feedback(Configured):
         self._spares = {}
         self._kind = None
         self._begun = False
-        self._staged = False
-        self._prepared = ()
+        self.discard()
 
     def declared(self) -> dict[str, tuple[Range, str]]:
         names = self.dtypes(VALUE_DTYPES[0])

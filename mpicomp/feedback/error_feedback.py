@@ -85,6 +85,11 @@ class ErrorFeedback(Feedback):
 class InPlaceErrorFeedback(ErrorFeedback):
     """Keep the residual in the gradient's own array: what `ErrorFeedback(in_place=True)` returns."""
 
+    _gradients: list[Array]  # the caller's arrays, as vectors
+    # what `commit` adds, and the vectors that it is added to
+    _changes: list[tuple[Array, SparseVector]]
+    _kept: Array | None  # what `commit` writes to all gradients
+
     def __init__(self, *, in_place: bool = True, decay: float = 1.0) -> None:
         super().__init__(in_place=in_place, decay=decay)
         if self.decay < 1:
@@ -92,10 +97,6 @@ class InPlaceErrorFeedback(ErrorFeedback):
                 f"got in_place=True and decay={decay!r}: in place, the gradient's array holds the sum of residual and "
                 "gradient, of which the residual cannot decay alone; expected ErrorFeedback(decay=...) without in_place"
             )
-        self._gradients: list[Array] = []  # the caller's arrays, as vectors
-        # what `commit` adds, and the vectors that it is added to
-        self._changes: list[tuple[Array, SparseVector]] = []
-        self._kept: Array | None = None  # what `commit` writes to all gradients
 
     @property
     def has_gradient_units(self) -> bool:
@@ -158,12 +159,14 @@ class InPlaceErrorFeedback(ErrorFeedback):
                 start += vector.size
         for vector, change in self._changes:
             kernels_for(vector).scatter_add(vector, change.indices, change.values)
-        self._release()
+        self.discard()
 
     def discard(self) -> None:
         """Drop what a step that is not kept has prepared, and the references to the gradients."""
         super().discard()
-        self._release()
+        self._gradients = []
+        self._changes = []
+        self._kept = None
 
     def rescale(self, factor: float) -> None:
         """Raise RuntimeError: rescale the gradient's array instead."""
@@ -173,11 +176,6 @@ class InPlaceErrorFeedback(ErrorFeedback):
 
     def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
         return {}
-
-    def _release(self) -> None:
-        self._gradients = []
-        self._changes = []
-        self._kept = None
 
     def _checked_changes(
         self, gradient: Array, sent: SparseVector, rejected: SparseVector | None

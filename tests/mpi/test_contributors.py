@@ -10,7 +10,6 @@ from collectives import (
     GradientExchange,
     Sum,
     gtopk_allreduce,
-    sparse_allgather,
     sparse_allreduce,
     sparse_iallreduce,
     sparse_reduce,
@@ -30,7 +29,7 @@ COLLECTIVES = {
     "allreduce": sparse_allreduce,
     "doubling": partial(sparse_allreduce, algorithm="recursive_doubling"),
     "split": partial(sparse_iallreduce, algorithm="split_allgather", votes=False),
-    "allgather": sparse_allgather,
+    "allgather": partial(sparse_allreduce, algorithm="allgather"),
 }
 every_collective = pytest.mark.parametrize(
     "collective", COLLECTIVES.values(), ids=COLLECTIVES

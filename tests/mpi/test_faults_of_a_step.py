@@ -388,7 +388,7 @@ def odd_one(settings, bucket, name):
     return (
         bucket.feedback
         if name.startswith("feedback")
-        else [*bucket.selection.compressors.values()][-1]
+        else bucket.selection.runs[-1].compressor
     )
 
 
