@@ -12,7 +12,7 @@ sizes, so no round exchanges them, and several parts are sent as one message.
 from typing import TYPE_CHECKING, Literal
 
 from collectives.runtime.collective import Call, Codec, Sum, collective
-from collectives.runtime.group import Group
+from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up, widened
 
@@ -53,6 +53,6 @@ sparse_iallgather = sparse_allgather.nonblocking
 @sparse_allgather.algorithm(compares_calls=True)
 def dissemination(vector: SparseVector, group: Group) -> Steps[list[SparseVector]]:
     """Send all blocks held so far over doubling distances; see the module."""
-    parts = [theirs for theirs, _ in (yield from group.gather(vector))]
+    parts = vectors_of((yield from group.gather(vector)))
     parts[group.rank] = vector.copy()  # `gather` returns the vector itself
     return parts

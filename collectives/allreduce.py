@@ -26,7 +26,7 @@ from collectives.planning.formulas import LONG_NBYTES
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import scatter, sum_of_share
 from collectives.runtime.collective import Call, Codec, Sum, collective
-from collectives.runtime.group import Group
+from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, doubling
 from mpicomp.arrays import (
@@ -152,9 +152,7 @@ def run_counting(
     if name == "split_allgather":
         bounds = metadata.bounds(group.size)
         received = yield from scatter(vector, group, bounds)
-        total = join(
-            (yield from all_vectors(add_up([theirs for theirs, _ in received]), group))
-        )
+        total = join((yield from all_vectors(add_up(vectors_of(received)), group)))
     else:
         total = (
             (yield from ALGORITHMS[name](vector, group, metadata))
@@ -162,7 +160,7 @@ def run_counting(
             else total
         )
         received = yield from scatter(vector.support(), group, bounds)
-    counts = count_up([theirs for theirs, _ in received])
+    counts = count_up(vectors_of(received))
     return total, (yield from gather_votes(total, counts, bounds, group))
 
 
@@ -245,9 +243,7 @@ def all_vectors(
     vector: SparseVector, group: Group, metadata: Metadata = NO_METADATA
 ) -> Steps[Sequence[SparseVector]]:
     """Gather the vectors of all ranks, unless the metadata exchange did."""
-    return metadata.vectors or [
-        theirs for theirs, _ in (yield from group.gather(vector))
-    ]
+    return metadata.vectors or vectors_of((yield from group.gather(vector)))
 
 
 @algorithm
@@ -296,12 +292,10 @@ def node_lanes(
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes
     own no share.
     """
-    nodes = group.nodes()
-    lanes = min(len(ranks) for ranks in nodes)
-    node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
+    lanes = min(map(len, group.nodes()))
+    node = group.node()
     bounds = metadata.bounds(lanes)
     share = yield from sum_of_share(vector, node, bounds)
     if node.rank < lanes:
-        lane = group.subgroup([ranks[node.rank] for ranks in nodes])
-        share = yield from among_some(share, lane)
+        share = yield from among_some(share, group.lane(node))
     return join((yield from all_vectors(share, node))[:lanes])

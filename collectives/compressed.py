@@ -20,7 +20,7 @@ from collectives.gtopk import Result, numbers
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import sum_of_share
 from collectives.runtime.collective import Call, Codec, collective, with_rejected
-from collectives.runtime.group import Group
+from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import negated, read_only
 from mpicomp.compressors import Compressor
@@ -105,7 +105,7 @@ def split_allgather(
             share, *own_share(vector.length, group.rank, group.size), second
         )
         rejected = without_zeros(merge(share, kept.with_values(negated(kept.values))))
-    return join([theirs for theirs, _ in (yield from group.gather(kept))]), rejected
+    return join(vectors_of((yield from group.gather(kept)))), rejected
 
 
 def compressed(

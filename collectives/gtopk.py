@@ -32,7 +32,7 @@ from collectives.runtime.collective import (
     sound,
     with_rejected,
 )
-from collectives.runtime.group import Group, Part
+from collectives.runtime.group import Group, Part, vectors_of
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import (
     Combine,
@@ -179,7 +179,7 @@ def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Res
     """
     parts = yield from scatter(vector, group, equal_bounds(vector.length, group.size))
     # what cancelled out is missing nowhere
-    share = without_zeros(add_up([theirs for theirs, _ in parts]))
+    share = without_zeros(add_up(vectors_of(parts)))
     k = max(count for _, count in parts) if k is None else k
     entries = sum(count for _, count in parts)
     here = sum(theirs.nnz for theirs, _ in parts)
@@ -199,14 +199,12 @@ def node_leaders(
 
     Every rank keeps its own entries at all other indices, also those whose sum is zero.
     """
-    nodes = group.nodes()
-    node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
+    node = group.node()
     result, count = yield from reduce_up(
         (vector, vector.nnz if k is None else k), node, add
     )
     if node.rank == 0:
-        leaders = group.subgroup([ranks[0] for ranks in nodes])
-        result = yield from largest_of_sum(result, count, leaders)
+        result = yield from largest_of_sum(result, count, group.lane(node))
     result = yield from hand_down(result, node)
     return result, partition(vector, result)[1]
 
@@ -221,7 +219,7 @@ def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVe
     supports = yield from group.all_to_all(
         [part.support() for part in parts], vector.nnz
     )
-    counts = count_up([theirs for theirs, _ in supports])
+    counts = count_up(vectors_of(supports))
     several = counts.divide(np.flatnonzero(counts.values > 1))[0]
     asked = yield from group.all_to_all(
         [intersection(theirs, several) for theirs, _ in supports], k
@@ -233,7 +231,7 @@ def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVe
         ],
         strict=True,
     )
-    received = [theirs for theirs, _ in (yield from group.all_to_all(sent))]
+    received = vectors_of((yield from group.all_to_all(sent)))
     here = sum(part.nnz for part in (*kept, *received))
     k = max(most for _, most in asked)
     entries = sum(count for _, count in supports)
@@ -266,9 +264,7 @@ def largest_of_all(
     while waited:
         some, left = top_k(left, min(quota, chance))
         gathered = yield from group.gather(some, chance - some.nnz)
-        result, dropped = top_k(
-            merge(result, unite([theirs for theirs, _ in gathered])), k
-        )
+        result, dropped = top_k(merge(result, unite(vectors_of(gathered))), k)
         rejected = merge(rejected, intersection(dropped, held))
         waited = {
             rank

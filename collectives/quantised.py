@@ -21,7 +21,7 @@ import numpy as np
 
 from collectives.planning.choice import algorithm_for
 from collectives.runtime.collective import Call, Sum, collective, with_rejected
-from collectives.runtime.group import Group
+from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import LINE, Steps
 from collectives.runtime.patterns import compare_by_doubling
 from mpicomp.arrays import (
@@ -246,7 +246,7 @@ def shares_of_sum(
         )
     share = code((first, end), others)
     del parts, received, others
-    return [theirs for theirs, _ in (yield from group.all_to_all([share] * group.size))]
+    return vectors_of((yield from group.all_to_all([share] * group.size)))
 
 
 def raise_not_finite(uncoded: Uncoded, group: Group) -> Steps[None]:
@@ -272,10 +272,9 @@ def node_lanes(
     values = uncoded.values()
     with group.raise_on_all():
         uncoded.check(values)
-    nodes = group.nodes()
-    node = group.subgroup(next(ranks for ranks in nodes if group.rank in ranks))
+    node = group.node()
     segments = uncoded.segments(block)
-    lanes = shares(0, segments.first_blocks[-1], min(len(ranks) for ranks in nodes))
+    lanes = shares(0, segments.first_blocks[-1], min(map(len, group.nodes())))
     spans = [slice(*map(segments.position, lane)) for lane in lanes]
     parts = [as_they_are(values[span], block) for span in spans]
     nothing = as_they_are(values[:0], block)
@@ -296,11 +295,11 @@ def node_lanes(
                     lanes[node.rank],
                     bits,
                     block,
-                    group.subgroup([ranks[node.rank] for ranks in nodes]),
+                    group.lane(node),
                     short=vector.dtype == np.float16,
                 )
             )
         )
     everywhere = yield from node.all_to_all([share] * node.size)
-    coded = [theirs for theirs, _ in everywhere[: len(lanes)]]
+    coded = vectors_of(everywhere[: len(lanes)])
     return CodedSum(coded, segments), uncoded.errors

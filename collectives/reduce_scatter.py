@@ -21,7 +21,7 @@ from collectives.runtime.collective import (
     part_of_sum,
     sound,
 )
-from collectives.runtime.group import Group, Part
+from collectives.runtime.group import Group, Part, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up
 
@@ -91,7 +91,7 @@ def sum_of_share(
 ) -> Steps[SparseVector]:
     """Send every owner its part, and add up the parts of this rank's share."""
     parts = yield from scatter(vector, group, bounds)
-    return add_up([theirs for theirs, _ in parts])
+    return add_up(vectors_of(parts))
 
 
 def scatter(vector: SparseVector, group: Group, bounds: Bounds) -> Steps[list[Part]]:

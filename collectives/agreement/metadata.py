@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collectives.planning.partition import Bounds, balanced_bounds, sample
-from collectives.runtime.group import Group
+from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
 from mpicomp.vector import SparseVector
@@ -80,7 +80,7 @@ def exchange_metadata(
     all_bits = sum(
         (packed >> BITS_WIDTH) * (packed & MOST_BITS) for _, packed in received
     )
-    vectors = [theirs for theirs, _ in received]
+    vectors = vectors_of(received)
     return Metadata(counts, vector.length, vectors, all_bits / max(1, sum(counts)))
 
 

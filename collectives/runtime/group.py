@@ -9,7 +9,7 @@ debug mode, its CRC-32, cannot continue the schedule, and gives up as after a de
 import json
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property, lru_cache
@@ -132,6 +132,16 @@ class Group:
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each node (ranks that share memory), in the order of their first ranks."""
         return schedule.groups(self._nodes)
+
+    def node(self) -> "Group":
+        """Return the group of the ranks that share memory with this one."""
+        return self.subgroup(
+            next(ranks for ranks in self.nodes() if self.rank in ranks)
+        )
+
+    def lane(self, node: "Group") -> "Group":
+        """Return the group of the ranks that have this rank's number in their nodes; each node has one."""
+        return self.subgroup([ranks[node.rank] for ranks in self.nodes()])
 
     @cached_property
     def nothing(self) -> SparseVector:
@@ -437,6 +447,11 @@ class Group:
         sending = self.link.send(message, self._ranks[dest], self._tag, arrival, line)
         self.posted.append(sending)
         return sending
+
+
+def vectors_of(parts: Iterable[PartOf[V]]) -> list[V]:
+    """Return the vectors of parts, without their counts."""
+    return [vector for vector, _ in parts]
 
 
 class Notifications:
