@@ -17,7 +17,6 @@ from mpicomp.arrays import (
     Array,
     contiguous,
     flat,
-    is_contiguous,
     is_on_current_device,
     kind_of,
     namespace,
@@ -82,19 +81,19 @@ class Tensor:
         Raises TypeError or ValueError for another shape, dtype or device than in the
         first step, and for a parameter of PyTorch.
         """
-        if self._is_like(array) and is_contiguous(array):
-            return flat(array)  # fast path
         if array is None:
             return self.new()
-        if getattr(array, "requires_grad", False) and getattr(array, "is_leaf", False):
-            raise TypeError(
-                f"{self.name} is a parameter, not a gradient: pass its .grad"
-            )
         values = self._checked(self.name, array)
-        if described(array) != self.kind:
-            raise TypeError(
-                f"{self.name} is {described(array)}: expected {self.kind} as in the first step"
-            )
+        if values is not array:
+            is_leaf = getattr(array, "is_leaf", False)
+            if is_leaf and getattr(array, "requires_grad", False):
+                raise TypeError(
+                    f"{self.name} is a parameter, not a gradient: pass its .grad"
+                )
+            if described(array) != self.kind:
+                raise TypeError(
+                    f"{self.name} is {described(array)}: expected {self.kind} as in the first step"
+                )
         return flat(contiguous(values))
 
     def writable(
@@ -110,16 +109,13 @@ class Tensor:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
 
-    def _is_like(self, array: Any) -> bool:
-        return (
+    def _checked(self, name: str, array: Any) -> Array:
+        if (
             type(array) is self.xp.ndarray
             and array.shape == self.shape
             and array.dtype == self.dtype
             and (self.xp is np or is_on_current_device(array))
-        )
-
-    def _checked(self, name: str, array: Any) -> Array:
-        if self._is_like(array):
+        ):
             return array  # type: ignore[no-any-return]
         values = _values(name, array)
         if namespace(values) is not self.xp:

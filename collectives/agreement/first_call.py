@@ -94,13 +94,13 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
         duplicate.Free()
         raise RuntimeError(wrong)
     try:
+        _compare_settings(duplicate)
         nodes = _first_ranks(duplicate)
         ulfm.warn_of_detector(nodes, duplicate.rank)
         backs_off, sharers, crowding = waiting.agree_on_waiting(duplicate, nodes)
         threads.share(sharers)
         direct = cuda_aware.is_direct(duplicate)
         choice = links.agreed_links(duplicate, nodes, crowding)
-        _compare_settings(duplicate)
     except ValueError:  # on all ranks: what they were to agree on is broken
         duplicate.Free()
         raise

@@ -136,7 +136,7 @@ def agreed_links(
     nodes: for each rank, the first rank of its node. Raises ValueError on all ranks for
     a bad MPICOMP_NETWORK.
     """
-    text = comm.bcast(os.environ.get(VARIABLE, ""))
+    text = os.environ.get(VARIABLE, "")
     try:
         links = links_of(text or "1gbit")
     except ValueError as error:

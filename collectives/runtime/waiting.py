@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.settings import to_number
+from mpicomp.settings import to_choice, to_number
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,31 +23,22 @@ def agree_on_waiting(
 
     The crowding, the same on all ranks, is the number of ranks to a core on the node
     with the most, at least 1. nodes: for each rank, the first rank that shares its
-    memory. Collective, blocks; ValueError on all ranks for a bad variable.
+    memory. The variables are the same on all ranks; ValueError for a bad one. Collective,
+    blocks.
     """
-    settings = comm.allgather(
-        (os.environ.get(VARIABLE) or "auto", os.environ.get(TIMEOUT), cores())
-    )
-    for rank, (setting, time, _) in enumerate(settings):
-        if setting not in SETTINGS:
-            where = f"the environment variable {VARIABLE} is {setting!r} on rank {rank}"
-            raise ValueError(f"{where}: expected one of {list(SETTINGS)}")
-        seconds(time or None, f"the environment variable {TIMEOUT} on rank {rank}")
+    setting = os.environ.get(VARIABLE) or "auto"
+    to_choice(f"the environment variable {VARIABLE}", setting, SETTINGS)
+    seconds(os.environ.get(TIMEOUT) or None, f"the environment variable {TIMEOUT}")
+    mine = cores()
     masks: dict[int, list[int]] = {}
-    for (_, _, mask), node in zip(settings, nodes, strict=True):
+    for mask, node in zip(comm.allgather(mine), nodes, strict=True):
         masks.setdefault(node, []).append(mask)
     here = masks[nodes[comm.rank]]
-    (setting, _, mine) = settings[comm.rank]
-    backs_off = (
-        crowding(here) > 1 and not yields_the_core()
-        if setting == "auto"
-        else setting == "backoff"
-    )
-    return (
-        backs_off,
-        sum(1 for mask in here if mask & mine),
-        max(map(crowding, masks.values())),
-    )
+    backs_off = setting == "backoff"
+    if setting == "auto":
+        backs_off = crowding(here) > 1 and not yields_the_core()
+    sharers = [mask for mask in here if mask & mine]
+    return backs_off, len(sharers), max(map(crowding, masks.values()))
 
 
 def initial_timeout() -> float | None:

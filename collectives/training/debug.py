@@ -33,13 +33,15 @@ class CheckedStep(Step):
         self._expected: dict[Bucket, Array] = {}
         self._known: dict[Bucket, dict[str, Any]] = {}
 
-    def _compressed(
-        self, bucket: Bucket, reduction: Reduction, gradient: Sequence[Array]
-    ) -> Compressed:
-        self._expected[bucket] = bucket.feedback.correct(*gradient).copy()
-        compressed = super()._compressed(bucket, reduction, gradient)
-        _check_input(bucket, self._expected[bucket], compressed.corrected)
-        return compressed
+    def _prepare(
+        self, bucket: Bucket, reduction: Reduction
+    ) -> tuple[Compressed, dict[str, Array]]:
+        gradient = bucket.gradient(self.arrays)
+        expected = bucket.feedback.correct(*gradient).copy()
+        self._expected[bucket] = expected
+        compressed, buffers = super()._prepare(bucket, reduction)
+        _check_input(bucket, expected, compressed.corrected)
+        return compressed, buffers
 
     def _finished(self, started: Started, outcome: Any, form: str) -> Finished:
         bucket = started.bucket

@@ -133,7 +133,7 @@ class Step:
             with all_or_none(self._comm, OPERATION, position):
                 try:
                     self.start(buckets, is_complete=True, error=error)
-                    finished = self._finish(self._sums(error), form)
+                    finished = self._finish(error, form)
                     results = self._results(buckets, finished, form)
                     # of a step that is skipped
                     zeroed = [
@@ -208,8 +208,16 @@ class Step:
         gradient = bucket.gradient(self.arrays)
         if self._nonfinite_error is not None:
             bucket.check_finite(self.arrays, self._nonfinite_error)
+        declared = reduction.declared
         try:
-            compressed = self._compressed(bucket, reduction, gradient)
+            if declared.takes_uncoded:
+                compressed = bucket.code(gradient, self.arrays)
+            elif declared.takes_arrays:
+                compressed = bucket.correct(gradient)
+            else:
+                comm = self._comm
+                own = declared.own_share(bucket.length, comm.rank, comm.size)
+                compressed = bucket.compress(gradient, own)
         except ValueError:
             # to name the gradient, and not a coefficient
             if bucket.basis is not None:
@@ -217,20 +225,12 @@ class Step:
             raise
         return compressed, buffers
 
-    def _compressed(
-        self, bucket: Bucket, reduction: Reduction, gradient: Sequence[Array]
-    ) -> Compressed:
-        """Return what is sent of a gradient and the residual."""
-        declared = reduction.declared
-        if declared.takes_uncoded:
-            return bucket.code(gradient, self.arrays)
-        if declared.takes_arrays:
-            return bucket.correct(gradient)
-        own = declared.own_share(bucket.length, self._comm.rank, self._comm.size)
-        return bucket.compress(gradient, own)
+    def _finish(self, error: Exception | None, form: str) -> list[Finished]:
+        """Wait for all sums, and prepare what is committed; raise the first error that is no skip.
 
-    def _sums(self, error: Exception | None) -> list[tuple[Started, Any]]:
-        """Wait for all sums and return them, none if the step is skipped; raise the first error that is no skip."""
+        Returns nothing if steps are skipped, and one was on a rank, or a mean is out of
+        range, which it is on all ranks alike.
+        """
         began = perf_counter()
         outcomes = []
         for started in self.started:
@@ -238,26 +238,24 @@ class Step:
             if isinstance(outcome, Request):
                 outcome = outcome_of(outcome.wait)
             outcomes.append(outcome)
-        self._communicating += perf_counter() - began
+        arrived = perf_counter()
+        self._communicating += arrived - began
         errors = [
             outcome for outcome in (error, *outcomes) if isinstance(outcome, Exception)
         ]
         for each_error in errors:
             if not isinstance(each_error, StepSkippedError):
                 raise each_error
-        return [] if errors else [*zip(self.started, outcomes, strict=True)]
-
-    def _finish(self, sums: Sequence[tuple[Started, Any]], form: str) -> list[Finished]:
-        """Prepare what is committed; nothing if steps are skipped, and a mean is out of range, on all ranks alike."""
-        written = [array for started in self.started for array in started.written]
-        check_apart(written)
-        began = perf_counter()
+        check_apart([array for started in self.started for array in started.written])
+        if errors:
+            return []
+        sums = zip(self.started, outcomes, strict=True)
         try:
             return [self._finished(started, total, form) for started, total in sums]
         except NotFiniteError:
             return []
         finally:
-            self._restoring += perf_counter() - began
+            self._restoring += perf_counter() - arrived
 
     def _finished(self, started: Started, outcome: Any, form: str) -> Finished:
         """Prepare the mean, the results, and the next residual of a bucket."""
