@@ -56,8 +56,7 @@ def parts(
 ) -> dict[str, Call]:
     """Return what a rank does in the direct algorithm, as calls on their own; the messages by MPI's collectives."""
     uncoded = Uncoded([array], out[1])
-    segments = uncoded.segments(block)
-    ranges = shares(0, segments.first_blocks[-1], comm.size)
+    ranges = shares(0, uncoded.blocks(block), comm.size)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
 
     def coded(rank: int, terms: Sequence[FewBits] = ()) -> FewBits:
@@ -84,7 +83,7 @@ def parts(
             coded, comm.rank, [coded_shares[comm.rank]] * len(others)
         ),
         f"{bits} bits: write the sum": partial(
-            CodedSum(coded_shares, segments).write, out[0]
+            CodedSum(coded_shares, uncoded.sizes).write, out[0]
         ),
         f"{bits} bits: as many bytes by MPI": messages,
     }

@@ -33,11 +33,10 @@ from mpicomp.arrays import (
     like,
     on_device,
     to_values,
-    views_between,
     writable_vector,
 )
 from mpicomp.codec import few_bits_message
-from mpicomp.coded import CodedSum, Uncoded, shares
+from mpicomp.coded import CodedSum, Uncoded, in_parts, shares
 from mpicomp.errors import DamagedMessageError
 from mpicomp.few_bits import BITS, BLOCKS, FewBits, as_they_are, join
 from mpicomp.settings import to_choice
@@ -196,16 +195,15 @@ def direct(
     vector: SparseVector, group: Group, bits: int, block: int, uncoded: Uncoded
 ) -> Steps[Result]:
     """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
-    segments = uncoded.segments(block)
     parts = yield from shares_of_sum(
         uncoded,
-        (0, segments.first_blocks[-1]),
+        (0, uncoded.blocks(block)),
         bits,
         block,
         group,
         short=vector.dtype == np.float16,
     )
-    total = CodedSum(parts, segments)
+    total = CodedSum(parts, uncoded.sizes)
     if not total.is_finite:  # on all ranks: they have the same codes
         yield from raise_not_finite(uncoded, group)
     return total, uncoded.errors
@@ -273,9 +271,8 @@ def node_lanes(
     with group.raise_on_all():
         uncoded.check(values)
     node = group.node()
-    segments = uncoded.segments(block)
-    lanes = shares(0, segments.first_blocks[-1], min(map(len, group.nodes())))
-    spans = [slice(*map(segments.position, lane)) for lane in lanes]
+    lanes = shares(0, uncoded.blocks(block), min(map(len, group.nodes())))
+    spans = [slice(*[uncoded.position(end, block) for end in lane]) for lane in lanes]
     parts = [as_they_are(values[span], block) for span in spans]
     nothing = as_they_are(values[:0], block)
     absent = [nothing] * (node.size - len(lanes))
@@ -291,7 +288,7 @@ def node_lanes(
         share = join(
             (
                 yield from shares_of_sum(
-                    Uncoded(views_between(total, segments.edges), uncoded.errors),
+                    Uncoded(in_parts(total, uncoded.sizes), uncoded.errors),
                     lanes[node.rank],
                     bits,
                     block,
@@ -302,4 +299,4 @@ def node_lanes(
         )
     everywhere = yield from node.all_to_all([share] * node.size)
     coded = vectors_of(everywhere[: len(lanes)])
-    return CodedSum(coded, segments), uncoded.errors
+    return CodedSum(coded, uncoded.sizes), uncoded.errors

@@ -26,38 +26,15 @@ from mpicomp.arrays import (
 from mpicomp.few_bits import FewBits, first_blocks
 
 
-@dataclass(frozen=True)
-class Segments:
-    """Vectors that follow each other, and are coded in blocks: a block begins anew at each.
-
-    sizes: of the vectors. block: values of a block.
-    """
-
-    sizes: tuple[int, ...]
-    block: int
-
-    @cached_property
-    def edges(self) -> list[int]:
-        """The position of the first value of each vector, and the number of values."""
-        return [0, *accumulate(self.sizes)]
-
-    @cached_property
-    def first_blocks(self) -> list[int]:
-        """The number of the first block of each vector, and the number of blocks."""
-        return first_blocks(self.sizes, self.block)
-
-    def position(self, number: int) -> int:
-        """Return the position of the first value of a block; the number of values for the block after the last."""
-        row = bisect_right(self.first_blocks, number) - 1
-        if row == len(self.sizes):
-            return self.edges[-1]
-        return self.edges[row] + (number - self.first_blocks[row]) * self.block
-
-
 def shares(first: int, end: int, count: int) -> list[tuple[int, int]]:
     """Divide the blocks from `first` to before `end` into consecutive ranges, each given by its first and its end."""
     bounds = [first + (end - first) * share // count for share in range(count + 1)]
     return [*pairwise(bounds)]
+
+
+def in_parts(vector: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return consecutive parts of a vector, of these sizes, as views."""
+    return views_between(vector, [0, *accumulate(sizes)])
 
 
 @dataclass(frozen=True)
@@ -81,17 +58,28 @@ class Uncoded:
         """The dtype of the values."""
         return self.errors.dtype
 
+    @property
+    def sizes(self) -> list[int]:
+        """The number of values of each part."""
+        return [part.size for part in self.parts]
+
+    def blocks(self, block: int) -> int:
+        """Return the number of blocks, of so many values each: a block begins anew at each part."""
+        return first_blocks(self.sizes, block)[-1]
+
+    def position(self, number: int, block: int) -> int:
+        """Return the position of the first value of a block; the number of values for the block after the last."""
+        starts = first_blocks(self.sizes, block)
+        part = bisect_right(starts, number) - 1
+        return sum(self.sizes[:part]) + (number - starts[part]) * block
+
     def widened(self) -> "Uncoded":
         """Return itself; for values in float16, copies in float32, as kernels take them."""
         if self.dtype != np.float16:
             return self
         values = converted(self.values(), np.float32)
-        parts = views_between(values, self.segments(1).edges)
+        parts = in_parts(values, self.sizes)
         return Uncoded(parts, np.empty_like(values), check=self.check)
-
-    def segments(self, block: int) -> Segments:
-        """Return the parts as segments."""
-        return Segments(tuple([part.size for part in self.parts]), block)
 
     def values(self) -> Array:
         """Return the values as a new vector."""
@@ -137,17 +125,18 @@ class Uncoded:
 class CodedSum:
     """A sum of `Uncoded` values over ranks, in few bits, over a divisor.
 
-    shares: consecutive blocks each, which may be padded values at the end of a segment.
+    shares: consecutive blocks each. sizes: of the parts, in values; the last block of
+    each may be padded.
     """
 
     shares: Sequence[FewBits]
-    segments: Segments
+    sizes: Sequence[int]
     divisor: float = 1.0
 
     @property
     def size(self) -> int:
         """The number of values."""
-        return self.segments.edges[-1]
+        return sum(self.sizes)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -203,7 +192,7 @@ class CodedSum:
     def write(self, out: Array) -> None:
         """Write the values to a vector, rounded to its dtype."""
         if out.dtype == self.dtype:
-            self.writer(views_between(out, self.segments.edges))()
+            self.writer(in_parts(out, self.sizes))()
         else:
             out[...] = converted(self.to_array(), out.dtype)
 

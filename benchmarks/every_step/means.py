@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpicomp import Compressor, ErrorFeedback, SparseVector
 from mpicomp.codec import encoded_nbytes, few_bits_message, smallest
-from mpicomp.coded import Segments, Uncoded, shares
+from mpicomp.coded import CodedSum, Uncoded, shares
 
 Floats = NDArray[np.float32]
 Shapes = Sequence[tuple[int, ...]]
@@ -54,10 +54,10 @@ class FewBits:
             vector + residual
             for vector, residual in zip(vectors, self.residuals, strict=True)
         ]
-        segments = Segments((total.size,), BLOCK)
-        ranges = shares(0, segments.first_blocks[-1], ranks)
+        whole = Uncoded([total], total)
+        ranges = shares(0, whole.blocks(BLOCK), ranks)
         for owner, blocks in enumerate(ranges):
-            start, end = map(segments.position, blocks)
+            start, end = (whole.position(number, BLOCK) for number in blocks)
             parts = [values[start:end] for values in corrected]
             errors = [residual[start:end] for residual in self.residuals]
             pairs = [
@@ -72,7 +72,7 @@ class FewBits:
             ]
             own = Uncoded([parts[owner]], errors[owner])
             share = own.code(few_bits_message(*size), others)
-            share.write(total[start:end])
+            CodedSum([share], [end - start]).write(total[start:end])
             sent += share.codes.nbytes + share.scales.nbytes
         return total / np.float32(ranks), 8 * sent / total.size
 

@@ -132,9 +132,9 @@ def agreed_links(
 ) -> Links:
     """Return the links between the nodes, the same on all ranks. Collective, blocks.
 
-    These are the links that MPICOMP_NETWORK names on rank 0, else `measured` ones.
-    nodes: for each rank, the first rank of its node. Raises ValueError on all ranks for
-    a bad MPICOMP_NETWORK.
+    These are the links that MPICOMP_NETWORK names, which is the same on all ranks, else
+    `measured` ones. nodes: for each rank, the first rank of its node. Raises ValueError
+    for a bad MPICOMP_NETWORK.
     """
     text = os.environ.get(VARIABLE, "")
     try:

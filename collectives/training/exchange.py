@@ -131,8 +131,6 @@ class GradientExchange:
         # an object that is given to two exchanges has two residuals, and two histories
         self.compressor = copied(compressor)
         self.feedback = copied(feedback)
-        self.comm = comm
-        self._rank_and_size = rank_and_size(comm)
         self.average = average
         self.basis = basis
         self.log = log
@@ -165,7 +163,7 @@ class GradientExchange:
         self._nonfinite_error = NotFiniteError if nonfinite == "skip" else None
         self._step: Step | None = None  # the one under way
         # of the exchanges on this communicator, in the order in which they were made
-        self._number = next_number(comm)
+        self._take_comm(comm)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -449,9 +447,7 @@ class GradientExchange:
             "state, or load a checkpoint",
             gather_objects(mine, comm, f"{OPERATION}.continue_on"),
         )
-        self.comm = comm
-        self._rank_and_size = rank_and_size(comm)
-        self._number = next_number(comm)
+        self._take_comm(comm)
 
     @defer_interrupt
     def reset(self) -> None:
@@ -502,8 +498,23 @@ class GradientExchange:
         self._count(step)
         return step
 
+    def _take_comm(self, comm: Any) -> None:
+        """Take a communicator, on which this exchange is the next one; all ranks know its first call."""
+        self.comm = comm
+        # also after MPI has ended
+        self._rank_and_size = {"rank": comm.rank, "ranks": comm.size}
+        of_process().know(comm, faults_of(comm))
+        self._number = next(attached(comm, "exchanges", count))
+
     def _settings(self) -> dict[str, Any]:
-        return self._layout.settings(self._rank_and_size, self.steps)
+        """Return what a saved state names besides the parts of each segment: rank, number of ranks, and settings."""
+        return {
+            **self._rank_and_size,
+            "steps": self.steps,
+            "average": self.average,
+            "small": self._layout.small,
+            "basis": self.basis,
+        }
 
     def _new_step(self) -> Step:
         for bucket in self._buckets:
@@ -574,17 +585,6 @@ class GradientExchange:
 def copied(part: Any) -> Any:
     """Return a copy of a compressor or a feedback for one exchange; anything else is returned, and checked later."""
     return deepcopy(part) if isinstance(part, Compressor | Feedback) else part
-
-
-def rank_and_size(comm: Any) -> dict[str, int]:
-    """Return this rank and the number of ranks of a communicator, as states name them."""
-    return {"rank": comm.rank, "ranks": comm.size}
-
-
-def next_number(comm: Any) -> int:
-    """Return the number of the next exchange on a communicator, from 0; its first call is known on all ranks."""
-    of_process().know(comm, faults_of(comm))
-    return next(attached(comm, "exchanges", count))
 
 
 def check_places(names: Iterable[str]) -> None:

@@ -74,16 +74,6 @@ class Layout:
                 "Dense(), or a collective of sparse vectors such as sparse_allreduce"
             )
 
-    def settings(self, rank_and_size: Mapping[str, int], steps: int) -> dict[str, Any]:
-        """Return what a saved state names besides the parts of each segment: rank, number of ranks, and settings."""
-        return {
-            **rank_and_size,
-            "steps": steps,
-            "average": self.average,
-            "small": self.small,
-            "basis": self.basis,
-        }
-
     def buckets(self, form: str, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
         """Return the buckets of this rank's tensors, in the order in which they start.
 
