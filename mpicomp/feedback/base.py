@@ -9,7 +9,7 @@ which write to spare buffers only, so a second `correct` returns the same result
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,19 +44,20 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class Feedback(Configured):
     """Base class of all feedback methods: keep the entries that are not sent.
 
-    A method implements `correct` and `prepare_residual`, and `dtypes` if it keeps other arrays
-    than the residual (docs/feedback.md has an example). One object serves one vector of
+    A method implements `correct`, and `dtypes` if it keeps other arrays than the residual
+    (docs/contributing/own_compressor.md has an example). One object serves one vector of
     one length and dtype. Constructor arguments are stored in attributes of the same
     name: `repr` shows them, and saved states are compared by it. A method calls
 
     * in `__init__`: ``super().__init__()``, before anything else;
     * in `correct`: `_stage`, which checks the gradient and allocates the arrays, of
       zeros; `_joined` for the gradient as one vector; `_spare(name)` for the buffer of
-      the next `name`. It returns the spare residual;
-    * in `prepare_residual`: `_subtract`, which turns the spare residual into the next one in
-      place. It then sets `_prepared` to the names of the arrays that `commit` swaps with
-      their spares.
+      the next `name`, which it fills for each array: `commit` swaps them. It returns the
+      spare residual.
     """
+
+    has_gradient_units: ClassVar[bool] = True
+    """Whether the residual is an array of its own, in gradient units: in a basis it has coefficients."""
 
     _arrays: dict[str, Array]
     _spares: dict[str, Array]
@@ -70,11 +71,6 @@ class Feedback(Configured):
         # the first position of each segment of the staged gradient, and its length
         self._bounds: list[int] = [0]
         self.reset()
-
-    @property
-    def has_gradient_units(self) -> bool:
-        """Whether the residual is an array of its own, in gradient units: in a basis it has coefficients."""
-        return True
 
     def vectors(
         self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]
@@ -123,15 +119,20 @@ class Feedback(Configured):
     ) -> None:
         """Prepare to keep `corrected` less `sent`, the values that receivers decode, plus `rejected`.
 
-        corrected: the vector of `correct` or `summands`; the feedback may write to it.
+        corrected: the vector of `correct` or `summands`; the feedback may write to it:
+        this one turns it, the spare residual, into the next residual.
         A method that forgets old entries does so in `correct`, as
         `ErrorFeedback(decay=...)` does. Raises RuntimeError without a `correct` before,
         ValueError for another length, OverflowError if the result leaves the range of
         its dtype.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no prepare_residual(): expected a method of the class"
-        )
+        self._check_staged(corrected.size, sent, rejected)
+        kernels = kernels_for(corrected)
+        kernels.scatter_add(corrected, sent.indices, sent.values, sign=-1)
+        if rejected is not None:
+            kernels.scatter_add(corrected, rejected.indices, rejected.values)
+            check_range(kernels.gather(corrected, rejected.indices), "residual")
+        self._prepared = tuple(self._arrays)
 
     def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
         """Prepare to keep `rejected`, zeros for None, as all values of `corrected` were sent; it may be `corrected`."""
@@ -372,17 +373,6 @@ class Feedback(Configured):
                     f"got a vector of length {vector.length}: expected {size} as of the gradient"
                 )
         self._staged = False
-
-    def _subtract(
-        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None
-    ) -> None:
-        """Turn `corrected`, the spare residual, into the new one: subtract `sent` and add `rejected`."""
-        self._check_staged(corrected.size, sent, rejected)
-        kernels = kernels_for(corrected)
-        kernels.scatter_add(corrected, sent.indices, sent.values, sign=-1)
-        if rejected is not None:
-            kernels.scatter_add(corrected, rejected.indices, rejected.values)
-            check_range(kernels.gather(corrected, rejected.indices), "residual")
 
 
 def _kinds(arrays: Mapping[str, Array]) -> str:

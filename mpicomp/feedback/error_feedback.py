@@ -74,16 +74,11 @@ class ErrorFeedback(Feedback):
         residual = self._arrays["residual"]
         return self._spare("residual"), Summands(residual, self.decay, gradient)
 
-    def prepare_residual(
-        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
-    ) -> None:
-        """Prepare corrected - sent + rejected as the residual; see `Feedback.prepare_residual`."""
-        self._subtract(corrected, sent, rejected)
-        self._prepared = ("residual",)
-
 
 class InPlaceErrorFeedback(ErrorFeedback):
     """Keep the residual in the gradient's own array: what `ErrorFeedback(in_place=True)` returns."""
+
+    has_gradient_units = False  # it is not an array of its own
 
     _gradients: list[Array]  # the caller's arrays, as vectors
     # what `commit` adds, and the vectors that it is added to
@@ -97,11 +92,6 @@ class InPlaceErrorFeedback(ErrorFeedback):
                 f"got in_place=True and decay={decay!r}: in place, the gradient's array holds the sum of residual and "
                 "gradient, of which the residual cannot decay alone; expected ErrorFeedback(decay=...) without in_place"
             )
-
-    @property
-    def has_gradient_units(self) -> bool:
-        """False: the residual is not an array of its own."""
-        return False
 
     @property
     def written(self) -> list[Array]:
@@ -129,9 +119,7 @@ class InPlaceErrorFeedback(ErrorFeedback):
             self._gradients = list(gradient)
         return self._joined(gradient)
 
-    def summands(self, *gradient: Array) -> tuple[Array, Summands | None]:
-        """Return the gradient as one vector, of which no summands are known."""
-        return self.correct(*gradient), None
+    summands = Feedback.summands
 
     def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None

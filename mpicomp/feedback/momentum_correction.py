@@ -73,7 +73,7 @@ class MomentumCorrection(Feedback):
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
         """Prepare corrected - sent + rejected as v, and mask u; see `Feedback.prepare_residual`."""
-        self._subtract(corrected, sent, rejected)
+        super().prepare_residual(corrected, sent, rejected)
         if self.masking:
             back = sent.indices[:0] if rejected is None else rejected.indices
             velocity = self._spares["velocity"]
@@ -81,7 +81,6 @@ class MomentumCorrection(Feedback):
             for sent_indices in self._stale(corrected, sent, rejected):
                 velocity[sent_indices] = 0
             velocity[back] = kept
-        self._prepared = "residual", "velocity"
 
     def _stale(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None

@@ -21,7 +21,6 @@ import numpy as np
 from mpicomp.arrays import Array, kernels_for, like, to_device_of, to_values
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_number
-from mpicomp.vector import SparseVector
 
 
 class StepAhead(Feedback):
@@ -41,17 +40,13 @@ class StepAhead(Feedback):
     [-0.25, 0.0, -0.125, 0.0]
     """
 
+    has_gradient_units = False  # but those of an update of the model
     state = {"rate": (0, np.inf)}
 
     def __init__(self, rate: float, momentum: float = 0.0) -> None:
         super().__init__()
         self.rate = rate
         self.momentum = to_number("momentum", momentum, least=0, most=1)
-
-    @property
-    def has_gradient_units(self) -> bool:
-        """False: the residual is in the units of an update of the model."""
-        return False
 
     @property
     def rate(self) -> float:
@@ -100,13 +95,6 @@ class StepAhead(Feedback):
             kernels.add_scaled(before, self.momentum, summand, velocity)
         kernels.add_scaled(velocity, self.rate, self._arrays["residual"], corrected)
         return corrected
-
-    def prepare_residual(
-        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
-    ) -> None:
-        """Prepare corrected - sent + rejected as the residual; see `Feedback.prepare_residual`."""
-        self._subtract(corrected, sent, rejected)
-        self._prepared = ("residual", "velocity") if self.momentum else ("residual",)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that states are compared by: all but the rate, which is part of the state."""
