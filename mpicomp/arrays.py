@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
+Dtype = np.dtype[Any]
 
 VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 
@@ -37,7 +38,7 @@ _HOST_DEVICES = (1, 3, 11)
 _CUDA_DEVICES = (2, 13)  # a CUDA device, and CUDA managed memory
 
 
-def index_dtype(length: int) -> np.dtype[Any]:
+def index_dtype(length: int) -> Dtype:
     """Return the dtype of the indices of a vector of `length`: int32, or int64 when length > 2^31 - 1."""
     return _SHORT if length <= 2**31 - 1 else _LONG
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from mpicomp.arrays import (
     Array,
+    Dtype,
     address,
     flat,
     kernels_for,
@@ -141,7 +142,7 @@ class Coefficients:
     edges: Sequence[int]
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         """The dtype of the values."""
         return self.vector.dtype
 

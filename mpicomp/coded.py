@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import (
     Array,
+    Dtype,
     check_finite,
     concatenated,
     converted,
@@ -54,7 +54,7 @@ class Uncoded:
     check: Callable[[Array], None] = check_finite
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         """The dtype of the values."""
         return self.errors.dtype
 
@@ -139,7 +139,7 @@ class CodedSum:
         return sum(self.sizes)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         """The dtype of the decoded values."""
         return self.shares[0].dtype
 

@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, namespace
+from mpicomp.arrays import Array, Dtype, namespace
 
 BITS = (8, 4, 2, 1)
 BLOCKS = tuple(1 << power for power in range(5, 17))  # values that share a scale
-SCALES: dict[np.dtype[Any], np.dtype[Any]] = {
+SCALES: dict[Dtype, Dtype] = {
     np.dtype(np.float32): np.dtype(np.uint16),
     np.dtype(np.float64): np.dtype(np.uint32),
 }
@@ -35,7 +34,7 @@ class FewBits:
     message: Array | None = None
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         """The dtype of the decoded values."""
         return np.dtype(np.float32 if self.scales.itemsize == 2 else np.float64)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpicomp.arrays import (
     Array,
+    Dtype,
     contiguous,
     flat,
     is_on_current_device,
@@ -42,13 +43,13 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: Dtype
     xp: Any
     kind: str
     wrap: Callable[[Array], Any]
 
     @property
-    def memory(self) -> tuple[np.dtype[Any], Any]:
+    def memory(self) -> tuple[Dtype, Any]:
         """What the tensors of a bucket have in common: the dtype, and where they are."""
         return self.dtype, self.xp
 

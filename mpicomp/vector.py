@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from mpicomp.arrays import (
     Array,
+    Dtype,
     adjacent,
     check_finite,
     contiguous,
@@ -356,7 +357,7 @@ class SparseVector:
         return int(self.indices.nbytes + self.values.nbytes)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         """The dtype of the values."""
         return self.values.dtype
 
@@ -580,7 +581,7 @@ def partition(
 
 
 def _new_empty(
-    length: int, dtype: np.dtype[Any], width: int | None, like: Any = None
+    length: int, dtype: Dtype, width: int | None, like: Any = None
 ) -> SparseVector:
     xp = namespace(like)
     length = to_integer("length", length, 0)
@@ -653,7 +654,7 @@ def check_range(values: Array | SparseVector, what: str) -> None:
         raise out_of_range(what, values.dtype) from None
 
 
-def out_of_range(what: str, dtype: np.dtype[Any]) -> OverflowError:
+def out_of_range(what: str, dtype: Dtype) -> OverflowError:
     """Return the error for values that are not finite. what: they are."""
     remedy = "scale the gradients down"
     if dtype.itemsize < 8:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from collectives.training.checkpoint import COMPRESSOR, FEEDBACK, TABLE
-from mpicomp.arrays import Array, converted, to_numpy
+from mpicomp.arrays import Array, Dtype, converted, to_numpy
 from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.settings import to_choice, to_integer
 from mpicomp.state import check_table, from_table, to_table
@@ -164,7 +164,7 @@ def _check_same_step(
             )
 
 
-def _narrowed(key: str, total: Array, dtype: np.dtype[Any], rank: int) -> Array:
+def _narrowed(key: str, total: Array, dtype: Dtype, rank: int) -> Array:
     narrow = converted(total, dtype)
     if not np.isfinite(narrow).all():
         raise OverflowError(

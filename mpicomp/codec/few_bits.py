@@ -3,17 +3,13 @@
 docs/contributing/wire_format.md describes them.
 """
 
-from typing import Any
-
-import numpy as np
-
-from mpicomp.arrays import Buffer
+from mpicomp.arrays import Buffer, Dtype
 from mpicomp.codec.indices import padded
 from mpicomp.errors import CodecError
 from mpicomp.few_bits import BITS, BLOCKS, SCALES, FewBits
 from mpicomp.vector import MAX_LENGTH
 
-_FORMS: dict[int, tuple[int, np.dtype[Any]]] = {
+_FORMS: dict[int, tuple[int, Dtype]] = {
     number | is_double << 3: (bits or 8 * dtype.itemsize, dtype)
     for is_double, dtype in enumerate(SCALES)
     for number, bits in enumerate((*BITS, 0))
@@ -42,7 +38,7 @@ def read(payload: Buffer, form: int, block: int, size: int, entries: int) -> Few
     return view_of_payload(None, payload, size, bits, block, dtype)
 
 
-def nbytes_of(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> int:
+def nbytes_of(size: int, bits: int, block: int, dtype: Dtype) -> int:
     """Return the bytes after the header."""
     codes, scales = _nbytes(size, bits, block, dtype)
     return padded(scales) + codes
@@ -54,7 +50,7 @@ def view_of_payload(
     size: int,
     bits: int,
     block: int,
-    dtype: np.dtype[Any],
+    dtype: Dtype,
 ) -> FewBits:
     """Return the values in a payload, as views; with zeros for its padding where `message` is to be sent."""
     _, scales = _nbytes(size, bits, block, dtype)
@@ -70,7 +66,7 @@ def view_of_payload(
     )
 
 
-def _nbytes(size: int, bits: int, block: int, dtype: np.dtype[Any]) -> tuple[int, int]:
+def _nbytes(size: int, bits: int, block: int, dtype: Dtype) -> tuple[int, int]:
     if bits not in BITS:
         return size * dtype.itemsize, 0
     blocks = -(-size // block)

@@ -24,6 +24,7 @@ import numpy as np
 from mpicomp.arrays import (
     Array,
     Buffer,
+    Dtype,
     kernels_for,
     namespace,
     read_fields,
@@ -59,7 +60,7 @@ class Plain:
         section.view(self.dtype)[:] = vector.indices
 
     def read(
-        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
+        self, section: Buffer, count: int, dtype: Dtype, fields: Buffer
     ) -> Array | None:
         """Return the indices in a section; see the module."""
         nbytes = count * dtype.itemsize
@@ -86,7 +87,7 @@ class Range:
         write_fields(section, _FIRST, vector.first)
 
     def read(
-        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
+        self, section: Buffer, count: int, dtype: Dtype, fields: Buffer
     ) -> Array | None:
         """Return the indices in a section; see the module."""
         if section.size != 8 or not count:
@@ -114,7 +115,7 @@ class Bitmap:
         )
 
     def read(
-        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
+        self, section: Buffer, count: int, dtype: Dtype, fields: Buffer
     ) -> Array | None:
         """Return the indices in a section; see the module."""
         first, span = _read_span(fields)
@@ -159,7 +160,7 @@ class EliasFano:
         )
 
     def read(
-        self, section: Buffer, count: int, dtype: np.dtype[Any], fields: Buffer
+        self, section: Buffer, count: int, dtype: Dtype, fields: Buffer
     ) -> Array | None:
         """Return the indices in a section; see the module."""
         first, span = _read_span(fields)
@@ -210,6 +211,6 @@ def _read_span(section: Buffer) -> tuple[int, int]:
     return (first, span) if span >= 0 and 0 <= first <= MAX_LENGTH - span else (0, -1)
 
 
-def _room_for(end: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _room_for(end: int, dtype: Dtype) -> Dtype:
     """Return the dtype, or int64 if indices below `end` do not fit it."""
     return dtype if end <= 1 << 8 * dtype.itemsize - 1 else np.dtype(np.int64)

@@ -22,6 +22,7 @@ from mpicomp.arrays import (
     VALUE_DTYPES,
     Array,
     Buffer,
+    Dtype,
     converted,
     kernels_for,
     namespace,
@@ -100,9 +101,7 @@ class Runs:
     its magnitudes.
     """
 
-    def __init__(
-        self, dtype: np.dtype[Any], most: int, table: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, dtype: Dtype, most: int, table: NDArray[np.int64]) -> None:
         self.number = 6 + 3 * most + VALUE_DTYPES.index(dtype)
         self.dtype = dtype
         self.most = most
@@ -202,7 +201,7 @@ class Runs:
 class Offsets:
     """Formats 15 to 17: differences of `width` bits between the bits of the magnitudes and the least of these."""
 
-    def __init__(self, dtype: np.dtype[Any], least: int, width: int) -> None:
+    def __init__(self, dtype: Dtype, least: int, width: int) -> None:
         self.number = 15 + VALUE_DTYPES.index(dtype)
         self.dtype = dtype
         self.least = least
@@ -240,11 +239,11 @@ def _bits(values: Array) -> Array:
     return values.view(f"u{values.itemsize}")
 
 
-def _keys(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _keys(dtype: Dtype) -> Dtype:
     return np.dtype(f"u{dtype.itemsize}")
 
 
-def _sign_of(dtype: np.dtype[Any]) -> int:
+def _sign_of(dtype: Dtype) -> int:
     return 1 << 8 * dtype.itemsize - 1
 
 

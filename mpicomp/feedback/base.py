@@ -16,6 +16,7 @@ import numpy as np
 from mpicomp.arrays import (
     VALUE_DTYPES,
     Array,
+    Dtype,
     adjacent,
     concatenated,
     kernels_for,
@@ -33,10 +34,10 @@ from mpicomp.state import POSITIONS, Configured, Range, kind_of_array
 from mpicomp.tensors import Tensor, device_arrays
 from mpicomp.vector import SparseVector, check_range, from_all_values
 
-Dtypes = dict[str, np.dtype[Any]]
+Dtypes = dict[str, Dtype]
 
 
-def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulation_dtype(dtype: Dtype) -> Dtype:
     """Return the dtype for values accumulated over many steps: float32 for float16, whose sums lose small addends."""
     return np.promote_types(dtype, np.float32)
 
@@ -62,7 +63,7 @@ class Feedback(Configured):
     _arrays: dict[str, Array]
     _spares: dict[str, Array]
     # length and dtype of the gradients that the arrays are for
-    _kind: tuple[int, np.dtype[Any]] | None
+    _kind: tuple[int, Dtype] | None
     _begun: bool  # a step was kept: the arrays are not just zeros
     _staged: bool  # `correct` was called, and `prepare_residual` was not
     _prepared: tuple[str, ...]  # the arrays that `commit` swaps with their spares
@@ -199,7 +200,7 @@ class Feedback(Configured):
         kept = residual.astype(accumulation_dtype(residual.dtype), copy=False)
         return math.sqrt(float(np.vdot(kept, kept)))
 
-    def fits(self, size: int, dtype: np.dtype[Any]) -> bool:
+    def fits(self, size: int, dtype: Dtype) -> bool:
         """Return whether the arrays, if there are any, are those for gradients of this size and dtype."""
         is_empty = not (self._begun and self._arrays)
         return is_empty or self._kind == (size, dtype)
@@ -264,7 +265,7 @@ class Feedback(Configured):
         self._kind = kind
         self._begun = bool(begun)
 
-    def _kind_of(self, arrays: Mapping[str, Array]) -> tuple[int, np.dtype[Any]] | None:
+    def _kind_of(self, arrays: Mapping[str, Array]) -> tuple[int, Dtype] | None:
         """Return length and dtype of the gradients that arrays are for, None for none; ValueError if there are none."""
         sizes = {array.size for array in arrays.values()}
         held = {name: array.dtype for name, array in arrays.items()}
@@ -281,7 +282,7 @@ class Feedback(Configured):
             f"the state has {_kinds(arrays)}: expected {fits}, of one shape"
         )
 
-    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
+    def dtypes(self, dtype: Dtype) -> Dtypes:
         """Return the dtypes of the arrays to keep, all of shape (n,), by name, for gradients of `dtype`."""
         return {"residual": dtype}
 
@@ -350,7 +351,7 @@ class Feedback(Configured):
             return held
         return self._buffer(name, array, array.size, array.dtype)
 
-    def _buffer(self, name: str, like: Array, size: int, dtype: np.dtype[Any]) -> Array:
+    def _buffer(self, name: str, like: Array, size: int, dtype: Dtype) -> Array:
         """Return the buffer of a name, on the device of another array."""
         held = self._spares.get(name)
         if (

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, negated
+from mpicomp.arrays import Array, Dtype, kernels_for, negated
 from mpicomp.compressors.base import Summands, write_sum
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.settings import to_bool, to_number
@@ -162,7 +162,7 @@ class InPlaceErrorFeedback(ErrorFeedback):
             "the residual is in the gradient's own array (in_place): multiply that by the factor"
         )
 
-    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
+    def dtypes(self, dtype: Dtype) -> Dtypes:
         return {}
 
     def _checked_changes(

@@ -22,11 +22,8 @@ exact.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
-
-from mpicomp.arrays import Array, kernels_for, nonzero
+from mpicomp.arrays import Array, Dtype, kernels_for, nonzero
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_bool, to_number
 from mpicomp.vector import SparseVector, places_of
@@ -97,7 +94,7 @@ class MomentumCorrection(Feedback):
             if high > low or (is_partial and _has_nonzero(corrected[slice(*span)])):
                 yield sent.indices[first:end]
 
-    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
+    def dtypes(self, dtype: Dtype) -> Dtypes:
         return {"residual": dtype, "velocity": accumulation_dtype(dtype)}
 
 

@@ -3,11 +3,7 @@
 Invariant: none; corrected - sent + rejected is lost.
 """
 
-from typing import Any
-
-import numpy as np
-
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, Dtype
 from mpicomp.compressors.base import Summands
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.vector import SparseVector
@@ -37,5 +33,5 @@ class NoFeedback(Feedback):
     def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
         """Keep nothing."""
 
-    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
+    def dtypes(self, dtype: Dtype) -> Dtypes:
         return {}

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, like, to_device_of, to_values
+from mpicomp.arrays import Array, Dtype, kernels_for, like, to_device_of, to_values
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_number
 
@@ -102,7 +102,7 @@ class StepAhead(Feedback):
             name: value for name, value in super()._settings().items() if name != "rate"
         }
 
-    def dtypes(self, dtype: np.dtype[Any]) -> Dtypes:
+    def dtypes(self, dtype: Dtype) -> Dtypes:
         return {"residual": dtype} | (
             {"velocity": accumulation_dtype(dtype)} if self.momentum else {}
         )
