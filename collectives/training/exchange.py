@@ -62,8 +62,8 @@ class GradientExchange:
     or `dense_allreduce`. bits: 8, 4, 2 or 1, short for the former.
 
     average: True divides the sum by the number of ranks, False does not; "contributors"
-    divides each entry by the number of ranks that sent it, which `sparse_allreduce` and
-    `sparse_allgather` count; "sign" returns the sign of the sum, 1, -1 or 0. Tensors
+    divides each entry by the number of ranks that sent it, which `sparse_allreduce`
+    counts; "sign" returns the sign of the sum, 1, -1 or 0. Tensors
     that are sent dense (small ones, and those of `Dense`) are divided by the number of
     ranks. basis: compress the coefficients of each tensor in an orthonormal basis, such
     as `Hadamard()`, keep the residual in it, and transform the mean back: a dense

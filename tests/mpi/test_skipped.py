@@ -41,7 +41,7 @@ class First(Compressor):
 SETTINGS = {
     "default": lambda comm: {},
     "allgather, contributors": lambda comm: {
-        "collective": sparse_allgather,
+        "collective": partial(sparse_allreduce, algorithm="allgather"),
         "average": "contributors",
     },
     "gtopk, momentum": lambda comm: {
