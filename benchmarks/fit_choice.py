@@ -76,7 +76,7 @@ def fractions() -> dict[str, float]:
             )
             gradient = np.random.default_rng(rank).standard_normal(LENGTH, np.float32)
             largest = support.with_values(TopK(k=support.nnz).compress(gradient).values)
-            vectors.append(largest if form is None else quantise(largest, form)[0])
+            vectors.append(largest if form is None else quantise(largest, form))
         if form is None:
             found["FLOATS"] += map(coded, vectors)
         if form == "bfloat16":

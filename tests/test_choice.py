@@ -58,7 +58,7 @@ def values(kind, rank, entries=ENTRIES):
     vector = SparseVector(
         np.arange(entries), (signs * scale * magnitudes).astype(np.float32), entries
     )
-    return (quantise(vector, "bfloat16")[0] if kind == "bfloat16" else vector).values
+    return (quantise(vector, "bfloat16") if kind == "bfloat16" else vector).values
 
 
 def counted(vectors, steps_of, nodes=None):

@@ -127,24 +127,14 @@ def test_bad_gradients_raise(bad, error):
     st.one_of(sparse_vectors(), sparse_vectors(width=2)),
     st.sampled_from(["float16", "bfloat16", "sign", "two_bit"]),
 )
-def test_quantised_values_and_error_are_the_vector(vector, form):
-    quantised, error = quantise(vector, form)
-    assert quantised.dtype == error.dtype == vector.dtype
-    assert (
-        quantised.indices.tobytes()
-        == error.indices.tobytes()
-        == vector.indices.tobytes()
-    )
-    back = quantised.values.astype(np.float64) + error.values
-    scale = np.maximum(np.abs(vector.values), np.abs(quantised.values)).astype(
-        np.float64
-    )
-    assert (np.abs(back - vector.values) <= np.finfo(vector.dtype).eps * scale).all()
-    again, nothing = quantise(quantised, form)
+def test_quantised_values_keep_indices_signs_and_dtype(vector, form):
+    quantised = quantise(vector, form)
+    assert quantised.dtype == vector.dtype
+    assert quantised.indices.tobytes() == vector.indices.tobytes()
+    again = quantise(quantised, form)
     # the mean of equal magnitudes need not be one of them, to the bit
     if form not in ("sign", "two_bit"):
         assert again.values.tobytes() == quantised.values.tobytes()
-        assert not nothing.values.any()
     assert (np.signbit(quantised.values) == np.signbit(vector.values)).all()
 
 
@@ -155,7 +145,7 @@ def test_the_magnitudes_of_rows_are_those_of_all_their_values(form, magnitudes):
     vector = SparseVector(
         np.array([1, 4, 6]), np.array([[1.0, 5.0], [2.0, -6.0], [3.0, 7.0]]), 9
     )
-    assert np.abs(quantise(vector, form)[0].values).tolist() == [magnitudes] * 3
+    assert np.abs(quantise(vector, form).values).tolist() == [magnitudes] * 3
 
 
 @pytest.mark.parametrize(
@@ -164,14 +154,13 @@ def test_the_magnitudes_of_rows_are_those_of_all_their_values(form, magnitudes):
 )
 def test_quantised_values_travel_in_a_shorter_format(form, nbytes):
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
-    quantised, error = quantise(SparseVector(np.arange(1000), values, 1000), form)
+    quantised = quantise(SparseVector(np.arange(1000), values, 1000), form)
+    error = values - quantised.values
     assert encoded_nbytes(quantised, smallest(quantised)) == HEADER_NBYTES + 8 + nbytes
     # value and quantised value are close: the error is exact
     if form not in ("sign", "two_bit"):
-        assert ((quantised.values + error.values) == values).all()
-        assert np.abs(error.values / values).max() <= (
-            2**-11 if form == "float16" else 2**-8
-        )
+        assert ((quantised.values + error) == values).all()
+        assert np.abs(error / values).max() <= (2**-11 if form == "float16" else 2**-8)
 
 
 def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():
@@ -179,7 +168,7 @@ def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():
         [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8 + 2**-20), 3.4e38, -3.4e38, 0.0, -0.0],
         np.float32,
     )
-    quantised, _ = quantise(SparseVector(np.arange(7), values, 7), "bfloat16")
+    quantised = quantise(SparseVector(np.arange(7), values, 7), "bfloat16")
     largest = 2.0**127 * (2 - 2**-7)
     assert quantised.values.tolist() == [
         1,

@@ -175,16 +175,16 @@ def test_adacomp_takes_the_largest_numbers():
 
 def test_what_float16_has_of_bfloat16_ends_at_65280():
     for value in (65280.0, 65408.0, 65504.0):
-        quantised, error = quantise(
+        quantised = quantise(
             SparseVector([0], np.array([value], np.float16), 1), "bfloat16"
         )
-        assert (quantised.values[0], error.values[0]) == (65280, value - 65280)
+        assert quantised.values[0] == 65280
 
 
 def test_one_magnitude_is_not_above_the_largest():
     largest = np.full(3, np.finfo(float).max)
     assert (
-        quantise(SparseVector(range(3), largest, 3), "sign")[0].values.tolist()
+        quantise(SparseVector(range(3), largest, 3), "sign").values.tolist()
         == largest.tolist()
     )
     assert (
@@ -194,7 +194,7 @@ def test_one_magnitude_is_not_above_the_largest():
 
 
 def test_signs_of_the_largest_numbers_have_a_finite_magnitude():
-    quantised, _ = quantise(
+    quantised = quantise(
         SparseVector(range(4), [1.5e308, -1.5e308, 1.5e308, 1.5e308], 4), "sign"
     )
     np.testing.assert_allclose(quantised.values, [1.5e308, -1.5e308, 1.5e308, 1.5e308])

@@ -342,7 +342,7 @@ def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
             SparseVector(each, rng.standard_normal(entries).astype(np.float32), length)
             for each in drawn
         ]
-        vectors = [quantise(each, form)[0] if form else each for each in vectors]
+        vectors = [quantise(each, form) if form else each for each in vectors]
         for link in network.links:
             link.clock = link.sent = link.traffic.nbytes = 0
         results, rounds = network.run(

@@ -71,19 +71,18 @@ _MAGNITUDES = {"sign": False, "two_bit": True}  # whether there are two
 
 def quantise(
     vector: SparseVector, form: str, bounds: Sequence[int] | None = None
-) -> tuple[SparseVector, SparseVector]:
-    """Return (quantised, error): the vector with values that fit a shorter format, and the difference at every index.
+) -> SparseVector:
+    """Return the vector with values that fit a shorter format.
 
     form: "float16", "bfloat16", "sign" (the mean magnitude, and the signs), or
     "two_bit" (of two magnitudes the nearer one, and the signs), else ValueError.
     bounds: the first position of each segment, and the length; each segment has
     magnitudes of its own. Values beyond the range of a format are clipped to its
-    largest. The error is exact if value and quantised value are within a factor of two
-    of each other (Sterbenz' lemma), else rounded.
+    largest. The difference is exact if value and quantised value are within a factor of
+    two of each other (Sterbenz' lemma), else rounded.
 
-    >>> quantised, error = quantise(TopK(k=2).compress(gradient), "sign")
-    >>> quantised.values.tolist(), error.values.tolist()
-    ([-2.5, 2.5], [-0.5, -0.5])
+    >>> quantise(TopK(k=2).compress(gradient), "sign").values.tolist()
+    [-2.5, 2.5]
     """
     if form in _MAGNITUDES:
         edges = (
@@ -101,17 +100,14 @@ def quantise(
         raise ValueError(
             f"form is {form!r}: expected one of {[*_ROUNDINGS, *_MAGNITUDES]}"
         )
-    error = np.empty_like(vector.values)
-    kernels_for(error).add_scaled(vector.values, 1, rounded, error, sign=-1)
-    return vector.with_values(rounded, is_finite=True), vector.with_values(error)
+    return vector.with_values(rounded, is_finite=True)
 
 
 class Quantised(Wrapper, SegmentedCompressor):
     """Quantise the entries that another compressor selects.
 
     compressor: any. form: "float16", "bfloat16", "sign" or "two_bit", else ValueError.
-    Feedback adds the error to the residual. `error` is that of the last call, None
-    before any.
+    Feedback adds the error to the residual.
 
     >>> Quantised(TopK(k=2), "sign").compress(gradient).values.tolist()
     [-2.5, 2.5]
@@ -120,7 +116,6 @@ class Quantised(Wrapper, SegmentedCompressor):
     def __init__(self, compressor: Compressor, form: str) -> None:
         super().__init__(compressor)
         self.form = to_choice("form", form, [*_ROUNDINGS, *_MAGNITUDES])
-        self.error: SparseVector | None = None
 
     def select(
         self,
@@ -130,5 +125,4 @@ class Quantised(Wrapper, SegmentedCompressor):
     ) -> SparseVector:
         """Return the quantised entries; each segment has magnitudes of its own. See `Compressor.select`."""
         vector = self.compressor.select(corrected, bounds, summands)
-        quantised, self.error = quantise(vector, self.form, bounds)
-        return quantised
+        return quantise(vector, self.form, bounds)
