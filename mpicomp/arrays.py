@@ -11,7 +11,7 @@ Array algebra is written once: NumPy's functions dispatch on CuPy's arrays, and
 import ctypes
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from itertools import pairwise
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
 Dtype = np.dtype[Any]
+ByName = Mapping[str, Any]  # arrays, parameters, states or settings
 
 VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpicomp.arrays import (
     Array,
+    ByName,
     adjacent,
     check_finite,
     concatenated,
@@ -91,7 +92,7 @@ class Bucket:
         # of a list of arrays that are one segment, or of coefficients in the basis
         self._buffer: Array | None = None
 
-    def gradient(self, arrays: Mapping[str, Any]) -> list[Array]:
+    def gradient(self, arrays: ByName) -> list[Array]:
         """Return the gradients, by tensor name, as vectors; in the basis if there is one, by segment.
 
         A tensor without an array counts as zero. Raises TypeError or ValueError for a
@@ -114,7 +115,7 @@ class Bucket:
         self.selection.check_finite(corrected)
         return Compressed(corrected, corrected)
 
-    def code(self, gradient: Sequence[Array], arrays: Mapping[str, Any]) -> Compressed:
+    def code(self, gradient: Sequence[Array], arrays: ByName) -> Compressed:
         """Return all values of a gradient and the residual, to be coded; each tensor in blocks of its own.
 
         arrays: the gradients by tensor name, of which an error names one.
@@ -123,7 +124,7 @@ class Bucket:
         check = partial(self._check_values, arrays)
         return Compressed(corrected, replace(uncoded, check=check))
 
-    def _check_values(self, arrays: Mapping[str, Any], values: Array) -> None:
+    def _check_values(self, arrays: ByName, values: Array) -> None:
         """Raise ValueError that names a value that is not finite, of a gradient rather than a coefficient."""
         if self.basis is not None:
             self.check_finite(arrays, ValueError)
@@ -179,7 +180,7 @@ class Bucket:
         check_range(values, "mean out of the basis")
         return values
 
-    def outputs(self, outs: Mapping[str, Any]) -> dict[str, Array]:
+    def outputs(self, outs: ByName) -> dict[str, Array]:
         """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others.
 
         On a device they may have the shapes of the tensors.
@@ -230,7 +231,7 @@ class Bucket:
             writes.append(mean.writer(parts))
         return results, writes
 
-    def check_finite(self, arrays: Mapping[str, Any], kind: type[ValueError]) -> None:
+    def check_finite(self, arrays: ByName, kind: type[ValueError]) -> None:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""
         for tensor in self.tensors:
             if (array := arrays.get(tensor.name)) is not None:
@@ -241,7 +242,7 @@ class Bucket:
                     where = "" if tensor.name == ALONE else f"in {tensor.name}: "
                     raise kind(f"{where}{error}") from None
 
-    def ahead(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    def ahead(self, parameters: ByName) -> dict[str, Any]:
         """Return the points at which to evaluate the next gradient, by name; see `Feedback.ahead`."""
         arrays = [parameters[tensor.name] for tensor in self.tensors]
         values = [to_values(array) for array in arrays]

@@ -6,7 +6,7 @@ on one rank alone: it writes to allocated memory, and allocates only buffers of 
 size.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from mpicomp.arrays import (
     Array,
+    ByName,
     address,
     check_apart,
     kernels_for,
@@ -41,7 +42,7 @@ class Replica:
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        parameters: Mapping[str, Any],
+        parameters: ByName,
         momentum: float,
     ) -> None:
         self.tensors = tensors
@@ -62,13 +63,13 @@ class Replica:
         self._thetas: list[Array] = []
         self.take_anchor(parameters)
 
-    def take_anchor(self, parameters: Mapping[str, Any]) -> None:
+    def take_anchor(self, parameters: ByName) -> None:
         """Take the parameters as the anchor."""
         self.find_parameters(parameters)
         for span, theta in zip(self._spans, self._thetas, strict=True):
             self.anchor[span] = theta
 
-    def find_parameters(self, parameters: Mapping[str, Any]) -> None:
+    def find_parameters(self, parameters: ByName) -> None:
         """Store the parameters' current memory; raises for an array that no longer fits."""
         self._memory = [
             tensor.writable(parameters[tensor.name], tensor.name, writable_memory)
@@ -92,7 +93,7 @@ class Replica:
             tensor.name: array[span].reshape(tensor.shape) for tensor, span in pairs
         }
 
-    def subtract(self, parameters: Mapping[str, Any]) -> None:
+    def subtract(self, parameters: ByName) -> None:
         """Compute the pseudo-gradient, theta at the start - theta: the former is the anchor, rounded to bfloat16."""
         self.find_parameters(parameters)
         start = self.anchor
@@ -191,7 +192,7 @@ class Replica:
         }
 
 
-def untied(arrays: Mapping[str, Any]) -> dict[str, str]:
+def untied(arrays: ByName) -> dict[str, str]:
     """Return for each parameter the name of the first one with the same memory: its own, unless the two are tied.
 
     Raises TypeError or ValueError for arrays that cannot be exchanged or written to, or

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import VALUE_DTYPES, Array, new_vector, to_numpy
+from mpicomp.arrays import VALUE_DTYPES, Array, ByName, new_vector, to_numpy
 
 Range = tuple[float, float]
 """The least and the most value of a number, or of all elements of an array."""
@@ -103,7 +103,7 @@ class Configured:
         """Return the declared values; None, or no value, is not saved."""
         return {name: getattr(self, name) for name in self.state}
 
-    def take(self, values: Mapping[str, Any]) -> None:
+    def take(self, values: ByName) -> None:
         """Take checked values; raises ValueError, and changes nothing, if they do not fit together."""
         for name, value in values.items():
             setattr(self, name, value)
@@ -113,7 +113,7 @@ class Configured:
         (state,) = save(self, ONE)
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: ByName) -> None:
         """Load copies of a `state_dict` of an object with these settings; the following steps have the same bits.
 
         Raises ValueError for names that are unknown or missing, and for values of a
@@ -153,7 +153,7 @@ def save(owner: Configured, spans: Sequence[slice]) -> list[dict[str, Array]]:
 
 
 def load(
-    owner: Configured, states: Mapping[str, Mapping[str, Any]], spans: Sequence[slice]
+    owner: Configured, states: Mapping[str, ByName], spans: Sequence[slice]
 ) -> None:
     """Load copies of the state of each segment, by what it is called in errors; see `Configured.load_state_dict`."""
     parts = owner.parts()
@@ -186,7 +186,7 @@ def load(
 
 
 def checked(
-    state: Mapping[str, Any],
+    state: ByName,
     name: str,
     like: Any,
     called: str,
@@ -245,9 +245,7 @@ def _of_segments(value: Any, layout: str, spans: Sequence[slice]) -> list[Any]:
     return list(value) if layout == ROWS else [value] * len(spans)
 
 
-def _joined(
-    name: str, values: Mapping[str, Any], layout: str, spans: Sequence[slice]
-) -> Any:
+def _joined(name: str, values: ByName, layout: str, spans: Sequence[slice]) -> Any:
     """Return the value of all segments from that of each; raises ValueError if they do not fit together."""
     rows = [*values.values()]
     if layout == ROWS:
@@ -284,7 +282,7 @@ def kind_of_array(array: Array) -> str:
     return f"{array.dtype} of shape {array.shape}"
 
 
-def to_table(settings: Mapping[str, Any]) -> NDArray[Any]:
+def to_table(settings: ByName) -> NDArray[Any]:
     """Return settings as an array of bytes, the JSON of an object of texts, which any store of arrays takes."""
     texts = {name: str(value) for name, value in settings.items()}
     return np.frombuffer(json.dumps(texts).encode(), np.uint8).copy()
@@ -302,9 +300,7 @@ def from_table(table: Any) -> dict[str, str]:
     return texts
 
 
-def check_table(
-    state: str, table: Any, settings: Mapping[str, Any], remedy: str
-) -> None:
+def check_table(state: str, table: Any, settings: ByName, remedy: str) -> None:
     """Raise ValueError that names both values if a table from `to_table`, of a state, differs from `settings`."""
     saved = from_table(table)
     for name, value in settings.items():

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpicomp.arrays import (
     Array,
+    ByName,
     Dtype,
     contiguous,
     flat,
@@ -135,9 +136,7 @@ _facts = attrgetter("shape", "dtype", "_c_contiguous")
 _device = attrgetter("data.device_id")
 
 
-def device_arrays(
-    tensors: Sequence[Tensor], arrays: Mapping[str, Any]
-) -> list[Array] | None:
+def device_arrays(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | None:
     """Return the arrays of tensors, by name, in the shapes that they have; None for others than the described ones.
 
     Those are on the current device and C-contiguous: kernels take them as vectors, of
@@ -167,7 +166,7 @@ def described(array: Any) -> str:
     return f"{dtype} of {library}"
 
 
-def describe(arrays: Mapping[str, Any], form: str) -> list[Tensor]:
+def describe(arrays: ByName, form: str) -> list[Tensor]:
     """Return a description of each array; raises TypeError or ValueError for arrays that cannot be exchanged."""
     if not isinstance(arrays, Mapping):
         raise TypeError(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from collectives.training import GradientExchange
 from collectives.training.names import canonical_names
+from mpicomp.arrays import ByName
 from mpicomp.feedback import ErrorFeedback
 
 
@@ -24,9 +25,7 @@ class ModelParameters:
     a model with other parameters.
     """
 
-    def __init__(
-        self, model: Any, registered: Mapping[str, Any], entry: str, remedy: str
-    ) -> None:
+    def __init__(self, model: Any, registered: ByName, entry: str, remedy: str) -> None:
         self.registered = dict(registered)
         self._model = model
         self._entry = entry
@@ -161,9 +160,7 @@ class Handle:
             self._check_interrupted()
         return to_tensors(self.exchange.state_dict())
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, same_settings: bool = True
-    ) -> None:
+    def load_state_dict(self, state: ByName, *, same_settings: bool = True) -> None:
         """Load a `state_dict` of this handle or of the exchange; if it raises, nothing changes.
 
         Wrappers of the model do not change the names. same_settings: False also accepts
@@ -318,12 +315,12 @@ class Handle:
             )
 
 
-def to_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def to_tensors(state: ByName) -> dict[str, torch.Tensor]:
     """Return a `GradientExchange.state_dict` as tensors, which `torch.load` reads with its defaults."""
     return {key: torch.tensor(np.asarray(value)) for key, value in state.items()}
 
 
-def to_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
+def to_arrays(state: ByName) -> dict[str, Any]:
     """Return the arrays of `to_tensors`, for `GradientExchange.load_state_dict`."""
     return {
         key: value.cpu().numpy() if isinstance(value, torch.Tensor) else value
@@ -436,7 +433,7 @@ def local_shard(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shards(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _shards(parameters: ByName) -> dict[str, Any]:
     """Return this rank's shards of parameters by name, detached."""
     return {
         name: local_shard(parameter.detach()) for name, parameter in parameters.items()

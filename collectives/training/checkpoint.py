@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from collectives.training.names import canonical, canonical_names
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, ByName
 from mpicomp.bucket import Bucket
 from mpicomp.compressors.base import restore
 from mpicomp.settings import OTHER_SETTINGS
@@ -33,9 +33,7 @@ COMPRESSOR = "compressor"
 _PARTS = COMPRESSOR, FEEDBACK
 
 
-def whole_state(
-    buckets: Sequence[Bucket], settings: Mapping[str, Any]
-) -> dict[str, Array]:
+def whole_state(buckets: Sequence[Bucket], settings: ByName) -> dict[str, Array]:
     """Return copies of the states of buckets. settings: the rows that all tables have, those of `PLACE` first."""
     saved = _saved_names(buckets)
     return {
@@ -47,8 +45,8 @@ def whole_state(
 
 def load_whole_state(
     buckets: Sequence[Bucket],
-    state: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    state: ByName,
+    settings: ByName,
     *,
     same_settings: bool,
 ) -> int:
@@ -97,9 +95,7 @@ def _saved_names(buckets: Sequence[Bucket]) -> dict[str, str]:
     return canonical_names([name for bucket in buckets for name in bucket.names])
 
 
-def _table_of(
-    name: str, state: Mapping[str, Any], settings: Mapping[str, Any]
-) -> dict[str, str]:
+def _table_of(name: str, state: ByName, settings: ByName) -> dict[str, str]:
     """Return the table of a segment's state; raises ValueError if it is incomplete, or of another rank."""
     missing = {TABLE} - state.keys()
     if not missing:
@@ -142,7 +138,7 @@ def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
 
 
 def _state(
-    bucket: Bucket, saved: Mapping[str, str], settings: Mapping[str, Any]
+    bucket: Bucket, saved: Mapping[str, str], settings: ByName
 ) -> dict[str, Array]:
     """Return copies of the states as "segment/part.name", and for each segment a table of settings."""
     states: list[dict[str, Array]] = [{} for _ in bucket.names]
@@ -161,8 +157,8 @@ def _state(
 
 def _load(
     bucket: Bucket,
-    state: Mapping[str, Mapping[str, Any]],
-    settings: Mapping[str, Any] | None,
+    state: Mapping[str, ByName],
+    settings: ByName | None,
 ) -> None:
     """Load copies of the states of segments, by name, which may have been in other buckets.
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count
@@ -33,6 +33,7 @@ from collectives.training.reduction import CONTRIBUTORS, SIGN, reduction
 from collectives.training.statistics import Statistics, report
 from collectives.training.step import OPERATION, Step
 from mpicomp import checking
+from mpicomp.arrays import ByName
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
@@ -208,7 +209,7 @@ class GradientExchange:
         )
 
     @defer_interrupt
-    def register(self, tensors: Mapping[str, Any]) -> None:
+    def register(self, tensors: ByName) -> None:
         """Register the tensors, in the order in which their gradients become ready; all ranks call it, once.
 
         tensors: arrays by name; only kind, shape and dtype are used. Without this call
@@ -249,9 +250,7 @@ class GradientExchange:
         self.start_together({name: array}, {name: out})
 
     @defer_interrupt
-    def start_together(
-        self, arrays: Mapping[str, Any], outs: Mapping[str, Any] | None = None
-    ) -> None:
+    def start_together(self, arrays: ByName, outs: ByName | None = None) -> None:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
         step = self._step = self._step or self._new_step()
         with self._ended_on_error():
@@ -357,9 +356,7 @@ class GradientExchange:
             return whole_state(self.buckets, self._settings())
 
     @defer_interrupt
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, same_settings: bool = True
-    ) -> None:
+    def load_state_dict(self, state: ByName, *, same_settings: bool = True) -> None:
         """Load a `state_dict` of this rank and number of ranks; if it raises, nothing changes.
 
         All ranks call it, with states of one step: the next step raises CollectiveError
@@ -541,7 +538,7 @@ class GradientExchange:
                 step.end(error)
             raise
 
-    def _register(self, form: str, arrays: Mapping[str, Any]) -> None:
+    def _register(self, form: str, arrays: ByName) -> None:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
         names = [name for bucket in self._buckets for name in bucket.names_of_tensors]
         self._form = form

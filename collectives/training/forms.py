@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from collectives.training.names import canonical
+from mpicomp.arrays import ByName
 from mpicomp.tensors import ALONE, ARRAY, DICT, LIST
 
 
@@ -18,7 +19,7 @@ def by_name(gradient: Any) -> tuple[str, dict[str, Any]]:
     return ARRAY, {ALONE: gradient}
 
 
-def in_form(form: str, results: dict[str, Any], names: Mapping[str, Any]) -> Any:
+def in_form(form: str, results: dict[str, Any], names: ByName) -> Any:
     """Return results by name in a form, with those of `names` first."""
     if form == DICT:
         return dict.fromkeys(names) | results
@@ -26,7 +27,7 @@ def in_form(form: str, results: dict[str, Any], names: Mapping[str, Any]) -> Any
 
 
 def check_same_form(
-    form: str, arrays: Mapping[str, Any], first: str, names: Collection[str]
+    form: str, arrays: ByName, first: str, names: Collection[str]
 ) -> None:
     """Raise TypeError, KeyError or ValueError for gradients of another form or with other names than the first ones."""
     if form != first:
@@ -52,7 +53,7 @@ def _remedy(name: str, names: Collection[str]) -> str:
     return f"it was registered as {other!r}; take the names of all calls from one model, wrapped or not"
 
 
-def outs_by_name(out: Any, form: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def outs_by_name(out: Any, form: str, arrays: ByName) -> dict[str, Any]:
     """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradients."""
     out_form, outs = by_name(out)
     if out_form != form:

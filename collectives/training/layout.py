@@ -13,7 +13,7 @@ The rules, in the order in which they apply:
 One array, or the arrays of a list, are one bucket of one segment.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from collectives.agreement.all_or_none import (
 from collectives.training.checkpoint import load_whole_state, whole_state
 from collectives.training.reduction import CONTRIBUTORS
 from collectives.training.step import OPERATION
+from mpicomp.arrays import ByName
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
@@ -74,7 +75,7 @@ class Layout:
                 "Dense(), or a collective of sparse vectors such as sparse_allreduce"
             )
 
-    def buckets(self, form: str, arrays: Mapping[str, Any], comm: Any) -> list[Bucket]:
+    def buckets(self, form: str, arrays: ByName, comm: Any) -> list[Bucket]:
         """Return the buckets of this rank's tensors, in the order in which they start.
 
         The ranks compare tensors and settings first. Raises this rank's error on it,
@@ -105,7 +106,7 @@ class Layout:
             return self.named([here[name] for name in everyone[0]["tensors"]])
 
     def _described(
-        self, form: str, arrays: Mapping[str, Any]
+        self, form: str, arrays: ByName
     ) -> tuple[list[Tensor], list[Compressor]]:
         """Return the tensors, and a compressor for each named one, or for all of them together."""
         tensors = describe(arrays, form)
@@ -163,7 +164,7 @@ class Layout:
         buckets: Sequence[Bucket],
         order: Sequence[str],
         held: Collection[str],
-        settings: Mapping[str, Any],
+        settings: ByName,
     ) -> tuple[list[Bucket], list[Bucket]]:
         """Return buckets of the tensors that are not held, and of those that are, with copies of the states."""
         tensors = {

@@ -50,7 +50,7 @@ from collectives.training.forms import by_name, in_form
 from collectives.training.names import canonical, canonical_names
 from collectives.training.redistribution import EXCHANGE
 from mpicomp import checking
-from mpicomp.arrays import Array, read_only, to_numpy
+from mpicomp.arrays import Array, ByName, read_only, to_numpy
 from mpicomp.errors import CheckError, CollectiveError
 from mpicomp.replica import Replica, copy_from_host, untied
 from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
@@ -288,7 +288,7 @@ class OuterLoop:
     @defer_interrupt
     def load_state_dict(
         self,
-        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        state: ByName | Callable[[], ByName],
         *,
         same_settings: bool = True,
     ) -> None:
@@ -513,7 +513,7 @@ class OuterLoop:
             for key, array in replica.arrays(in_flight=in_flight).items()
         }
 
-    def _checked_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked_state(self, state: ByName) -> dict[str, Any]:
         """Return the checked values of a saved state, except that of the exchange; see `mpicomp.state.checked`."""
         names = {saved: name for name, saved in canonical_names(self._first).items()}
         own = {
@@ -561,5 +561,5 @@ def _is_trained(parameter: Any) -> bool:
     return getattr(parameter, "requires_grad", False)
 
 
-def _is_in_flight(state: Mapping[str, Any]) -> bool:
+def _is_in_flight(state: ByName) -> bool:
     return any(name.startswith("delta/") for name in state)

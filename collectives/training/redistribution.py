@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from collectives.training.checkpoint import COMPRESSOR, FEEDBACK, TABLE
-from mpicomp.arrays import Array, Dtype, converted, to_numpy
+from mpicomp.arrays import Array, ByName, Dtype, converted, to_numpy
 from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.settings import to_choice, to_integer
 from mpicomp.state import check_table, from_table, to_table
 
-Load = Callable[[int], Mapping[str, Any] | None]
+Load = Callable[[int], ByName | None]
 CONSERVED = "sum", "mean"
 EXCHANGE = "exchange/"  # the prefix of the exchange's keys in the state of a loop
 _BY_RANK = COMPRESSOR, TABLE  # parts that may differ by rank: a seed
@@ -81,7 +81,7 @@ def redistribute_state(
     return state
 
 
-def _tables(state: Mapping[str, Any]) -> list[str]:
+def _tables(state: ByName) -> list[str]:
     """Return the keys of the tables of segments."""
     prefix = EXCHANGE if "count" in state else ""
     return [

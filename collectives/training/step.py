@@ -7,7 +7,7 @@ rank with an error contributes it in place of a vector. NumPy's floating-point e
 are off, as ranks may have different settings; overflow is checked instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from time import perf_counter
 from traceback import clear_frames
@@ -24,7 +24,7 @@ from collectives.training.reduction import (
     entries,
 )
 from collectives.training.statistics import Statistics
-from mpicomp.arrays import Array, check_apart, kernels_for
+from mpicomp.arrays import Array, ByName, check_apart, kernels_for
 from mpicomp.bases import Coefficients
 from mpicomp.bucket import Bucket, Compressed, Mean, Write
 from mpicomp.coded import CodedSum
@@ -105,7 +105,7 @@ class Step:
         self._communicating = 0.0
         self._restoring = 0.0
 
-    def add(self, arrays: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
+    def add(self, arrays: ByName, outs: ByName) -> None:
         """Add gradients, and output buffers, by name."""
         self.arrays |= arrays
         self._outs |= {name: out for name, out in outs.items() if out is not None}

@@ -16,6 +16,7 @@ import numpy as np
 from mpicomp.arrays import (
     VALUE_DTYPES,
     Array,
+    ByName,
     Dtype,
     adjacent,
     concatenated,
@@ -73,9 +74,7 @@ class Feedback(Configured):
         self._bounds: list[int] = [0]
         self.reset()
 
-    def vectors(
-        self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]
-    ) -> list[Array]:
+    def vectors(self, tensors: Sequence[Tensor], arrays: ByName) -> list[Array]:
         """Return the gradients of tensors as vectors, views where possible; zeros for one without an array.
 
         On a device they may have the shapes of the tensors: kernels take them as vectors.
@@ -245,7 +244,7 @@ class Feedback(Configured):
     def held(self) -> dict[str, Any]:
         return super().held() | (self._arrays if self._begun else {})
 
-    def take(self, values: Mapping[str, Any]) -> None:
+    def take(self, values: ByName) -> None:
         """Take checked values, also before a first step; refuses arrays for other gradients than those before."""
         numbers = {name: values[name] for name in self.state}
         begun = {

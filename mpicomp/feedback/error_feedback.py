@@ -6,13 +6,12 @@ units of updates; the decay: "Communication efficient LLM pre-training with Spar
 2025 (arXiv 2508.15706). Invariant: docs/feedback.md, "What is conserved".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, Dtype, kernels_for, negated
+from mpicomp.arrays import Array, ByName, Dtype, kernels_for, negated
 from mpicomp.compressors.base import Summands, write_sum
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.settings import to_bool, to_number
@@ -98,9 +97,7 @@ class InPlaceErrorFeedback(ErrorFeedback):
         """The vectors of the gradients."""
         return self._gradients
 
-    def vectors(
-        self, tensors: Sequence[Tensor], arrays: Mapping[str, Any]
-    ) -> list[Array]:
+    def vectors(self, tensors: Sequence[Tensor], arrays: ByName) -> list[Array]:
         """Return the gradients of tensors as writable vectors; raises if one cannot hold the residual."""
         for tensor in tensors:
             if arrays.get(tensor.name) is None:
