@@ -104,43 +104,31 @@ def _end(ended: "MPI.Intracomm") -> None:
 def _wait_for_others(ended: "MPI.Intracomm") -> None:
     """Return when the script has ended on all ranks; first say on which it has not, and then end the job.
 
-    Ranks send messages only if one is late: the barrier tells none which ranks are
-    absent. ended: a duplicate of COMM_WORLD, for this alone.
+    Each rank tells all others; one that waits for a message of them cannot.
     """
     timeout = initial_timeout()
-    barrier = ended.Ibarrier()
+    patience = min(_PATIENCE, (timeout or _PATIENCE) / 2)
     began = time.monotonic()
     nothing = np.empty(0, np.uint8)
+    others = {*range(ended.size)} - {ended.rank}
+    sent = [ended.Isend(nothing, rank) for rank in others]
     arrived = {ended.rank}
-    spoke = False
-    sent: list[MPI.Request] = []
-    patience = min(_PATIENCE, (timeout or _PATIENCE) / 2)
     status = mpi().Status()
-    while not barrier.Test():
-        time.sleep(1e-3)
-        waited = time.monotonic() - began
-        if waited > patience and not sent:
-            sent = [
-                ended.Isend(nothing, rank)
-                for rank in range(ended.size)
-                if rank != ended.rank
-            ]
-        while ended.Iprobe(status=status):
+    spoke = False
+    while len(arrived) < ended.size:
+        if ended.Iprobe(status=status):
             ended.Recv(nothing, status.Get_source())
             arrived.add(status.Get_source())
-        if waited > 1.2 * patience and not spoke:
+            continue
+        time.sleep(1e-3)
+        waited = time.monotonic() - began
+        if waited > patience and not spoke:
             spoke = True
             if min(arrived) == ended.rank:
                 _report(arrived, ended.size, waited, timeout)
         if timeout is not None and waited > timeout:
             ended.Abort(1)
-    late = [
-        rank
-        for rank, has_ended in enumerate(ended.allgather(bool(sent)))
-        if has_ended and rank not in arrived
-    ]
-    for rank in late:
-        ended.Recv(nothing, rank)
+    mpi().Request.Waitall(sent)
 
 
 def _report(arrived: set[int], size: int, waited: float, timeout: float | None) -> None:
