@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, to_numpy
+from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
 
 VARIABLE = "MPICOMP_CHECK"
@@ -52,24 +53,22 @@ def total_mass(masses: Iterable[Sequence[float]]) -> list[float]:
     return [sum(terms) for terms in zip((0.0, 0.0, 0.0), *masses, strict=True)]
 
 
-def scaled_mass(mass: Sequence[float], factor: float) -> list[float]:
-    """Return the mass of a vector multiplied by a factor."""
-    return [factor * mass[0], factor * mass[1], abs(factor) * mass[2]]
+def check_conserved(
+    sent: Sequence[float], received: Sequence[float], dtype: Any, ranks: int, where: str
+) -> None:
+    """Raise CheckError unless two masses, of values of a dtype, differ by no more than sums over the ranks round.
 
-
-def is_same_mass(
-    one: Sequence[float], other: Sequence[float], tolerance: float
-) -> bool:
-    """Return whether two masses differ by at most `tolerance` times the larger magnitude.
-
-    True also if the sums leave the range of float64, where nothing can be checked.
+    Nothing is checked where the sums leave the range of float64.
     """
-    # float64 rounds too, and subnormals most
-    most = (tolerance + 1e-12) * max(one[2], other[2]) + 2.0**-1022
-    same = abs(one[0] - other[0]) <= most and abs(one[1] - other[1]) <= most
-    return same or not math.isfinite(most)
-
-
-def tolerance(dtype: Any, size: int) -> float:
-    """Return the relative error of sums over `size` ranks: each addition rounds once."""
-    return float((size + 2) * np.finfo(dtype).eps)
+    # each addition rounds once; float64 rounds too, and subnormals most
+    error = (ranks + 2) * np.finfo(dtype).eps + 1e-12
+    most = float(error) * max(sent[2], received[2]) + 2.0**-1022
+    is_same = all(
+        abs(one - other) <= most
+        for one, other in zip(sent[:2], received[:2], strict=True)
+    )
+    if not is_same and math.isfinite(most):
+        raise CheckError(
+            f"{where}mass is not conserved: the ranks contributed {sent[0]!r} in all (weighted by position "
+            f"{sent[1]!r}), and {received[0]!r} ({received[1]!r}) was received"
+        )

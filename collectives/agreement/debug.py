@@ -18,7 +18,7 @@ from collectives.runtime.collective import Sum, ToSum
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import check_finite, to_numpy
-from mpicomp.checking import is_same_mass, mass, tolerance, total_mass
+from mpicomp.checking import check_conserved, mass, total_mass
 from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
 
@@ -132,13 +132,7 @@ def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
     returned = total_mass(
         [accounts[0]["same"], *(account["own"] for account in accounts)]
     )
-    if not is_same_mass(
-        returned, contributed, tolerance(np.dtype(dtype), len(accounts))
-    ):
-        raise CheckError(
-            f"{where}mass is not conserved: the ranks contributed {contributed[0]!r} in all (weighted by position "
-            f"{contributed[1]!r}), and the results have {returned[0]!r} ({returned[1]!r})"
-        )
+    check_conserved(contributed, returned, dtype, len(accounts), where)
 
 
 def _digest(vectors: Sequence[Any]) -> str:

@@ -16,7 +16,7 @@ from collectives.training.statistics import Statistics
 from collectives.training.step import OPERATION, Finished, Started, Step
 from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import Bucket, Compressed, Mean
-from mpicomp.checking import is_same_mass, mass, scaled_mass, tolerance, total_mass
+from mpicomp.checking import check_conserved, mass, total_mass
 from mpicomp.coded import CodedSum
 from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
@@ -53,7 +53,8 @@ class CheckedStep(Step):
             sent = self._expected[bucket]
         left = mass(sent)
         if received.rejected is not None:
-            left = total_mass([left, scaled_mass(mass(received.rejected), -1.0)])
+            back = mass(received.rejected)
+            left = [left[0] - back[0], left[1] - back[1], left[2] + back[2]]
         self._known[bucket] = {
             "left": left,
             "sum": mass(_decoded(received.value)),
@@ -138,14 +139,13 @@ def _balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
                     f"{where}rank {rank}, in {account['vector']}: {account['fault']}"
                 )
         left = total_mass(account["left"] for account in of_one)
-        total = first["sum"]
-        if not is_same_mass(
-            left, total, tolerance(np.dtype(first["dtype"]), len(everyone))
-        ):
-            raise CheckError(
-                f"{where}in {first['vector']}: mass is not conserved: {left[0]!r} left the ranks (weighted by "
-                f"position {left[1]!r}), and {total[0]!r} ({total[1]!r}) were received"
-            )
+        check_conserved(
+            left,
+            first["sum"],
+            first["dtype"],
+            len(everyone),
+            f"{where}in {first['vector']}: ",
+        )
 
 
 def _name_step(error: Exception, step: int, rank: int) -> None:

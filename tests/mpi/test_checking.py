@@ -280,7 +280,7 @@ def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(
     rng = np.random.default_rng(comm.rank)
     with pytest.raises(
         CheckError,
-        match=r"MPICOMP_CHECK: step 0, in gradient: mass is not conserved: .* left",
+        match=r"MPICOMP_CHECK: step 0, in gradient: mass is not conserved: .* was received",
     ):
         GradientExchange(*parts)(rng.standard_normal(50))
     with pytest.raises(
