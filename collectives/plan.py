@@ -6,14 +6,13 @@ sum.
 
 import math
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 from collectives.allreduce import sparse_allreduce
 from collectives.dense import mpi, outlined
 from collectives.runtime.collective import Call, Sum, collective
 from collectives.runtime.engine import Request
-from mpicomp.arrays import like, read_only, to_array, to_numpy
+from mpicomp.arrays import digest, like, read_only, to_array
 from mpicomp.vector import SparseVector
 
 
@@ -62,7 +61,7 @@ class SupportPlan:
         self.indices = read_only(support.indices.copy())
         self.length = support.length
         self.comm = comm
-        self.digest = _digest(support)
+        self.digest = f"{digest(support.indices)} of {support.length}"
 
     @staticmethod
     def union(vector: SparseVector, comm: Any) -> "SupportPlan":
@@ -112,9 +111,3 @@ class SupportPlan:
 
     def __repr__(self) -> str:
         return f"SupportPlan({self.indices.size} of {self.length} indices, {self.comm.size} ranks)"
-
-
-def _digest(support: SparseVector) -> int:
-    digest = blake2b(support.length.to_bytes(8, "little"), digest_size=8)
-    digest.update(to_numpy(support.indices).data)
-    return int.from_bytes(digest.digest(), "little")

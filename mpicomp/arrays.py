@@ -13,6 +13,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
+from hashlib import blake2b
 from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
@@ -436,6 +437,15 @@ def read_fields(buffer: Any, form: struct.Struct) -> tuple[Any, ...]:
     return form.unpack_from(
         to_numpy(buffer[: form.size]).data if on_device(buffer) else buffer
     )
+
+
+def digest(*arrays: Array) -> str:
+    """Return a hash of the dtypes, shapes and bits of arrays."""
+    bits = blake2b(digest_size=8)
+    for array in arrays:
+        bits.update(repr((str(array.dtype), array.shape)).encode())
+        bits.update(np.ascontiguousarray(to_numpy(array)).data)
+    return bits.hexdigest()
 
 
 def read_only(array: Array) -> Array:

@@ -6,18 +6,15 @@ The variable is read once for each communicator, at its first operation.
 
 import sys
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from collectives.agreement.notification import run_or_notify
 from collectives.agreement.state import named_ranks, ranks_by_value
 from collectives.runtime.collective import Sum, ToSum
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import check_finite, to_numpy
+from mpicomp.arrays import check_finite, digest
 from mpicomp.checking import check_conserved, mass, total_mass
 from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
@@ -97,8 +94,12 @@ def _weighed(
         total = promise(result)
         same = total.value if isinstance(total.value, list) else [total.value]
         own = [] if total.rejected is None else [total.rejected]
+        arrays = []
+        for part in same:
+            is_vector = isinstance(part, SparseVector)
+            arrays += [part.indices, part.values] if is_vector else [part]
         # those of MPI's own sum may differ between ranks
-        bits = None if is_array and not own else _digest(same)
+        bits = None if is_array and not own else digest(*arrays)
         masses = {
             "same": total_mass(map(mass, same)),
             "own": total_mass(map(mass, own)),
@@ -133,21 +134,6 @@ def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
         [accounts[0]["same"], *(account["own"] for account in accounts)]
     )
     check_conserved(contributed, returned, dtype, len(accounts), where)
-
-
-def _digest(vectors: Sequence[Any]) -> str:
-    digest = blake2b(digest_size=8)
-    for vector in vectors:
-        if isinstance(vector, SparseVector):
-            length = vector.length
-            arrays = [vector.indices, vector.values]
-        else:
-            length = vector.size
-            arrays = [vector]
-        digest.update(repr((length, str(vector.dtype), arrays[-1].shape)).encode())
-        for array in arrays:
-            digest.update(np.ascontiguousarray(to_numpy(array)).data)
-    return digest.hexdigest()
 
 
 def _caller() -> str:

@@ -33,9 +33,8 @@ there is no weight decay in the outer step; a round at rate 0 discards its progr
 the residuals.
 """
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from inspect import isroutine
 from typing import Any
 
@@ -50,7 +49,7 @@ from collectives.training.forms import by_name, in_form
 from collectives.training.names import canonical, canonical_names
 from collectives.training.redistribution import EXCHANGE
 from mpicomp import checking
-from mpicomp.arrays import Array, ByName, read_only, to_numpy
+from mpicomp.arrays import Array, ByName, digest, read_only, to_numpy
 from mpicomp.errors import CheckError, CollectiveError
 from mpicomp.replica import Replica, copy_from_host, untied
 from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
@@ -337,7 +336,7 @@ class OuterLoop:
                 "count": str(loaded["count"]),
                 "in flight": str(_is_in_flight(loaded)),
                 "tensors left out": str(sorted(loaded[HELD])),
-                "anchor": _digest(anchors),
+                "anchor": digest(*anchors),
             }
 
         try:
@@ -402,7 +401,7 @@ class OuterLoop:
         return gather_results(call, self.exchange.comm, OPERATION)
 
     def _digest(self) -> str:
-        return _digest([to_numpy(replica.anchor) for replica in self._replicas])
+        return digest(*[replica.anchor for replica in self._replicas])
 
     def _check_anchors(self, digests: list[str]) -> None:
         """Raise on all ranks if their digests of the anchor differ; names the minority."""
@@ -541,14 +540,6 @@ class OuterLoop:
         held = from_table(state.get(HELD, ()))
         loaded[HELD] = {names.get(name, name) for name in held}
         return loaded
-
-
-def _digest(arrays: Sequence[Array]) -> str:
-    """Return a hash of the bits of arrays in host memory."""
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 def _own_key(key: str, names: Mapping[str, str]) -> str:
