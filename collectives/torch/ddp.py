@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.agreement.all_or_none import check_same, gather_results
+from collectives.agreement.state import named_ranks
 from collectives.torch.common import (
     Handle,
     ModelParameters,
@@ -445,14 +446,10 @@ def _check_groups(groups: list[list[int]], ranks: list[int]) -> None:
     """Raise ValueError unless the process groups of all models are the ranks of the exchange."""
     if other := [group for group in groups if group != ranks]:
         raise ValueError(
-            f"the model's process group has {len(other[0])} ranks, {_shown(other[0])}, and the exchange's communicator "
-            f"{len(ranks)}, {_shown(ranks)}: start with mpirun or srun, and call "
+            f"the model's process group has {named_ranks(other[0])}, and the exchange's communicator "
+            f"{named_ranks(ranks)}: start with mpirun or srun, and call "
             "collectives.torch.init_process_group(comm), or give both the same ranks"
         )
-
-
-def _shown(ranks: list[int]) -> str:
-    return f"{ranks[:8]}" if len(ranks) <= 8 else f"{ranks[:8]} ..."
 
 
 def _reduced(model: DistributedDataParallel) -> set[Any]:

@@ -1113,7 +1113,7 @@ def test_a_process_group_of_other_ranks(world):
     between = world.Split(world.rank % (world.size // 2), world.rank)
     with pytest.raises(
         ValueError,
-        match=r"group has 2 ranks, \[., .\], and the exchange's communicator 2, \[., .\]:",
+        match=r"group has ranks ., ., and the exchange's communicator ranks ., .:",
     ):
         attach(
             wrapped(Weighted(), process_group=inside),
@@ -1124,7 +1124,7 @@ def test_a_process_group_of_other_ranks(world):
 def test_a_process_group_of_another_size(world):
     with pytest.raises(
         ValueError,
-        match=rf"has {world.size} ranks, .*, and the exchange's communicator 1, .*: start with",
+        match=r"group has ranks .*, and the exchange's communicator rank .*: start with",
     ):
         attach(wrapped(Weighted()), GradientExchange(MPI.COMM_SELF, TopK(0.1)))
 
