@@ -135,12 +135,7 @@ class Step:
                     self.start(buckets, is_complete=True, error=error)
                     finished = self._finish(error, form)
                     results = self._results(buckets, finished, form)
-                    # of a step that is skipped
-                    zeroed = [
-                        vector
-                        for bucket in ([] if finished else buckets)
-                        for vector in bucket.outputs(self._outs).values()
-                    ]
+                    zeroed = [] if finished else self._zeroed(buckets)
                 except (KeyboardInterrupt, SystemExit, GeneratorExit) as interrupt:
                     why = contributed(interrupt)
                     self.start(buckets, is_complete=True, error=why)
@@ -307,6 +302,11 @@ class Step:
             else:
                 results[tensor.name] = tensor.wrapped(tensor.new())
         return results
+
+    def _zeroed(self, buckets: Sequence[Bucket]) -> list[Array]:
+        """Return the output buffers as vectors, which a step that is skipped fills with zeros."""
+        outputs = [bucket.outputs(self._outs) for bucket in buckets]
+        return [vector for vectors in outputs for vector in vectors.values()]
 
     def _commit(
         self,
