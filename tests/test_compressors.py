@@ -196,7 +196,6 @@ def test_feedback_keeps_what_quantisation_loses():
     corrected = feedback.correct(gradient)
     sent = compressor.compress(corrected)
     assert sent.values.tolist() == [-4, 4, -4]
-    assert compressor.error.values.tolist() == [2, 0, -2]
     feedback.prepare_residual(corrected, sent)
     feedback.commit()
     np.testing.assert_array_equal(feedback.residual + sent.to_dense(), gradient)

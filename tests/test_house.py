@@ -155,15 +155,15 @@ def code_of(*folders):
 # Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
 # use the slack of 3 %, a feature may not.
 BUDGET = {
-    "tokens": 92130,
-    "density": 8.0,
+    "tokens": 89700,
+    "density": 7.9,
     "wide assignments": 1,
     "tool tokens": 21202,
-    "classes": 103,
-    "functions": 1526,
-    "private nouns": 40,
+    "classes": 102,
+    "functions": 1520,
+    "private nouns": 39,
     "closure modules": 21,
-    "closure tokens": 26980,
+    "closure tokens": 26880,
 }
 SLACK = 1.03
 
