@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-
 from mpicomp.arrays import Array, check_finite, kernels_for
 from mpicomp.compressors.base import (
     Compressor,
@@ -17,7 +15,7 @@ from mpicomp.compressors.base import (
     write_sum,
 )
 from mpicomp.compressors.dense import Dense
-from mpicomp.vector import SparseVector, concatenate, places_of, split
+from mpicomp.vector import SparseVector, concatenate, merge, split
 
 
 class Run(NamedTuple):
@@ -105,18 +103,13 @@ class Selection:
     ) -> SparseVector:
         """Return all values of a range, and the entries selected outside of it: `select` sees zeros there."""
         write_sum(summands, corrected)
-        own = corrected[first:end]
         outside = corrected.copy()
         outside[first:end] = 0
         selected = self.select(outside, summands and summands._replace(residual=None))
         self.check_finite(corrected)
-        low, high = places_of(selected, [first, end])
-        consecutive = kernels_for(own).consecutive(first, end, selected.indices.dtype)
-        indices = selected.indices[:low], consecutive, selected.indices[high:]
-        values = selected.values[:low], own, selected.values[high:]
-        return SparseVector.trusted(
-            np.concatenate(indices), np.concatenate(values), selected.length
-        )
+        own = corrected[first:end]
+        indices = kernels_for(own).consecutive(first, end, selected.indices.dtype)
+        return merge(selected, SparseVector.trusted(indices, own, corrected.size))
 
     def observe(self, aggregate: SparseVector) -> None:
         """Pass each compressor its part of the mean; see `Compressor.observe`."""
