@@ -113,7 +113,8 @@ def compressed(
 ) -> SparseVector:
     """Return the entries that a compressor selects of a sum in a range, which has all of its entries."""
     check_range(share, "sum over the ranks")
-    dense = share.filled(first, end).values
+    own = SparseVector.trusted(share.indices - first, share.values, end - first)
+    dense = own.to_dense()
     selected = compressor.compress(read_only(dense), gradient=dense)
     check_selected(selected, dense, compressor)
     indices = selected.indices.astype(

@@ -399,14 +399,6 @@ class SparseVector:
         divide = kernels_for(self.values).divide
         return _pair(divide(self.indices, self.values, positions), self.length)
 
-    def filled(self, first: int, end: int) -> "SparseVector":
-        """Return the vector with an entry, zero or not, at each of first, ..., end - 1, which include its indices."""
-        values = SparseVector.trusted(
-            self.indices - first, self.values, end - first
-        ).to_dense()
-        indices = kernels_for(self.values).consecutive(first, end, self.indices.dtype)
-        return SparseVector(indices, values, self.length)
-
     def __repr__(self) -> str:
         few = zip(to_numpy(self.indices[:4]), to_numpy(self.values[:4]), strict=True)
         with np.printoptions(threshold=4, edgeitems=2):  # of rows

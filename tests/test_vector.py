@@ -314,12 +314,6 @@ def test_add_up_rounds_float16_once():
     assert add_up(parts).values.tolist() == [2050]  # 2048 + 1 is 2048 in float16
 
 
-def test_filled_has_an_entry_at_every_position_of_the_range():
-    piece = SparseVector([5, 7], [1.0, 2.0], 20).filled(4, 9)
-    assert piece.indices.tolist() == [4, 5, 6, 7, 8]
-    assert piece.values.tolist() == [0, 1, 0, 2, 0]
-
-
 @given(
     st.one_of(sparse_vectors(), sparse_vectors(width=2), sparse_vectors(width=0)),
     st.data(),
