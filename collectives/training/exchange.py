@@ -164,7 +164,7 @@ class GradientExchange:
         self._nonfinite_error = NotFiniteError if nonfinite == "skip" else None
         self._step: Step | None = None  # the one under way
         # of the exchanges on this communicator, in the order in which they were made
-        self._take_comm(comm)
+        self.comm, self._rank_and_size, self._number = place_on(comm)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -444,7 +444,7 @@ class GradientExchange:
             "state, or load a checkpoint",
             gather_objects(mine, comm, f"{OPERATION}.continue_on"),
         )
-        self._take_comm(comm)
+        self.comm, self._rank_and_size, self._number = place_on(comm)
 
     @defer_interrupt
     def reset(self) -> None:
@@ -494,14 +494,6 @@ class GradientExchange:
         self._step = None
         self._count(step)
         return step
-
-    def _take_comm(self, comm: Any) -> None:
-        """Take a communicator, on which this exchange is the next one; all ranks know its first call."""
-        self.comm = comm
-        # also after MPI has ended
-        self._rank_and_size = {"rank": comm.rank, "ranks": comm.size}
-        of_process().know(comm, faults_of(comm))
-        self._number = next(attached(comm, "exchanges", count))
 
     def _settings(self) -> dict[str, Any]:
         """Return what a saved state names besides the parts of each segment: rank, number of ranks, and settings."""
@@ -582,6 +574,13 @@ class GradientExchange:
 def copied(part: Any) -> Any:
     """Return a copy of a compressor or a feedback for one exchange; anything else is returned, and checked later."""
     return deepcopy(part) if isinstance(part, Compressor | Feedback) else part
+
+
+def place_on(comm: Any) -> tuple[Any, dict[str, int], int]:
+    """Return a communicator, what states say of this rank on it, and the number of the next exchange there."""
+    of_process().know(comm, faults_of(comm))  # all ranks know its first call
+    number = next(attached(comm, "exchanges", count))
+    return comm, {"rank": comm.rank, "ranks": comm.size}, number
 
 
 def check_places(names: Iterable[str]) -> None:
