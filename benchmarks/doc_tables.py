@@ -386,7 +386,7 @@ def every_step(which: str) -> list[str]:
 
 
 def local_steps(which: str) -> list[str]:
-    """Return the map of local steps, or the table of its trainings."""
+    """Return the map of local steps, or a table of its trainings."""
     heads, *rows = getattr(cells, which)(loaded("map")["rows"])
     return table(heads, rows)
 
@@ -549,6 +549,7 @@ TABLES = {
         "methods": methods,
         "every_step": partial(every_step, "table"),
         "map": partial(local_steps, "table"),
+        "fewer-bits": partial(local_steps, "fewer_bits"),
         "map-trainings": partial(local_steps, "trainings"),
     },
     "benchmarks/papers/README.md": {

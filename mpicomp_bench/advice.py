@@ -4,7 +4,8 @@ That time is steps x (computing + compression + messages). Steps: how many a met
 needs for the progress of one dense step with the same optimiser and the batches of all
 ranks, the mean over the models of the simulation of benchmarks/every_step; fewer than one
 count as one, as a lead on small models is no reason to expect it on others. With other
-ranks or local steps they grow as on the model of its map. Compression: seconds measured
+ranks or local steps they grow as on the small model of its map, and for a model as small
+they are those of the map. Compression: seconds measured
 on one core, counted in reads of the vector at `MEMORY`, at the memory rate of a rank.
 Messages: by the formulas of algorithm="auto" (`collectives.planning.choice`), which add and copy
 inside a node at that rate as well. Nothing overlaps; for PyTorch's own methods
@@ -14,7 +15,7 @@ inside a node at that rate as well. Nothing overlaps; for PyTorch's own methods
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -49,6 +50,7 @@ SPARSE = "local-sparse-10"
 IN_BASIS = "in-basis-two-bit-8"
 ALONE = "one node alone"
 THEIRS = DENSE, SIXTEEN, POWERSGD  # PyTorch's own
+NOT_OURS = *THEIRS, ALONE
 
 
 class Training(NamedTuple):
@@ -197,15 +199,18 @@ def measured_of(name: str, training: Training) -> Row:
 
 def on_the_map(optimizer: str) -> list[int]:
     """Return the local steps with which 4 bits were trained on 2 to 16 ranks."""
-    names = measured()["map"]["steps"][optimizer]
-    return sorted(each for name in names if (each := outer_settings(name).get("every")))
+    return sorted(
+        every
+        for name in measured()["map"]["steps"][optimizer]
+        if (every := outer_settings(name).get("every"))
+    )
 
 
 def growth(name: str, training: Training) -> float:
-    """Return how many times as many steps a method takes as on the ranks and with the local steps of larger models.
+    """Return how many times as many steps a method takes as with the ranks, local steps and size of larger models.
 
     That is so on the model of the map: 4 bits in every step, and local steps by their
-    number.
+    number. A model as small as that one takes its steps.
     """
     every = outer_settings(name).get("every")
     if not every and name not in measured()["map"]["steps"][training.optimizer]:
@@ -214,26 +219,31 @@ def growth(name: str, training: Training) -> float:
         steps_on_the_map(training.optimizer, every and 10, ranks)
         for ranks in measured()["ranks"]
     )
-    return steps_on_the_map(training.optimizer, every, training.ranks) / there
+    here = steps_on_the_map(training.optimizer, every, training.ranks)
+    larger = measured()["methods"][training.optimizer][LOCAL if every else name]
+    level = {
+        measured()["map"]["parameters"]: there / larger["steps"],
+        geometric_mean(measured()["parameters"]): 1.0,
+    }
+    return here / there * interpolated(level, training.parameters)
+
+
+def interpolated(known: Mapping[Any, float], place: float) -> float:
+    """Return a value between those that are known, by the logarithms of their places; beyond them the nearest."""
+    return float(np.interp(math.log(place), np.log([*known]), [*known.values()]))
 
 
 def steps_on_the_map(optimizer: str, every: int | None, ranks: int) -> float:
-    """Return the steps of 4 bits in every step, or of local steps, on the model of the map.
-
-    Between what was measured they are interpolated, by the logarithms of ranks and
-    local steps; beyond it they are those of the nearest.
-    """
+    """Return the steps of 4 bits in every step, or of local steps, on the model of the map."""
     rows = measured()["map"]["steps"][optimizer]
 
     def of(name: str) -> float:
-        known = {int(key): value for key, value in rows[name].items()}
-        logs = np.log([*known])
-        return float(np.interp(math.log(ranks), logs, [*known.values()]))
+        return interpolated(dict(rows[name]), ranks)
 
     if not every:
         return of("few-bits-4")
     found = {each: of(with_every(LOCAL, each)) for each in on_the_map(optimizer)}
-    return float(np.interp(math.log(every), np.log([*found]), [*found.values()]))
+    return interpolated(found, every)
 
 
 def ranked(training: Training) -> list[Row]:
@@ -262,23 +272,26 @@ def row(name: str, training: Training) -> Row:
     messages = of_round / every
     computed = compression(name, *about, every)
     alone = training.computing + computed
-    parts = {
-        "step": alone + messages,
-        "computing": training.computing,
-        "compression": computed,
-    }
     measurements = {
         each: measured_of(name, training)[each]
         for each in ("steps", "on_each", "rate", "trials", "seeds")
     }
     counted = max(1.0, measurements["steps"])
-    overlapped = counted * max(alone, messages) if name in THEIRS else None
-    total = {
+    return {
+        "method": name,
+        "step": alone + messages,
+        "computing": training.computing,
+        "compression": computed,
         "messages": messages,
         "seconds": counted * (alone + messages),
-        "overlapped": overlapped,
+        "overlapped": counted * max(alone, messages) if name in THEIRS else None,
+        **measurements,
     }
-    return {"method": name, **parts, **total, **measurements}
+
+
+def seconds_of(rows: list[Row]) -> dict[str, float]:
+    """Return the seconds of each method for the progress of a dense step."""
+    return {each["method"]: each["seconds"] for each in rows}
 
 
 def recommended(rows: list[Row], training: Training) -> str:
@@ -287,24 +300,20 @@ def recommended(rows: list[Row], training: Training) -> str:
     Of ours none inside one node, nor where nothing was measured; one node alone
     wherever it is as fast as dense.
     """
-    seconds_of = {each["method"]: each["seconds"] for each in rows}
+    seconds = seconds_of(rows)
     if training.nodes == 1:
         return DENSE
-    chosen = ALONE if seconds_of[ALONE] <= seconds_of[DENSE] else DENSE
-    ours = next(
-        each["method"] for each in rows if each["method"] not in (*THEIRS, ALONE)
-    )
+    chosen = ALONE if seconds[ALONE] <= seconds[DENSE] else DENSE
+    ours = next(name for name in seconds if name not in NOT_OURS)
     for name in [SIXTEEN, POWERSGD, ours] if training.is_measured else [SIXTEEN]:
-        if seconds_of[chosen] > PAYS * seconds_of[name]:
+        if seconds[chosen] > PAYS * seconds[name]:
             chosen = name
     return chosen
 
 
 def lines_of(name: str, training: Training) -> str:
     """Return the lines of Python of a method."""
-    rate = measured_of(DENSE if name == ALONE else name, training)["rate"]
-    return (
-        recipes.ALONE
-        if name == ALONE
-        else recipes.recipe(name, rate, training.optimizer)
-    )
+    if name == ALONE:
+        return recipes.ALONE
+    rate = measured_of(name, training)["rate"]
+    return recipes.recipe(name, rate, training.optimizer)

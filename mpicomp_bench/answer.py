@@ -10,6 +10,7 @@ from mpicomp_bench.advice import (
     DENSE,
     FASTEST,
     GPU,
+    NOT_OURS,
     PAYS,
     SIXTEEN,
     THEIRS,
@@ -18,6 +19,7 @@ from mpicomp_bench.advice import (
     measured,
     ranked,
     recommended,
+    seconds_of,
 )
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import method
@@ -98,16 +100,16 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
         notes.append(TOO_FAST.format(training=training, passes=PASSES))
     if training.ranks not in (1, *measured()["ranks"]):
         notes.append(growth_of_steps(training.ranks))
-    own = next(each["seconds"] for each in rows if each["method"] == chosen)
+    own = seconds_of(rows)[chosen]
     rival = least_overlapped(rows)
     if chosen not in THEIRS and own * PAYS > rival["overlapped"]:
-        about = {
-            "rival": rival["method"],
-            "least": rival["overlapped"],
-            "chosen": chosen,
-            "seconds": own,
-        }
-        notes.append(OVERLAPS.format(**about))
+        note = OVERLAPS.format(
+            rival=rival["method"],
+            least=rival["overlapped"],
+            chosen=chosen,
+            seconds=own,
+        )
+        notes.append(note)
     return notes
 
 
@@ -138,7 +140,7 @@ def answer(rows: list[Row], training: Training) -> str:
         why = f"; nothing measured is {PAYS:g} times as fast" * training.is_measured
         return f"Keep: {chosen} ({method(chosen).text}{why})"
     other, times = best_alternative(rows, chosen)
-    own = next(each["seconds"] for each in rows if each["method"] == chosen)
+    own = seconds_of(rows)[chosen]
     hidden = f"{least_overlapped(rows)['overlapped'] / own:.2g} times if PyTorch's sums overlap"
     return f"Take: {chosen} ({method(chosen).text}); as predicted {times:.2g} times as fast as {other} ({hidden})"
 
@@ -153,10 +155,8 @@ def least_overlapped(rows: list[Row]) -> Row:
 
 def best_alternative(rows: list[Row], chosen: str) -> tuple[str, float]:
     """Return the fastest other of PyTorch's methods and one node alone, and its time over that of a method."""
-    seconds = {each["method"]: each["seconds"] for each in rows}
-    other = next(
-        name for name in seconds if name in (*THEIRS, ALONE) and name != chosen
-    )
+    seconds = seconds_of(rows)
+    other = next(name for name in seconds if name in NOT_OURS and name != chosen)
     return other, seconds[other] / seconds[chosen]
 
 
@@ -174,30 +174,24 @@ def report(training: Training) -> str:
     ]
     printed = [("Lines", chosen)]
     first = rows[0]["method"]
-    if (
-        training.nodes > 1
-        and not training.is_measured
-        and first not in (*THEIRS, ALONE)
-    ):
+    if training.nodes > 1 and not training.is_measured and first not in NOT_OURS:
         printed.append(("For a trial of your own, the fastest as predicted", first))
     parts += [
         f"{when}, for PyTorch: {name}\n\n{lines_of(name, training)}"
         for when, name in printed
     ]
     counts = {name: span([each[name] for each in rows]) for name in ("seeds", "trials")}
-    if any(name not in (*THEIRS, ALONE) for _, name in printed):
+    if not {name for _, name in printed} <= {*NOT_OURS}:
         parts.append(START)
-    here = {
-        "ranks_here": training.ranks,
-        "per_node": training.per_node,
-        "memory": training.memory / 1e9,
-    }
-    return "\n".join(
-        [
-            *parts,
-            BASIS.format(**rests_on(), **counts, **here, optimizer=training.optimizer),
-        ]
+    basis = BASIS.format(
+        **rests_on(),
+        **counts,
+        ranks_here=training.ranks,
+        per_node=training.per_node,
+        memory=training.memory / 1e9,
+        optimizer=training.optimizer,
     )
+    return "\n".join([*parts, basis])
 
 
 def rests_on() -> dict[str, Any]:
@@ -219,19 +213,11 @@ def as_json(training: Training) -> str:
         "take": chosen,
         "answer": answer(rows, training),
         "conditions": conditions(rows, training),
+        "lines": lines_of(chosen, training),
+        "rests_on": measured(),
+        "rows": rows,
     }
-    return (
-        json.dumps(
-            {
-                **about,
-                "lines": lines_of(chosen, training),
-                "rests_on": measured(),
-                "rows": rows,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    return json.dumps(about, indent=1) + "\n"
 
 
 def span(numbers: list[int]) -> str:

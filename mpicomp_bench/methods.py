@@ -72,6 +72,12 @@ METHODS = {
         "every",
         "every=10",
     ),
+    "muloco": Method(
+        "local steps, every value in few bits, with Nesterov momentum (MuLoCo, arXiv 2505.23725)",
+        "GradientExchange(comm, bits=4)",
+        "every",
+        "every=30, rate=0.7, momentum=0.6, nesterov=True",
+    ),
     "local-sparse": Method(
         "local steps, the largest entries of each chunk in two bits, their mean over contributors (arXiv 2508.15706)",
         'GradientExchange(comm, Quantised(ChunkedTopK(k=128, chunk=4096), form="two_bit"), ErrorFeedback(decay=0.95), '

@@ -6,6 +6,7 @@ the number of windows of all ranks in a step, and a number of ranks.
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -25,12 +26,13 @@ RANKS = 2, 4, 8, 16
 ALONE = 16, 4  # the total batch that stays, and the batch of a rank that stays
 EVERY = 5, 10, 30, 100
 DENSE, FEW_BITS = "dense", "few-bits-4"
-EVERY_OF_ADAMW = 10, 30
+KINDS = ("muon", 4), ("muon", 2), ("adamw", 4)  # optimisers, and the bits of a value
+TENTH = 0.03, 0.045  # bits of a value and step, about a tenth of 4 bits every 10 steps
 
 
-def local(every: int) -> str:
-    """Return the name of local steps with 4 bits."""
-    return f"local-few-bits-{every}"
+def local(every: int, bits: int = 4) -> str:
+    """Return the name of local steps with every value in few bits."""
+    return f"local-few-bits-{every}{'' if bits == 4 else f':bits={bits}'}"
 
 
 ON_THE_MAP = (DENSE, FEW_BITS, *map(local, EVERY))
@@ -64,11 +66,21 @@ class Cell(NamedTuple):
         own = self.trained(rows, method, optimizer)
         return fmean(row["loss"] for row in own) if own else None
 
-    def gap(self, rows: Sequence[Any], method: str, optimizer: str) -> float | None:
-        """Return the nats behind dense training with this optimiser, over the seeds that both have, or None."""
+    def gap(
+        self,
+        rows: Sequence[Any],
+        method: str,
+        optimizer: str,
+        other: str = DENSE,
+        steps: int = STEPS,
+    ) -> float | None:
+        """Return the nats behind dense training, or another method, over the seeds that both have, or None."""
         losses = [
-            {row["seed"]: row["loss"] for row in self.trained(rows, name, optimizer)}
-            for name in (method, DENSE)
+            {
+                row["seed"]: row["loss"]
+                for row in self.trained(rows, name, optimizer, steps)
+            }
+            for name in (method, other)
         ]
         both = losses[0].keys() & losses[1].keys()
         return (
@@ -98,19 +110,37 @@ def worth(rows: Sequence[Any], optimizer: str, model: str = "small") -> float | 
 
 
 def table(rows: Sequence[Any]) -> list[list[str]]:
-    """Return the cells of the table of the map, its head first: the losses of dense training and of 4 bits."""
-    heads = ["text", "windows a step", "ranks", "dense AdamW", "dense Muon"]
-    heads += ["4 bits in every step, Muon"]
-    heads += [f"H = {every}" for every in EVERY]
-    heads += [f"AdamW, H = {every}" for every in EVERY_OF_ADAMW]
-    columns = [(DENSE, "adamw"), (DENSE, "muon"), (FEW_BITS, "muon")]
-    columns += [(local(every), "muon") for every in EVERY]
-    columns += [(local(every), "adamw") for every in EVERY_OF_ADAMW]
+    """Return the cells of the table of the map, its head first: losses, a line for each cell and kind of messages."""
+    heads = ["text", "windows a step", "ranks", "optimiser, bits", "dense"]
+    heads += ["every step", *(f"H = {every}" for every in EVERY)]
     lines = []
-    for cell in cells(rows):
-        losses = [cell.loss(rows, *each) for each in columns]
-        texts = ["" if each is None else f"{each:.3f}" for each in losses]
-        lines.append([MODELS[cell.model], str(cell.total), str(cell.ranks), *texts])
+    for cell, (optimizer, bits) in product(cells(rows), KINDS):
+        methods = [f"few-bits-{bits}", *(local(every, bits) for every in EVERY)]
+        losses = [cell.loss(rows, name, optimizer) for name in (DENSE, *methods)]
+        if any(losses[1:]):
+            texts = ["" if each is None else f"{each:.3f}" for each in losses]
+            place = [MODELS[cell.model], str(cell.total), str(cell.ranks)]
+            lines.append([*place, f"{OPTIMISERS[optimizer]}, {bits}", *texts])
+    return [heads, *lines]
+
+
+def fewer_bits(rows: Sequence[Any]) -> list[list[str]]:
+    """Return the cells of the table of what sends about a tenth of 4 bits every 10 steps, the least gap first."""
+    heads = ["steps", "local steps of Muon", "bits a value and step", "rate: loss"]
+    heads += ["at the best rate, by seed", "nats behind 4 bits, H = 10"]
+    total, batch = ALONE
+    place = Cell("small", total, total // batch)
+    own = of(rows, model="small", ranks=place.ranks, batch=batch, optimizer="muon")
+    lines = []
+    for steps in (STEPS, LONG_STEPS):
+        for name, trained in grouped(
+            of(own, steps=steps), lambda row: row["method"]
+        ).items():
+            gap = place.gap(rows, name, "muon", local(10), steps)
+            tried, seeds, bits = figures(trained)
+            if gap is not None and TENTH[0] < trained[0]["bits"] < TENTH[1]:
+                line = [f"{steps:,}", f"`{name}`", bits, tried, seeds, f"{gap:.3f}"]
+                lines.append(line)
     return [heads, *lines]
 
 
@@ -120,6 +150,7 @@ def behind(rows: Sequence[Any]) -> list[list[str]]:
     heads = ["nats behind dense Muon", *(f"{ranks} ranks" for ranks in RANKS)]
     named = {"4 bits in every step": FEW_BITS}
     named |= {f"local steps, H = {every}": local(every) for every in EVERY[:3]}
+    named |= {f"2 bits, H = {every}": local(every, 2) for every in EVERY[1:3]}
     lines = []
     for name, method in named.items():
         gaps = [cell.gap(rows, method, "muon") for cell in places]

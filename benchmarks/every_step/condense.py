@@ -110,19 +110,19 @@ def measurements(
     }
 
 
-def on_the_map(optimizer: str) -> dict[str, dict[int, float]]:
-    """Return the steps of each method on the map that make the progress of a dense one, by the ranks.
+def on_the_map(optimizer: str) -> dict[str, list[tuple[int, float]]]:
+    """Return for each method on the map pairs of ranks and the steps that make the progress of a dense one.
 
     What steps are worth is said by dense training with the same optimiser.
     """
     rows = loaded("map")
     worth = cells.worth(rows, optimizer) or math.nan
-    found: dict[str, dict[int, float]] = {}
+    found: dict[str, list[tuple[int, float]]] = {}
     for method, ranks in product(cells.ON_THE_MAP[1:], cells.RANKS):
         gap = mean_gap(rows, method, optimizer, ranks)
         if gap is not None:
             steps = round(math.exp(gap / worth), 3)
-            found.setdefault(method, {})[ranks] = steps
+            found.setdefault(method, []).append((ranks, steps))
     return found
 
 

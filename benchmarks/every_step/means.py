@@ -36,12 +36,12 @@ class Dense:
 
 
 class FewBits:
-    """`quantised_allreduce` by its direct algorithm, with error feedback."""
+    """`quantised_allreduce` by its direct algorithm, with error feedback, in a basis if one is given."""
 
     pooled = False
 
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
+    def __init__(self, bits: int, basis: Any = None) -> None:
+        self.bits, self.basis = bits, basis
 
     def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the residuals."""
@@ -51,7 +51,7 @@ class FewBits:
         """Return the mean, and the bits of a value that a rank sends, one way."""
         ranks, total, sent = len(vectors), np.empty_like(vectors[0]), 0
         corrected = [
-            vector + residual
+            in_basis(self.basis, vector) + residual
             for vector, residual in zip(vectors, self.residuals, strict=True)
         ]
         whole = Uncoded([total], total)
@@ -74,6 +74,8 @@ class FewBits:
             share = own.code(few_bits_message(*size), others)
             CodedSum([share], [end - start]).write(total[start:end])
             sent += share.codes.nbytes + share.scales.nbytes
+        if self.basis:
+            self.basis.inverse(total, total)
         return total / np.float32(ranks), 8 * sent / total.size
 
 
@@ -124,9 +126,7 @@ class Sparse:
 
     def selected(self, feedback: ErrorFeedback, vector: Floats) -> SparseVector:
         """Return the entries that a rank sends; its feedback keeps the others."""
-        vector = vector.copy()
-        if self.basis:
-            self.basis.forward(vector, vector)
+        vector = in_basis(self.basis, vector)
         corrected = feedback.correct(vector)
         sent = self.compressor.compress(corrected, gradient=vector)
         feedback.prepare_residual(corrected, sent)
@@ -190,6 +190,14 @@ class PowerSgd:
             mean[place] = (left @ right.T.astype(np.float32)).ravel()
         self.residual = vector - mean
         return mean, 32 * self.sent / vector.size
+
+
+def in_basis(basis: Any, vector: Floats) -> Floats:
+    """Return a copy of a vector, in a basis if one is given."""
+    vector = vector.copy()
+    if basis:
+        basis.forward(vector, vector)
+    return vector
 
 
 def size_of(shapes: Shapes) -> int:

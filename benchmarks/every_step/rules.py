@@ -379,7 +379,7 @@ def mean_of(
 ) -> Any:
     """Return the mean of `means` that a GradientExchange with these arguments computes."""
     if bits:
-        return FewBits(bits)
+        return FewBits(bits, basis)
     if isinstance(compressor, mpicomp.Dense):
         return Dense()
     decay = feedback.decay if isinstance(feedback, ErrorFeedback) else 1.0
@@ -409,7 +409,7 @@ NAMES = {
     "none": lambda chunk: None,
 }
 # settings that the lines of the library do not have
-OWN = "beta2", "tile", "mean", "outer", "nesterov", "radial"
+OWN = "beta2", "tile", "mean", "radial"
 
 
 add(  # which the library refuses: nothing is gained
@@ -420,6 +420,13 @@ add(  # which the library refuses: nothing is gained
     "every",
     "every=10",
 )
+add(
+    "local-few-bits-in-basis",
+    "local steps, every coefficient in a basis in few bits",
+    "GradientExchange(comm, bits=4, basis=Hadamard(chunk=256))",
+    "every",
+    "every=10",
+)
 
 
 def made(name: str, optimiser: str = "adamw") -> Any:
@@ -427,7 +434,7 @@ def made(name: str, optimiser: str = "adamw") -> Any:
 
     optimiser: of `OPTIMISERS`; signs are a step of their own. Beside the settings of
     the line: beta2, of AdamW; mean=contributors, of a sign; tile=True, see `Signs`;
-    outer, nesterov and radial=True, the rate, the momentum and the mean of `Local`.
+    radial=True, see `Local`.
     """
     stem, _, given = name.partition(":")
     settings = dict(each.partition("=")[::2] for each in given.split(",") if each)
@@ -452,8 +459,8 @@ def made(name: str, optimiser: str = "adamw") -> Any:
             mean,
             new(),
             outer["every"],
-            float(own.get("outer", 1)),
-            float(own.get("nesterov", outer.get("momentum", 0))),
+            outer.get("rate", 1.0),
+            outer.get("momentum", 0.0),
             radial="radial" in own,
         )
     return EveryStep(mean[0] if isinstance(mean, tuple) else mean, new())
