@@ -69,3 +69,9 @@ def kept(error: Raised) -> Raised:
         linked.__traceback__ = None
         linked = linked.__cause__ or linked.__context__
     return error
+
+
+def prefix(error: Exception, text: str) -> None:
+    """Put text before that of an error."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = f"{text}{error.args[0]}", *error.args[1:]

@@ -18,7 +18,7 @@ from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import Bucket, Compressed, Mean
 from mpicomp.checking import check_conserved, mass, total_mass
 from mpicomp.coded import CodedSum
-from mpicomp.errors import CheckError
+from mpicomp.errors import CheckError, prefix
 from mpicomp.vector import SparseVector
 
 
@@ -64,8 +64,9 @@ class CheckedStep(Step):
 
     def end(self, error: BaseException) -> None:
         """Prefix the text of an error with the step and the rank."""
-        if isinstance(error, Exception):
-            _name_step(error, self._number, self._comm.rank)
+        named = "MPICOMP_CHECK: "
+        if isinstance(error, Exception) and not str(error).startswith(named):
+            prefix(error, f"{named}step {self._number}, rank {self._comm.rank}, ")
         super().end(error)
 
     def close(self) -> Statistics:
@@ -145,17 +146,4 @@ def _balance(everyone: Sequence[Sequence[dict[str, Any]]], step: int) -> None:
             first["dtype"],
             len(everyone),
             f"{where}in {first['vector']}: ",
-        )
-
-
-def _name_step(error: Exception, step: int, rank: int) -> None:
-    """Prefix the text of an error with the rank and the step."""
-    if (
-        error.args
-        and isinstance(error.args[0], str)
-        and not error.args[0].startswith("MPICOMP_CHECK: ")
-    ):
-        error.args = (
-            f"MPICOMP_CHECK: step {step}, rank {rank}, {error.args[0]}",
-            *error.args[1:],
         )

@@ -15,6 +15,7 @@ from mpicomp.compressors.base import (
     write_sum,
 )
 from mpicomp.compressors.dense import Dense
+from mpicomp.errors import prefix
 from mpicomp.vector import SparseVector, concatenate, merge, split
 
 
@@ -48,7 +49,8 @@ class Selection:
         bounds: Sequence[int],
         compressors: Sequence[Compressor],
     ) -> None:
-        self.names = list(names)
+        # of errors
+        self._prefixes = ["" if name is None else f"in {name}: " for name in names]
         self.bounds = list(bounds)
         self.settings = [repr(compressor) for compressor in compressors]
         self.runs: list[Run] = []
@@ -91,7 +93,7 @@ class Selection:
                 check_selected(vector, values, run.compressor)
             except Exception as error:
                 if run.end - run.first == 1:
-                    _prefix(error, self.names[run.first])
+                    prefix(error, self._prefixes[run.first])
                 elif isinstance(error, ValueError):
                     self._check_segments(corrected, run.first, run.end)
                 raise
@@ -138,7 +140,7 @@ class Selection:
         try:
             check_finite(vector)
         except ValueError:
-            self._check_segments(vector, 0, len(self.names))
+            self._check_segments(vector, 0, len(self._prefixes))
             raise
 
     def _of(
@@ -156,15 +158,9 @@ class Selection:
     def _check_segments(self, vector: Array, first: int, end: int) -> None:
         """Raise ValueError that names the first of some segments with a value that is not finite, if one has."""
         edges = pairwise(self.bounds[first : end + 1])
-        for name, (low, high) in zip(self.names[first:end], edges, strict=True):
+        for text, (low, high) in zip(self._prefixes[first:end], edges, strict=True):
             try:
                 check_finite(vector[low:high])
             except ValueError as error:
-                _prefix(error, name)
+                prefix(error, text)
                 raise
-
-
-def _prefix(error: Exception, name: str | None) -> None:
-    """Add the name of a segment to an error's text."""
-    if name is not None and error.args and isinstance(error.args[0], str):
-        error.args = (f"in {name}: {error.args[0]}", *error.args[1:])
