@@ -292,7 +292,7 @@ def node_lanes(
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes
     own no share.
     """
-    lanes = min(map(len, group.nodes()))
+    lanes = min(map(len, group.nodes))
     node = group.node()
     bounds = metadata.bounds(lanes)
     share = yield from sum_of_share(vector, node, bounds)

@@ -271,7 +271,7 @@ def node_lanes(
     with group.raise_on_all():
         uncoded.check(values)
     node = group.node()
-    lanes = shares(0, uncoded.blocks(block), min(map(len, group.nodes())))
+    lanes = shares(0, uncoded.blocks(block), min(map(len, group.nodes)))
     spans = [slice(*[uncoded.position(end, block) for end in lane]) for lane in lanes]
     parts = [as_they_are(values[span], block) for span in spans]
     nothing = as_they_are(values[:0], block)

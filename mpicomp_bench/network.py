@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.planning.links import NETWORKS, Links
-from collectives.planning.schedule import group_sizes
+from collectives.planning.schedule import groups
 from collectives.runtime.group import Group
 from collectives.runtime.link import Traffic, Turn
 from collectives.runtime.messages import LINE, NOTHING, Steps
@@ -102,7 +102,7 @@ class SimulatedLink:
         self.rank = rank
         self.size = size
         self.nodes = nodes
-        self.node_sizes = group_sizes(nodes)
+        self.by_node = groups(nodes)
         self.traffic = Traffic()
         self.turns = deque[Turn]()
         self.reduced = 0

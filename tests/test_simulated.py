@@ -204,10 +204,10 @@ def test_gtopk_sends_few_bytes_between_nodes(density):
     assert sent.pop("node_leaders") <= 0.3 * min(sent.values())
 
 
-def send_counted(link, send, between, buffer, dest, tag, arrival=None):
+def send_counted(link, send, between, buffer, dest, *more):
     if link.nodes[dest] != link.nodes[link.rank]:
         between.append(buffer.size)
-    return send(buffer, dest, tag, arrival)
+    return send(buffer, dest, *more)
 
 
 def drawn(rank, length):

@@ -34,7 +34,7 @@ def algorithm_for(
     **about: Any,
 ) -> str:
     """Return the algorithm for a vector and a group, with so many entries of each rank; see `choose` and `Case`."""
-    per_node = -(-group.size // len(group.node_sizes))
+    per_node = -(-group.size // len(group.nodes))
     case = Case(
         group.size,
         vector.length,

@@ -57,12 +57,6 @@ def groups(marks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, ranks_by_value(enumerate(marks)).values()))
 
 
-@lru_cache(maxsize=16)
-def group_sizes(marks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of ranks with each mark, in the order of `groups`."""
-    return tuple(map(len, groups(marks)))
-
-
 def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield (dest, source) of the size - 1 steps in which every rank sends directly to every other one."""
     for distance in range(1, size):

@@ -77,7 +77,8 @@ class Group:
     signature: the arguments that must be the same on all ranks, by name, with
     "operation" and "algorithm". error: of a rank without a valid contribution. codec: a
     name of `mpicomp.codec.CODECS`, or "auto". like: an array; received vectors are
-    placed on its device. node_sizes: the number of ranks on each node.
+    placed on its device. nodes: the ranks of each node (that share memory), in the order
+    of their first ranks.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Group:
         self.size = link.size
         self._ranks: Sequence[int] = range(link.size)  # of the communicator
         self._nodes = link.nodes
-        self.node_sizes = link.node_sizes
+        self.nodes = link.by_node
 
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""
@@ -117,7 +118,7 @@ class Group:
             return CODECS[self.codec](vector)
         if vector.indices.nbytes + vector.values.nbytes <= SHORT_NBYTES:
             return plain(vector)
-        return smallest(vector) if len(self.node_sizes) > 1 else quick(vector)
+        return smallest(vector) if len(self.nodes) > 1 else quick(vector)
 
     def subgroup(self, ranks: Sequence[int]) -> "Group":
         """Return the group of some ranks, numbered in this order; includes this rank."""
@@ -126,22 +127,16 @@ class Group:
         inner.size = len(ranks)
         inner._ranks = [self._ranks[rank] for rank in ranks]
         inner._nodes = tuple([self._nodes[rank] for rank in ranks])
-        inner.node_sizes = schedule.group_sizes(inner._nodes)
+        inner.nodes = schedule.groups(inner._nodes)
         return inner
-
-    def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each node (ranks that share memory), in the order of their first ranks."""
-        return schedule.groups(self._nodes)
 
     def node(self) -> "Group":
         """Return the group of the ranks that share memory with this one."""
-        return self.subgroup(
-            next(ranks for ranks in self.nodes() if self.rank in ranks)
-        )
+        return self.subgroup(next(ranks for ranks in self.nodes if self.rank in ranks))
 
     def lane(self, node: "Group") -> "Group":
         """Return the group of the ranks that have this rank's number in their nodes; each node has one."""
-        return self.subgroup([ranks[node.rank] for ranks in self.nodes()])
+        return self.subgroup([ranks[node.rank] for ranks in self.nodes])
 
     @cached_property
     def nothing(self) -> SparseVector:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.agreement.state import Faults
-from collectives.planning.schedule import group_sizes
+from collectives.planning.schedule import groups
 from collectives.runtime import messages, staging
 from collectives.runtime.messages import Arrival, Sending, mpi, notice_tag, send_size
 from mpicomp.arrays import Buffer, on_device
@@ -88,7 +88,7 @@ class Link:
         self.rank = duplicate.rank
         self.size = duplicate.size
         self.nodes = nodes
-        self.node_sizes = group_sizes(nodes)
+        self.by_node = groups(nodes)
         self.choice = choice
         self.backs_off = backs_off
         self.direct = direct

@@ -52,9 +52,9 @@ class Density(Compressor):
         self.density = None if density is None else to_density(density, "; or give k=")
         self.k = None if k is None else to_integer("k", k)
 
-    def counts(self, lengths: Array) -> Array:
+    def counts(self, lengths: Any) -> Array:
         """Return the number of entries to select from vectors of these lengths."""
-        return counts_of(lengths, self.density, self.k)
+        return counts_of(np.asarray(lengths), self.density, self.k)
 
 
 def counts_of(lengths: Array, density: Any, k: Any) -> Array:

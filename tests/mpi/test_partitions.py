@@ -23,7 +23,7 @@ from collectives import (
     traffic,
 )
 from collectives.agreement.first_call import link_of
-from collectives.planning.schedule import group_sizes
+from collectives.planning.schedule import groups
 from mpicomp import CollectiveError, SparseVector
 from mpicomp.vector import add_up
 
@@ -148,11 +148,12 @@ def places(comm):
         link = link_of(comm)
         marks = (names * comm.size)[: comm.size]
         link.nodes = tuple(marks.index(mark) for mark in marks)
-        link.node_sizes = group_sizes(link.nodes)
+        link.by_node = groups(link.nodes)
 
     yield move
     if link is not None:
-        link.nodes, link.node_sizes = (0,) * comm.size, (comm.size,)
+        link.nodes = (0,) * comm.size
+        link.by_node = groups(link.nodes)
 
 
 @pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB", "ABC", "AAAAAAAB"])
@@ -213,9 +214,9 @@ def test_between_nodes_a_sum_travels_once_a_node(comm, places, monkeypatch):
     link = link_of(comm)
     abroad, send = [0], link.send
 
-    def counting(buffer, dest, tag, arrival=None):
+    def counting(buffer, dest, *more):
         abroad[0] += buffer.size * (link.nodes[dest] != link.nodes[comm.rank])
-        return send(buffer, dest, tag, arrival)
+        return send(buffer, dest, *more)
 
     monkeypatch.setattr(link, "send", counting)
     vector = SparseVector(
