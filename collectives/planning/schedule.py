@@ -7,8 +7,6 @@ folds into a core rank.
 from collections.abc import Iterator
 from functools import lru_cache
 
-from collectives.agreement.state import ranks_by_value
-
 
 def core_size(size: int) -> int:
     """Return the largest power of two that is at most `size`."""
@@ -54,7 +52,10 @@ def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:
 @lru_cache(maxsize=16)
 def groups(marks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks with each mark, in the order in which the marks first appear."""
-    return tuple(map(tuple, ranks_by_value(enumerate(marks)).values()))
+    ranks_of: dict[int, list[int]] = {}
+    for rank, mark in enumerate(marks):
+        ranks_of.setdefault(mark, []).append(rank)
+    return tuple(map(tuple, ranks_of.values()))
 
 
 def rotation(rank: int, size: int) -> Iterator[tuple[int, int]]:
