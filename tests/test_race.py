@@ -119,3 +119,15 @@ def test_the_table_says_when_a_method_reaches_the_best_other_loss():
         "10",
         "50",
     ]
+
+
+def test_a_method_with_settings_takes_the_rate_that_was_tried_with_or_without_them():
+    """Else that of none: 4 rates were tried of local steps of Muon in 4 bits, and none in 2 bits."""
+    from joining import GIVEN, rate_of
+
+    tried = rate_of("local-few-bits-10", "muon", "linear")
+    assert tried.trials > 1
+    assert tried == rate_of("local-few-bits-10:bits=2", "muon", "linear")
+    assert tried != GIVEN == rate_of("local-few-bits-7:bits=2", "muon", "linear")
+    own = rate_of("in-basis-8:basis=none", "sgd", "constant")
+    assert own != rate_of("in-basis-8", "sgd", "constant")

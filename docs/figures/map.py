@@ -33,10 +33,19 @@ LINES = {
         for every in cells.EVERY
     },
 }
-NAME = re.compile(r"local-(few-bits|sparse)-(\d+)(?::bits=\d|:k=\d+)?")
-KINDS = {"few-bits": "every value", "sparse": "entries"}
-# bits a value and step of published formats, of 12 bits an index and 2 a value
-PUBLISHED = {"SparseLoCo": 14 * 128 / 4096 / 15, "Covenant": 14 * 64 / 4096 / 30}
+NAME = re.compile(
+    r"local-(few-bits-in-basis|few-bits|sparse)-\d+(?::(?:bits|k)=(\d+))?"
+)
+FORMATS = {  # and what is sent without a setting
+    "few-bits": ("{} bits a value", 4),
+    "few-bits-in-basis": ("{} bits, in a basis", 4),
+    "sparse": ("{} of 4,096 entries", 128),
+}
+# formats as they are published, of 12 bits an index and 2 a value: the bits of a value and step
+PUBLISHED = {
+    "SparseLoCo's format": ("local-sparse-15", 14 * 128 / 4096 / 15),
+    "Covenant's format": ("local-sparse-30:k=64", 14 * 64 / 4096 / 30),
+}
 
 
 def by_ranks(rows: list[Row], title: str, places: list[Cell]) -> Row:
@@ -57,27 +66,28 @@ def by_bits(rows: list[Row]) -> Row:
     total, batch = cells.ALONE
     own = of(rows, model="small", ranks=total // batch, batch=batch, optimizer="muon")
     own = of(own, steps=cells.STEPS, seed=SEED)
-    own = [row for row in own if NAME.fullmatch(row["method"])]
-    points: dict[str, dict[float, float]] = {}
-    for name, each in grouped(own, lambda row: row["method"]).items():
-        kind, every = NAME.fullmatch(name).groups()
-        label = f"{KINDS[kind]}, H = {every}"
-        best = rows_at_best_rate(each)
-        points.setdefault(label, {})[best[0]["bits"]] = fmean(
-            row["loss"] for row in best
-        )
+    losses = {
+        name: (each[0]["bits"], fmean(row["loss"] for row in rows_at_best_rate(each)))
+        for name, each in grouped(own, lambda row: row["method"]).items()
+    }
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, point in losses.items():
+        if known := NAME.fullmatch(name):
+            label, usual = FORMATS[known[1]]
+            points.setdefault(label.format(known[2] or usual), []).append(point)
+    for label, (name, bits) in PUBLISHED.items():
+        points[label] = [(bits, losses[name][1])]
     lines = []
-    for label, losses in sorted(points.items()):
-        x, y = zip(*sorted(losses.items()), strict=True)
+    for label in sorted(points, key=lambda label: -max(points[label])[0]):
+        x, y = zip(*sorted(points[label]), strict=True)
         lines.append({"label": label, "x": x, "y": y})
-    marks = [(bits, name, lines[0]["label"]) for name, bits in PUBLISHED.items()]
-    words = {"title": "4 ranks, 16 windows a step", "ylabel": "held-out loss, nats"}
+    words = {"title": "local Muon, 4 ranks", "ylabel": "held-out loss, nats"}
     about = "bits that a rank sends, a value and step"
-    return {"lines": lines, "xscale": "log", "xlabel": about, "marks": marks, **words}
+    return {"lines": lines, "xscale": "log", "xlabel": about, **words}
 
 
 def kinds() -> Iterator[tuple[str, list[Cell]]]:
-    """Yield the two ways in which the batch goes with the ranks."""
+    """Yield the two ways in which the batch goes with the ranks, and the second text."""
     total, own = cells.ALONE
     yield (
         f"{total} windows a step, of all ranks",
@@ -87,10 +97,14 @@ def kinds() -> Iterator[tuple[str, list[Cell]]]:
         f"{own} windows a step and rank",
         [Cell("small", own * ranks, ranks) for ranks in cells.RANKS],
     )
+    yield (
+        f"the second text, {total} windows a step",
+        [Cell("small-manual", total, ranks) for ranks in cells.RANKS],
+    )
 
 
 if __name__ == "__main__":
     file = ROOT / "docs" / "results" / "map.json"
     trained = json.loads(file.read_text())["rows"]
-    panels = [by_ranks(trained, *each) for each in kinds()]
-    draw([panels, [by_bits(trained)]], target("map"))
+    stays, grows, second = (by_ranks(trained, *each) for each in kinds())
+    draw([[stays, grows], [second, by_bits(trained)]], target("map"))
