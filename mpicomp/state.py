@@ -7,6 +7,7 @@ segments is its layout. Settings are saved beside it as text, in a table.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from inspect import Parameter, ismethod, signature
 from typing import Any, ClassVar
@@ -291,13 +292,17 @@ def to_table(settings: ByName) -> NDArray[Any]:
 def from_table(table: Any) -> dict[str, str]:
     """Return the names and values, as text, of an array that `to_table` returned; raises ValueError for another one."""
     array = np.asarray(table)
-    if array.dtype != np.uint8:
+    texts: Any = None
+    if array.dtype == np.uint8:
+        with suppress(ValueError):
+            texts = json.loads(array.tobytes())
+    values = texts.values() if isinstance(texts, dict) else [None]
+    if not all([isinstance(value, str) for value in values]):
         raise ValueError(
-            f"the settings of the state are {array.dtype}: expected bytes (uint8); the state is damaged, "
-            "or was saved by another version"
+            f"the settings of the state are {kind_of_array(array)}: expected bytes (uint8) that state_dict() "
+            "returned; the state is damaged, or was saved by another version"
         )
-    texts: dict[str, str] = json.loads(array.tobytes())
-    return texts
+    return texts  # type: ignore[no-any-return]
 
 
 def check_table(state: str, table: Any, settings: ByName, remedy: str) -> None:

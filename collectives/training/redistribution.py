@@ -60,7 +60,9 @@ def redistribute_state(
     if state is None:
         raise ValueError(f"load returned no state of {saved} ranks: expected one")
     _check_between_rounds(state)
-    dtypes = {key: array.dtype for key, array in state.items() if _differs(key, array)}
+    dtypes = {
+        key: state[key].dtype for key in _of_exchange(state) if _differs(key, state)
+    }
     start = np.array if source == rank else np.zeros_like
     for key, dtype in dtypes.items():
         state[key] = start(state[key], accumulation_dtype(dtype))
@@ -81,23 +83,24 @@ def redistribute_state(
     return state
 
 
+def _of_exchange(state: ByName) -> list[str]:
+    """Return the keys of the exchange: in the state of a loop parameters may have any name."""
+    prefix = EXCHANGE if "count" in state else ""
+    return [key for key in state if key.startswith(prefix)]
+
+
 def _tables(state: ByName) -> list[str]:
     """Return the keys of the tables of segments."""
-    prefix = EXCHANGE if "count" in state else ""
-    return [
-        key
-        for key in state
-        if key.startswith(prefix) and key.removeprefix(prefix).endswith(f"/{TABLE}")
-    ]
+    return [key for key in _of_exchange(state) if key.endswith(f"/{TABLE}")]
 
 
 def _part(key: str) -> str:
     return key.rpartition("/")[2].partition(".")[0]
 
 
-def _differs(key: str, array: Array) -> bool:
-    """Return whether an array of a state differs by rank: all arrays of a feedback do, its numbers do not."""
-    return _part(key) == FEEDBACK and array.ndim > 0
+def _differs(key: str, state: Mapping[str, Array]) -> bool:
+    """Return whether an array of an exchange differs by rank: all of a feedback do, its numbers do not."""
+    return _part(key) == FEEDBACK and state[key].ndim > 0
 
 
 def _check_between_rounds(state: Mapping[str, Array]) -> None:
@@ -151,8 +154,9 @@ def _check_same_step(
             {"steps": from_table(state[key]).get("steps")},
             remedy,
         )
-    for key in state.keys() - differing:
-        if _part(key) not in _BY_RANK and not np.array_equal(state[key], other[key]):
+    by_rank = [key for key in _of_exchange(state) if _part(key) in _BY_RANK]
+    for key in state.keys() - differing - {*by_rank}:
+        if not np.array_equal(state[key], other[key]):
             raise ValueError(
                 f"{key} differs between the states of ranks {rank} and {source}: {remedy}"
             )

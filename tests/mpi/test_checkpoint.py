@@ -305,6 +305,19 @@ def test_a_state_of_another_rank_or_number_of_ranks_is_refused(comm):
     np.testing.assert_equal(exchange.state_dict(), before)
 
 
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff", b"5", b"null", b'"x"', b'{"holds": 3}']
+)
+def test_a_damaged_table_of_settings_is_said_to_be_one(comm, text):
+    exchange = MAKERS["error feedback"](comm)
+    exchange(gradient(comm.rank, 0))
+    before = exchange.state_dict()
+    damaged = {"gradient/settings": np.frombuffer(text, np.uint8)}
+    with pytest.raises(ValueError, match="the state is damaged"):
+        exchange.load_state_dict(before | damaged)
+    np.testing.assert_equal(exchange.state_dict(), before)
+
+
 OTHERS = {
     "density": (
         {"compressor": TopK(0.2)},

@@ -291,6 +291,22 @@ def loop_of(comm, model, *, bits=None, **settings):
     return OuterLoop(exchange, model, every=2, **settings)
 
 
+@pytest.mark.exactly(1)
+@pytest.mark.parametrize("name", ["feedback.weight", "layer/feedback.weight"])
+def test_a_parameter_of_any_name_keeps_its_value(comm, name):
+    """Keys of an exchange's feedback are added over the ranks; those of a loop's parameters are not."""
+    outer = loop_of(comm, {name: np.full(9, 3, np.float32)})
+    saved = outer.state_dict()
+    key = f"exchange/{name}/settings"
+
+    def load(rank):
+        table = from_table(saved[key]) | {"rank": rank, "ranks": 2}
+        return saved | {key: to_table(table)}
+
+    state = redistribute_state(load, 2, 0, 1)
+    assert state[f"anchor/{name}"].tolist() == [3] * 9
+
+
 @pytest.mark.exactly(6)
 @pytest.mark.parametrize(
     ("size", "bits"), [(2, None), (3, None), (6, None), (2, 4), (6, 4)]
