@@ -7,7 +7,7 @@ reaches all ranks.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -129,6 +129,33 @@ def _agree(
         _raise_apart(
             group.signature["operation"], (yield from group.gather_objects(position))
         )
+
+
+def catch_up(
+    errors: Sequence[Exception], attempts: int, comm: Any, operation: str
+) -> None:
+    """Return once all ranks have left the functions of their user, or raise on all if one raised there.
+
+    A rank that raised before it called anything meets the others in their calls, which
+    then raise. attempts: the number of functions, and one more. errors: of this rank.
+    """
+    for attempt in range(attempts):
+        try:
+            failures = gather_objects(bool(errors), comm, operation)
+            break
+        except CollectiveError:
+            if attempt == attempts - 1:
+                raise
+    if any(failures):
+        causes = [error for error in errors if type(error) is not CollectiveError]
+        gather_objects(causes[0] if causes else None, comm, operation)
+
+
+def miss(error: Exception, attempts: int, comm: Any, operation: str) -> None:
+    """Contribute the error of an interrupt to all attempts of the others to `catch_up`, and wait for none."""
+    with suppress(CollectiveError):
+        for _ in range(attempts):
+            gather_objects.nonblocking(error, comm, operation)
 
 
 def _digest(position: str) -> int:

@@ -437,7 +437,8 @@ class OuterLoop:
             frozen = {
                 name for name in self._trained if not _is_trained(parameters[name])
             }
-        except Exception as error:  # whatever it is: the other ranks must learn of it
+        # whatever it is: the other ranks must learn of it
+        except BaseException as error:
             self.exchange.fail(error)
         return frozen
 
@@ -485,7 +486,7 @@ class OuterLoop:
         try:
             if self.delay:  # without one, `subtract` has just found them
                 self._find_parameters()
-        except Exception as error:
+        except BaseException as error:
             self.exchange.fail(error)
         means = self.exchange.finish_vectors(f"rate {self.rate!r}")
         if not self.exchange.finite:  # it was skipped, on all ranks

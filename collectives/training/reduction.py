@@ -42,6 +42,11 @@ class Reduction:
     average: bool | str
     declared: Declaration
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the sum is a function of the user's own, which declares nothing."""
+        return self.declared.to_sum is None
+
     def start(self, sent: Any, comm: Any) -> Any:
         """Start the sum of what this rank sends; float16 in float32, so that the mean alone has to be in range."""
         if isinstance(sent, SparseVector):

@@ -13,7 +13,13 @@ from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
-from collectives.agreement.all_or_none import all_or_none, contributed, outcome_of
+from collectives.agreement.all_or_none import (
+    all_or_none,
+    catch_up,
+    contributed,
+    miss,
+    outcome_of,
+)
 from collectives.runtime import staging
 from collectives.runtime.engine import Request
 from collectives.runtime.link import sent_nbytes
@@ -99,6 +105,8 @@ class Step:
         self._exchange = exchange
         self._reduction = reduction
         self._nonfinite_error = nonfinite_error
+        # ranks may be in different calls of the user's own function
+        self._is_apart = reduction.is_own
         self._sent_before = sent_nbytes(comm)
         # seconds
         self._compressing = 0.0
@@ -136,9 +144,13 @@ class Step:
                     finished = self._finish(error, form)
                     results = self._results(buckets, finished, form)
                     zeroed = [] if finished else self._zeroed(buckets)
-                except (KeyboardInterrupt, SystemExit, GeneratorExit) as interrupt:
+                except Exception:
+                    raise
+                except BaseException as interrupt:
                     why = contributed(interrupt)
                     self.start(buckets, is_complete=True, error=why)
+                    if self._is_apart:
+                        miss(why, len(self.started) + 1, self._comm, OPERATION)
                     raise
             self.finished = finished
         finally:
@@ -238,9 +250,12 @@ class Step:
         errors = [
             outcome for outcome in (error, *outcomes) if isinstance(outcome, Exception)
         ]
-        for each_error in errors:
-            if not isinstance(each_error, StepSkippedError):
-                raise each_error
+        faults = [one for one in errors if not isinstance(one, StepSkippedError)]
+        if self._is_apart:
+            catch_up(faults, len(outcomes) + 1, self._comm, OPERATION)
+            self._is_apart = False
+        for fault in faults:
+            raise fault
         check_apart([array for started in self.started for array in started.written])
         if errors:
             return []

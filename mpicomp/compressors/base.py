@@ -46,7 +46,7 @@ class Compressor(Configured):
 
         corrected: an array of any shape, taken in C order; float16, float32 or float64.
         It may be read-only: do not write to it. gradient: what the step added to the
-        residual; None if it is not available.
+        residual, read-only too; None if it is not available.
 
         Returns no exact zero of `corrected`, and at least one entry if any is not zero
         (`common.at_positions`). Raises ValueError naming the first value of `corrected`
@@ -76,7 +76,9 @@ class Compressor(Configured):
         write_sum(summands, corrected)
         vectors = []
         for segment, (first, end) in enumerate(pairwise(bounds)):
-            part = None if summands is None else flat(summands.parts[segment])
+            part = None
+            if summands is not None:
+                part = read_only(flat(summands.parts[segment]))
             values = read_only(corrected[first:end])
             vector = self.compress(values, gradient=part)
             check_selected(vector, values, self)

@@ -74,6 +74,62 @@ def takes_a_step(comm, exchange, gradients):
     assert len(set(comm.allgather(b"".join(array.tobytes() for array in means)))) == 1
 
 
+def raising(calls_before, calls, lengths=()):
+    """Return a collective that makes some calls; with `lengths` of vectors, the last rank raises between them."""
+
+    def collective(vector, comm):
+        total = vector
+        for number in range(calls):
+            is_due = is_last(comm) and getattr(vector, "length", 0) in lengths
+            if is_due and number == calls_before:
+                raise ZeroDivisionError("mine")
+            total = sparse_allreduce(vector, comm)
+        if calls_before == calls and is_last(comm) and total.length in lengths:
+            raise ZeroDivisionError("mine")
+        return total
+
+    return collective
+
+
+@pytest.mark.parametrize(
+    ("calls_before", "calls"), [(0, 1), (1, 1), (0, 2), (1, 2), (2, 2)]
+)
+@pytest.mark.parametrize("lengths", [(50,), (40,), (50, 40)])
+def test_a_collective_of_ones_own_that_raises_on_one_rank_between_its_calls(
+    comm, calls_before, calls, lengths
+):
+    raises = list(lengths)
+    collective = raising(calls_before, calls, raises)
+    exchange = GradientExchange(
+        comm, TopK(k=9), collective=collective, small=10, bucket_nbytes=1
+    )
+    raises.clear()
+    takes_a_step(comm, exchange, named(comm.rank, 0))
+    raises.extend(lengths)
+    with all_raise(comm, exchange, ZeroDivisionError, "mine"):
+        exchange(named(comm.rank, 1))
+    raises.clear()
+    takes_a_step(comm, exchange, named(comm.rank, 2))
+
+
+def test_a_collective_of_ones_own_that_raises_what_it_is_passed(comm):
+    """A rank that failed calls nothing then, and the others have called."""
+
+    def collective(vector, comm):
+        if isinstance(vector, Exception):
+            raise vector
+        return sparse_allreduce(vector, comm)
+
+    exchange = GradientExchange(comm, TopK(k=9), collective=collective)
+    takes_a_step(comm, exchange, gradient(comm.rank, 0))
+    wrong = gradient(comm.rank, 1)
+    if is_last(comm):
+        wrong[3] = np.nan
+    with all_raise(comm, exchange, ValueError, "nan"):
+        exchange(wrong)
+    takes_a_step(comm, exchange, gradient(comm.rank, 2))
+
+
 # A rank without memory.
 
 LARGE, SLACK = 10_000_000, 2**24  # 80 MB are more than malloc keeps for itself (64 MB)

@@ -7,6 +7,7 @@ on all ranks.
 import os
 import signal
 import time
+from asyncio import CancelledError
 from functools import partial
 
 import numpy as np
@@ -334,7 +335,7 @@ def test_a_step_in_which_memory_ends_between_two_rounds_is_undone_on_all(
 
 @pytest.mark.exactly(2)
 @pytest.mark.parametrize("form", ["array", "dict"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, CancelledError])
 @pytest.mark.parametrize("place", ["select", "observe", "prepare_residual", "sum"])
 def test_an_interrupt_within_a_step_undoes_it_on_all_ranks(
     comm, form, error, place, monkeypatch

@@ -1,10 +1,11 @@
 """OuterLoop against a simulation of all ranks in float64; restarts, faults, and the pitfalls of published code."""
 
+from asyncio import CancelledError
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from cases import RandomK, through_a_file
+from cases import RandomK, is_last, through_a_file
 from devices import cupy_for_tests
 
 from collectives import (
@@ -527,6 +528,37 @@ def test_a_function_returns_the_parameters_of_each_round(comm):
         match=r"w is float64 of shape \(2001,\): expected float64 of shape \(2000,\)",
     ):
         loop.step()
+
+
+@few
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, CancelledError])
+def test_what_a_function_of_the_parameters_raises_on_one_rank_undoes_the_round(
+    comm, error, delay
+):
+    parameters = {"w": np.zeros(2000)}
+    fails = False
+
+    def current():
+        if fails:
+            raise error("mine")
+        return parameters
+
+    exchange = GradientExchange(comm, Dense(), NoFeedback())
+    loop = OuterLoop(exchange, current, every=2, delay=delay)
+    loop.step()
+    if delay:  # it fails when the exchange ends, in the next step
+        loop.step()
+    parameters["w"] += 1 + comm.rank
+    fails = is_last(comm)
+    with pytest.raises(error if fails else CollectiveError, match="mine"):
+        loop.step()
+    fails = False
+    assert loop.rounds == 0
+    for _ in range(2):
+        loop.step()
+    assert loop.rounds == 1
+    assert (loop.anchor["w"] == 1 + np.mean(range(comm.size))).all()
 
 
 # Saved and taken up again

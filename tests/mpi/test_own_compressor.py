@@ -117,3 +117,24 @@ def test_what_states_cannot_compare_or_restore_is_refused(comm, arguments, match
         exchange = GradientExchange(comm, lambda name, shape: arguments[0], small=0)
         with pytest.raises(TypeError, match=match):
             exchange(gradients(comm, 0))
+
+
+class Writing(Compressor):
+    """Write to one of its arguments."""
+
+    def __init__(self, argument):
+        self.argument = argument
+
+    def compress(self, corrected, *, gradient=None):
+        array = gradient if self.argument == "gradient" else corrected
+        array[0] = 0
+        return at_positions(corrected, np.arange(2))
+
+
+@pytest.mark.parametrize("argument", ["corrected", "gradient"])
+def test_a_compressor_cannot_write_to_what_it_is_passed(comm, argument):
+    exchange = GradientExchange(comm, Writing(argument))
+    gradient = np.ones(5, np.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        exchange(gradient)
+    assert gradient.tolist() == [1] * 5
