@@ -13,7 +13,7 @@ CONSTRAINTS ?=
 
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-all test-oldest test-mpich test-impi test-cupy test-scale test-links test-torch test-slurm lint docs release \
+.PHONY: demo test test-all test-check test-oldest test-mpich test-impi test-cupy test-scale test-links test-torch test-slurm lint docs release \
   clean gpu-evidence coverage lock
 
 demo: $(READY)
@@ -30,7 +30,12 @@ test-all: $(READY)
 	python -m pytest --ignore tests/mpi -n 2
 	MPI_TEST_ALL=1 MPI_TEST_TIMEOUT=1800 tests/launch.sh 8 tests/mpi -q
 	MPI_TEST_ALL=1 MPICOMP_WAIT=backoff tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
+	$(MAKE) test-check
 	python tests/mutants.py
+
+# The tests on ranks in the debug mode, except for those that are marked `unchecked`; test-torch has PyTorch's.
+test-check: $(READY)
+	MPICOMP_CHECK=1 MPI_TEST_OUT=build/mpi-tests-check MPI_TEST_TIMEOUT=1800 tests/launch.sh 2 tests/mpi -m "not slow" -q
 
 # The lowest versions that setup.cfg accepts, in an environment of their own; mpi4py is compiled, as that has no wheel.
 # OLDEST, OLDEST_MPI: which tests, by default all.

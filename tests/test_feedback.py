@@ -212,6 +212,14 @@ def test_a_collective_that_returns_no_sum_is_named(returned):
         exchange(np.ones(2))
 
 
+def test_a_collective_that_returns_integers_is_told_what_to_convert_them_to():
+    exchange = GradientExchange(
+        World, TopK(k=1), collective=lambda vector, comm: np.ones(2, np.int64)
+    )
+    with pytest.raises(TypeError, match=r"values are int64: expected .* astype"):
+        exchange(np.ones(2))
+
+
 def test_the_gradient_that_a_feedback_of_ones_own_returns_is_not_written_to():
     class Plain(NoFeedback):
         prepare_rejected = Feedback.prepare_rejected

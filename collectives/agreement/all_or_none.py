@@ -147,7 +147,7 @@ def catch_up(
             if attempt == attempts - 1:
                 raise
     if any(failures):
-        causes = [error for error in errors if type(error) is not CollectiveError]
+        causes = [error for error in errors if not isinstance(error, CollectiveError)]
         gather_objects(causes[0] if causes else None, comm, operation)
 
 

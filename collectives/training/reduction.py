@@ -12,7 +12,7 @@ from collectives.allreduce import sparse_allreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.collective import Collective, Declaration, Sum
-from mpicomp.arrays import converted, kernels_for, on_device, widened_values
+from mpicomp.arrays import converted, kernels_for, on_device, to_vector, widened_values
 from mpicomp.bucket import Mean
 from mpicomp.coded import CodedSum
 from mpicomp.few_bits import BITS
@@ -68,7 +68,7 @@ class Reduction:
             return total
         value = total.value
         if isinstance(value, np.ndarray) or on_device(value):
-            value = from_all_values(value.reshape(-1))
+            value = from_all_values(to_vector(value))
         for part in (value, value if total.rejected is None else total.rejected):
             if not isinstance(part, SparseVector):
                 raise TypeError(
