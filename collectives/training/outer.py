@@ -387,10 +387,17 @@ class OuterLoop:
         }
 
     def _named_parameters(self) -> tuple[str, dict[str, Any]]:
-        """Return the form of the parameters, and those of this round by name."""
-        return by_name(
+        """Return the form of the parameters, and those of this round by name; ValueError for others than at first."""
+        form, current = by_name(
             self._parameters() if isroutine(self._parameters) else self._parameters
         )
+        others = sorted(current.keys() ^ self._first.keys(), key=str)
+        if self._first and others:
+            raise ValueError(
+                f"{others[:3]} are parameters now and were none at the start, or the reverse: expected the same ones; "
+                "make a new exchange and loop for others"
+            )
+        return form, current
 
     def _find_parameters(self) -> None:
         _, parameters = self._named_parameters()

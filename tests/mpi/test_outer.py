@@ -532,6 +532,31 @@ def test_a_function_returns_the_parameters_of_each_round(comm):
 
 @few
 @pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("change", ["added", "removed", "renamed"])
+def test_parameters_that_are_added_or_removed_on_one_rank_are_named_on_all(
+    comm, change, delay
+):
+    parameters = {"w": np.zeros(2000), "v": np.zeros(30)}
+    exchange = GradientExchange(comm, Dense(), NoFeedback())
+    loop = OuterLoop(exchange, parameters, every=2, delay=delay)
+    loop.step()
+    if delay:
+        loop.step()
+    if is_last(comm):
+        if change != "added":
+            del parameters["v"]
+        if change != "removed":
+            parameters["u"] = np.zeros(30)
+    with pytest.raises(
+        ValueError if is_last(comm) else CollectiveError,
+        match=r"are parameters now and were none at the start, or the reverse: expected",
+    ):
+        loop.step()
+    assert loop.rounds == 0
+
+
+@few
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, CancelledError])
 def test_what_a_function_of_the_parameters_raises_on_one_rank_undoes_the_round(
     comm, error, delay
