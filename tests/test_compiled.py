@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import operator
 import pathlib
 import pickle
 import warnings
@@ -9,6 +10,8 @@ import warnings
 import pytest
 from numba import config
 from numba.core import caching
+from numba.core.types.functions import BaseFunction
+from numba.extending import overload
 
 from mpicomp.kernels.host import compiled
 
@@ -120,3 +123,27 @@ def test_only_what_python_calls_has_machine_code(declare):
     assert not part.overloads[signature].library.get_pointer_to_function(name)
     assert part(1.5) == 2.5
     assert part.signatures == [signature]
+
+
+def test_numba_looks_once_for_what_a_kernel_calls(declared, monkeypatch):
+    kernel = declared()
+    kernel(1)  # loads Numba's declarations
+    sought, look = [], BaseFunction.get_call_type
+
+    def counting(self, context, given, named):
+        sought.append((self, given))
+        return look(self, context, given, named)
+
+    monkeypatch.setattr(BaseFunction, "get_call_type", counting)
+    assert kernel(1.5) == 2.5
+    assert len(sought) == len(set(sought)) > 0
+
+
+def test_a_kernel_is_compiled_after_a_library_added_to_what_it_calls(declared):
+    assert declared()(1) == 2
+
+    @overload(operator.add)
+    def of_texts(one, other):
+        return None
+
+    assert declared()(1.5) == 2.5

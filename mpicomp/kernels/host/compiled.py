@@ -14,23 +14,28 @@ Whatever fails in reading or writing the files (a torn file, a full or read-only
 system, files of another program) costs the time to compile, and one warning.
 """
 
+import copy
+import functools
 import gc
 import os
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
-from numba import config, njit
-from numba.core import caching
+from numba import config, njit, types
+from numba.core import caching, typing
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
 VARIABLE = "NUMBA_CACHE_DIR"
 
-# passes for closures, contexts, comprehensions, array expressions and functions that are
-# inlined by Numba
+# passes for closures, contexts, comprehensions, array expressions, functions that are
+# inlined by Numba, counts of references and listings with types
 _NEEDLESS = {
+    "AnnotateTypes",
+    "IRLegalization",
+    "NoPythonSupportedFeatureValidation",
     "WithLifting",
     "InlineClosureLikes",
     "RewriteSemanticConstants",
@@ -57,31 +62,24 @@ def jit(function: Any) -> Any:
     return kernel
 
 
-def inner(function: Any) -> Any:
-    """Return a kernel that only kernels call."""
-    return _linked(function, passes=0)
-
-
-def single(function: Any) -> Any:
-    """Return a kernel that becomes a part of each place of a kernel that calls it."""
-    return _linked(function, passes=1, forceinline=True)
-
-
-def loop(function: Any) -> Any:
-    """Return a kernel that only kernels call, which LLVM optimises alone first."""
-    return _linked(function, passes=2)
-
-
 def _linked(function: Any, *, passes: int, forceinline: bool = False) -> Any:
     kernel = njit(
         _nrt=False,
         no_cpython_wrapper=True,
         forceinline=forceinline,
-        pipeline_class=type("_Part", (_Part,), {"passes": passes}),
+        pipeline_class=type("_Part", (_Kernel,), {"passes": passes}),
         **_OPTIONS,
     )(function)
     kernel.__class__ = _Linked
     return kernel
+
+
+# A kernel that only kernels call.
+inner = functools.partial(_linked, passes=0)
+# A kernel that becomes a part of each place of a kernel that calls it.
+single = functools.partial(_linked, passes=1, forceinline=True)
+# A kernel that only kernels call, which LLVM optimises alone first.
+loop = functools.partial(_linked, passes=2)
 
 
 class _Linked(CPUDispatcher):  # type: ignore[misc]
@@ -92,8 +90,42 @@ class _Linked(CPUDispatcher):  # type: ignore[misc]
         return self.py_func(*given)
 
 
+class _Typing(typing.Context):  # type: ignore[misc]
+    """Numba's types, and the signatures of calls, which Numba looks for again in each pass over a function."""
+
+    def resolve_function_type(self, function: Any, given: Any, named: Any) -> Any:
+        """Return the signature of a call; None without one."""
+        # another key once a library added to the function
+        call = self._lookup_global(function) or function, *given
+        if named or not all(isinstance(each, types.Type) for each in given):
+            return super().resolve_function_type(function, given, named)
+        signature = self.signatures.get(call)
+        if signature is None:
+            signature = super().resolve_function_type(function, given, named)
+            self.signatures[call] = signature
+        return signature
+
+
+@functools.cache
+def _known(context: Any, target: Any) -> tuple[_Typing, Any]:
+    """Return types that remember calls, and sizes of LLVM's types: for all kernels, as overloads belong to them."""
+    own = copy.copy(context)
+    own.__class__ = _Typing
+    own.signatures = {}
+    return own, functools.cache(target.get_abi_sizeof)
+
+
 class _Kernel(Compiler):  # type: ignore[misc]
     """Numba's compiler without the passes that change no kernel."""
+
+    passes: int | None = None  # of the library
+
+    def __init__(self, context: Any, target: Any, *settings: Any) -> None:
+        known, size = _known(context, target)
+        super().__init__(known, target, *settings)
+        # it was refreshed; Numba does so whenever it finds that an array is only an array
+        own = {"refresh": lambda: None, "get_abi_sizeof": size}
+        self.state.targetctx = self.state.targetctx.subtarget(**own)
 
     def compile_extra(self, function: Any) -> Any:
         """Compile without looking for garbage meanwhile; Numba lets one thread compile at a time."""
@@ -106,44 +138,42 @@ class _Kernel(Compiler):  # type: ignore[misc]
                 gc.enable()
 
     def define_pipelines(self) -> Any:
-        """Return the passes."""
+        """Return the passes; the last one takes the library that is given."""
+        state = self.state
+        name = state.func_id.func_qualname
+        state.library = _Library(state.targetctx.codegen(), name, self.passes)
+        state.library.enable_object_caching()
         (passes,) = super().define_pipelines()
+        # each once: nothing is inlined after which branches could be pruned again
+        once = dict(passes.passes)
         passes.passes = [
-            each for each in passes.passes if each[0].__name__ not in _NEEDLESS
+            (each, once[each]) for each in once if each.__name__ not in _NEEDLESS
         ]
         passes.finalize()
         return [passes]
 
 
-class _Part(_Kernel):
-    """The compiler of what only kernels call: it writes to a library without machine code."""
-
-    passes: int
-
-    def define_pipelines(self) -> Any:
-        """Return the passes; the last one takes the library that is given."""
-        state = self.state
-        name = state.func_id.func_qualname
-        state.library = _Library(state.targetctx.codegen(), name, self.passes)
-        return super().define_pipelines()
-
-
 class _Library(JITCodeLibrary):  # type: ignore[misc]
-    """Code that is linked into other libraries.
+    """The code of a kernel.
 
-    passes: of LLVM before that: 0, 1 for those over functions, 2 for all.
+    passes: of LLVM over what is linked into others: 0, 1 for those over functions, 2
+    for all. Without machine code it needs no globals. None: Python calls it.
     """
 
-    # only what Python calls needs its globals
-    codegen = SimpleNamespace(set_env=lambda name, environment: None)
-
-    def __init__(self, codegen: Any, name: str, passes: int) -> None:
+    def __init__(self, codegen: Any, name: str, passes: int | None) -> None:
         super().__init__(codegen, name)
-        self._passes = passes
+        self._is_part = passes is not None
+        self._passes = 2 if passes is None else passes
+
+    @property
+    def codegen(self) -> Any:
+        """The owner of the globals."""
+        return _NO_GLOBALS if self._is_part else super().codegen
 
     def _optimize_functions(self, module: Any) -> None:
         module.data_layout = self._codegen._data_layout
-        if self._passes > 0:
+        # that a wrapper's are not optimised twice changes no kernel
+        if self._passes > 0 and module.name != "wrapper":
             super()._optimize_functions(module)
 
     def _optimize_final_module(self) -> None:
@@ -152,10 +182,15 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 
     def _finalize_final_module(self) -> None:
         self._finalized = True
+        if not self._is_part:
+            super()._finalize_final_module()
 
     def get_pointer_to_function(self, name: str) -> int:
-        """Return no address."""
-        return 0
+        """Return the address of a function; 0 for what has no machine code."""
+        return 0 if self._is_part else super().get_pointer_to_function(name)
+
+
+_NO_GLOBALS = SimpleNamespace(set_env=lambda name, environment: None)
 
 
 class _Files(caching.FunctionCache):  # type: ignore[misc]
