@@ -136,7 +136,10 @@ def test_the_controller_keeps_the_density_under_error_feedback(family, distribut
     assert compressor.current_stages == compressor.stages
 
 
-@pytest.mark.parametrize(("density", "rate"), [(0.01, 0.1), (0.001, 0.05)])
+@pytest.mark.parametrize(
+    ("density", "rate"),
+    [(0.01, 0.1), pytest.param(0.001, 0.05, marks=pytest.mark.slow)],
+)
 def test_the_default_holds_its_density_on_a_network_in_training(density, rate):
     """Corrected gradients of training under error feedback have another shape than any drawn vector."""
     task, compressor, feedback = digits(), SIDCo(density), ErrorFeedback()

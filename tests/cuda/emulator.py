@@ -65,7 +65,7 @@ class Program:
         self._flags = [
             *_FLAGS,
             *(_CHECKED if sanitize else ()),
-            *_preprocessing(options),
+            *_understood(options),
         ]
 
     def launch(
@@ -161,8 +161,8 @@ def compiler() -> str:
     return os.environ.get("CXX") or shutil.which("g++") or "c++"
 
 
-def _preprocessing(options: Sequence[str]) -> list[str]:
-    return [option for option in options if option.startswith("-D")]
+def _understood(options: Sequence[str]) -> list[str]:
+    return [option for option in options if option.startswith(("-D", "-O"))]
 
 
 def _word(arg: Any) -> int:

@@ -7,12 +7,10 @@ import pytest
 from compilers import available, instructions, nvrtc_libraries, spills
 from devices import cupy_for_tests, has_cupy_wheel
 
-RARE = (
-    pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make test-cupy"),
-    pytest.mark.slow,
-)
+RARE = pytest.mark.skipif(not has_cupy_wheel(), reason="takes long: make test-cupy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     ["sm_90", *(pytest.param(each, marks=RARE) for each in ("sm_80", "sm_100"))],

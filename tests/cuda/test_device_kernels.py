@@ -17,9 +17,13 @@ def device(cupy):
     return importlib.import_module("mpicomp.kernels.device")
 
 
-# Hundreds of launches each: two runs, in which every launch draws its schedule, see
-# every kernel under all of them.
+# Hundreds of launches each: a run in which every launch draws its schedule sees
+# nearly every kernel under all of them.
 LONG = [
+    comparisons.arithmetic,
+    comparisons.entries_of_bins,
+    comparisons.largest_in_segments,
+    comparisons.selections_by_a_grid,
     comparisons.top_k_of_hostile_data,
     comparisons.top_k_by_a_sample,
     comparisons.top_k_at_the_edges_of_tiles,
@@ -48,7 +52,9 @@ def test_the_bits_are_those_of_the_host(
     comparison(device, cupy)
 
 
-@pytest.mark.parametrize("seed", [0] if real_cupy() else [0, 1])
+@pytest.mark.parametrize(
+    "seed", [0] if real_cupy() else [0, pytest.param(1, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("comparison", LONG, ids=named)
 def test_the_bits_are_those_of_the_host_in_many_launches(
     cupy, device, monkeypatch, seed, comparison
@@ -59,8 +65,9 @@ def test_the_bits_are_those_of_the_host_in_many_launches(
         monkeypatch.setenv(VARIABLE, draw.choice(SCHEDULES))
         launch(*args, **more)
 
-    for module in (device.segments, device.fitting, device.few_bits):
-        monkeypatch.setattr(module, "launch", launched)
+    for module in vars(device).values():
+        if getattr(module, "launch", None) is launch:
+            monkeypatch.setattr(module, "launch", launched)
     comparison(device, cupy)
 
 

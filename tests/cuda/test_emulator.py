@@ -108,7 +108,15 @@ def source_of(name, text):
     return "".join(texts).replace('#include "common.cuh"\n', "")
 
 
-@pytest.mark.parametrize("name", RUNS)
+def slow_but(chosen, names):
+    """Return names as parameters of a test, all marked slow but the chosen ones: each compiles a program."""
+    return [
+        pytest.param(name, marks=() if name in chosen else pytest.mark.slow)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", slow_but({COMMON, "transforms.cu"}, RUNS))
 def test_what_mutants_are_made_of_passes(device, monkeypatch, name):
     text = mutants.with_barriers_to_delete((FOLDER / name).read_text())
     mutants.use(source_of(name, text), monkeypatch, deleted_barrier=-1)
@@ -145,7 +153,17 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+OF_EACH_KIND = {
+    "the look-back does not wait",
+    "a tie too many",
+    "a block does not wait for the counts of the others",
+    "a sum is a difference",
+    "a chunk at the end has a stage less",
+    "the fit leaves out a block",
+}
+
+
+@pytest.mark.parametrize("fault", slow_but(OF_EACH_KIND, FAULTS))
 def test_a_fault_is_found(device, monkeypatch, fault):
     name, old, new = FAULTS[fault]
     mutants.use(
@@ -168,16 +186,28 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kernel", BROKEN)
-def test_rules_of_cuda_are_watched(kernel):
-    program = Program(
-        (FOLDER / COMMON).read_text() + f"KERNEL broken(u64* out) {{ {kernel} }}"
+@pytest.fixture(scope="module")
+def broken():
+    """Return a program of all kernels that break a rule: `kernel` and a number."""
+    kernels = (
+        f"KERNEL kernel{number}(u64* out) {{ {body} }}\n"
+        for number, body in enumerate(BROKEN)
     )
+    return Program((FOLDER / COMMON).read_text() + "".join(kernels))
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_rules_of_cuda_are_watched(broken, number):
+    said = [*BROKEN.values()][number]
     word = ctypes.c_uint64(0)
     for schedule in SCHEDULES:
-        with pytest.raises(EmulationError, match=BROKEN[kernel]):
-            program.launch(
-                "broken", (2,), (256,), [ctypes.addressof(word)], schedule=schedule
+        with pytest.raises(EmulationError, match=said):
+            broken.launch(
+                f"kernel{number}",
+                (2,),
+                (256,),
+                [ctypes.addressof(word)],
+                schedule=schedule,
             )
 
 

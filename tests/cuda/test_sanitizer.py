@@ -39,11 +39,11 @@ def sanitized(schedule, *replacement):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     real_cupy() is not None, reason="nothing is emulated where there is a GPU"
 )
 class TestSanitized:
-    @pytest.mark.slow
     def test_nothing_outside_of_an_array_is_touched(self):
         done = sanitized("round_robin")
         assert done.returncode == 0, done.stdout + done.stderr

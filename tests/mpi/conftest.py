@@ -1,11 +1,11 @@
 """Groups of P ranks cut out of the world: a test with the fixture `comm` runs for every P.
 
-P is 1, 2, 5 or 8, with one, two and many ranks, powers of two and others; with
-MPI_TEST_ALL=1, as in `make test-all`, also 3, 4 and 7, and 16 in a world of 16. Groups
-that fit into the world beside each other run a test at the same time: of 8 ranks, P =
-5, 2 and 1. The marker `at_least(P)` leaves the smaller groups out, `exactly(P)` all
-others, and `small_groups`, of files about what is built on the collectives, those of
-more than 5 ranks: half as many runs.
+P is 1, 2 and 5, which fit into a world of 8 ranks beside each other, and so run a test
+at the same time. A test marked `every_size`, of the values that a collective returns,
+runs at P = 1, 2, 3, 4, 5, 7 and 8 as well; with MPI_TEST_ALL=1, as in `make test-all`,
+all tests do, in a world of 16 also at 16. The marker `at_least(P)` leaves the smaller
+groups out, `exactly(P)` all others, and `small_groups`, of files about what is built on
+the collectives, those of more than 5 ranks: half as many runs.
 """
 
 import os
@@ -16,7 +16,8 @@ from mpi4py import MPI
 
 from mpicomp import checking
 
-SIZES = (1, 2, 3, 4, 5, 7, 8, 16) if os.environ.get("MPI_TEST_ALL") else (1, 2, 5, 8)
+SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
+USUAL = SIZES if os.environ.get("MPI_TEST_ALL") else (1, 2, 5)
 SMALL = 5
 WORLD = MPI.COMM_WORLD
 
@@ -79,7 +80,9 @@ def pytest_generate_tests(metafunc):
             if metafunc.definition.get_closest_marker("small_groups")
             else max(8, WORLD.size)
         )
-        sizes = exactly or [size for size in SIZES if least <= size <= most]
+        every = metafunc.definition.get_closest_marker("every_size")
+        taken = [size for size in (SIZES if every else USUAL) if least <= size <= most]
+        sizes = exactly or taken or [least]
         together = side_by_side(sizes, WORLD.size)
         names = ["+".join(f"P{size}" for size in each) for each in together]
         metafunc.parametrize("comm", together, ids=names, indirect=True)

@@ -18,6 +18,7 @@ ALGORITHMS = list(allreduce.ALGORITHMS)
 EXACT = pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
 
 
+@pytest.mark.every_size
 @EXACT
 @for_each(pattern=PATTERNS)
 def test_the_exact_sum_and_the_same_bits_everywhere(comm, pattern, algorithm):

@@ -50,6 +50,7 @@ def oracle(dense, k):
     )
 
 
+@pytest.mark.every_size
 @for_each(pattern=PATTERNS, k=[1, 10, LENGTH])
 def test_the_sum_is_compressed_conserved_and_the_same_everywhere(comm, pattern, k):
     dense = [window(vector) for vector in contributions(pattern, comm.size)]

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from cases import for_each
 
 from collectives import dense_allreduce, dense_iallreduce, traffic
 from collectives.runtime import link
@@ -9,8 +10,11 @@ def contribution(rank, shape, dtype):
     return np.random.default_rng(rank).integers(-9, 10, shape).astype(dtype)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (1000,), (7, 11, 3)], ids=str)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.every_size
+@for_each(
+    shape=[(), (0,), (1,), (1000,), (7, 11, 3)],
+    dtype=[np.float16, np.float32, np.float64],
+)
 def test_the_sum_over_the_ranks(comm, shape, dtype):
     mine = np.array(contribution(comm.rank, shape, dtype), order="F")
     total = dense_allreduce(mine, comm)

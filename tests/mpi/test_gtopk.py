@@ -60,6 +60,7 @@ def check(comm, mine, k, dense, offset=0, algorithm="auto"):
     return result, rejected
 
 
+@pytest.mark.every_size
 @EVERY
 @for_each(pattern=PATTERNS, k=[None, 1, 10, LENGTH])
 def test_the_sum_is_conserved_and_the_same_everywhere(comm, algorithm, pattern, k):

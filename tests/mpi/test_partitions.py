@@ -28,7 +28,8 @@ from mpicomp import CollectiveError, SparseVector
 from mpicomp.vector import add_up
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.every_size
+@for_each(pattern=PATTERNS)
 def test_a_reduce_scatter_between_the_callers_bounds(comm, pattern):
     bounds = [
         0,
@@ -156,9 +157,12 @@ def places(comm):
         link.by_node = groups(link.nodes)
 
 
-@pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB", "ABC", "AAAAAAAB"])
+@pytest.mark.every_size
 @pytest.mark.parametrize("algorithm", ["auto", "node_lanes"])
-@for_each(pattern=["random", "unequal", "one_holds_all", "blocks"])
+@for_each(
+    names=["AB", "AABB", "ABBB", "AAB", "ABC", "AAAAAAAB"],
+    pattern=["random", "unequal", "one_holds_all", "blocks"],
+)
 def test_the_sum_over_several_nodes(comm, places, pattern, algorithm, names):
     places(names)
     total = sparse_allreduce(
@@ -168,9 +172,10 @@ def test_the_sum_over_several_nodes(comm, places, pattern, algorithm, names):
     assert_equal(total, sum(window(each) for each in contributions(pattern, comm.size)))
 
 
-@pytest.mark.parametrize("names", ["AB", "AABB", "ABBB", "AAB"])
+@pytest.mark.every_size
 @pytest.mark.parametrize("algorithm", ["auto", "node_leaders"])
 @for_each(
+    names=["AB", "AABB", "ABBB", "AAB"],
     pattern=["random", "unequal", "one_holds_all", "cancelling", "ties"],
     k=[None, 1, 30],
 )

@@ -24,7 +24,7 @@ from mpicomp.codec import CODECS
 
 # No shrinking and no clock: the ranks have to go through the same cases.
 together = settings(
-    max_examples=12 if os.environ.get("MPI_TEST_ALL") else 8,
+    max_examples=12 if os.environ.get("MPI_TEST_ALL") else 6,
     derandomize=True,
     database=None,
     deadline=None,
@@ -161,6 +161,7 @@ def test_gtopk(comm, algorithm):
     holds()
 
 
+@pytest.mark.every_size
 def test_a_reduce_scatter_is_a_division_of_the_sum(comm):
     @together
     @given(contributions(comm.size, rows=True))
@@ -182,6 +183,7 @@ def test_a_reduce_scatter_is_a_division_of_the_sum(comm):
     holds()
 
 
+@pytest.mark.every_size
 def test_gathered_reduced_handed_out_and_planned(comm):
     @together
     @given(contributions(comm.size, rows=True), st.integers(0, comm.size - 1))

@@ -41,6 +41,7 @@ def assert_close(found, expected, room, most=0):
     assert np.count_nonzero(~np.isclose(found, expected, rtol=0, atol=room)) <= most
 
 
+@pytest.mark.every_size
 @EVERY
 @DTYPES
 @for_each(bits=BITS, length=LENGTHS)

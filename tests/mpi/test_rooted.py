@@ -2,14 +2,23 @@
 
 import numpy as np
 import pytest
-from cases import LENGTH, PATTERNS, assert_equal, contribution, contributions, window
+from cases import (
+    LENGTH,
+    PATTERNS,
+    assert_equal,
+    contribution,
+    contributions,
+    for_each,
+    window,
+)
 
 from collectives import sparse_bcast, sparse_reduce, sparse_reduce_scatter
 from collectives.planning.partition import equal_bounds
 from mpicomp import CollectiveError, SparseVector
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.every_size
+@for_each(pattern=PATTERNS)
 def test_reduce_scatter_gives_every_rank_its_range_of_the_sum(comm, pattern):
     share = sparse_reduce_scatter(contribution(pattern, comm.rank, comm.size), comm)
     expected = sum(window(vector) for vector in contributions(pattern, comm.size))

@@ -15,6 +15,7 @@ def votes_of(vectors):
     )
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("algorithm", ["auto", *allreduce.ALGORITHMS])
 @for_each(pattern=["random", "unequal", "one_holds_all", "cancelling"])
 def test_an_allreduce_counts_who_brought_an_entry(comm, pattern, algorithm):
