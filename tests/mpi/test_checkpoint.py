@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import RandomK, compressed_sum, state_of, through_a_file
+from cases import RandomK, compressed_sum, for_each, state_of, through_a_file
 
 from collectives import GradientExchange, gtopk_allreduce, sparse_allreduce
 from mpicomp import (
@@ -368,12 +368,11 @@ def test_what_changes_between_steps_is_no_other_setting(comm):
         )
 
 
-@pytest.mark.parametrize(
-    "prefix", ["", "module.", "_orig_mod.module.", "module._orig_mod."]
-)
-@pytest.mark.parametrize("inside", ["", "_checkpoint_wrapped_module."])
-@pytest.mark.parametrize(
-    "name", ["weight", "exchange", "settings", "holds", "exchange/settings", "a/b"]
+@pytest.mark.exactly(2)
+@for_each(
+    prefix=["", "module.", "_orig_mod.module.", "module._orig_mod."],
+    inside=["", "_checkpoint_wrapped_module."],
+    name=["weight", "exchange", "settings", "holds", "exchange/settings", "a/b"],
 )
 def test_a_tensor_may_have_any_name_and_in_a_wrapped_model_has_the_state_of_the_model(
     comm, prefix, inside, name

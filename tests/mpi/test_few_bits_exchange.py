@@ -1,6 +1,8 @@
 """GradientExchange and OuterLoop with every value in few bits, both ways: the residual is what was rounded away."""
 
 from functools import partial
+from itertools import product
+from operator import eq
 
 import numpy as np
 import pytest
@@ -219,10 +221,17 @@ def scaled(comm, step, names=SIZES):
     return draws
 
 
+def slow_unless_alone(case):
+    """Return a case as a parameter, slow unless two of its choices are the usual ones."""
+    usual = sum(map(eq, case, (4, "dict", "own")))
+    return pytest.param(*case, marks=() if usual >= 2 else pytest.mark.slow)
+
+
 @pytest.mark.small_groups
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
-@pytest.mark.parametrize("form", ["dict", "list"])
-@pytest.mark.parametrize("feedback", FEEDBACKS)
+@pytest.mark.parametrize(
+    ("bits", "form", "feedback"),
+    map(slow_unless_alone, product([8, 4, 2, 1], ["dict", "list"], FEEDBACKS)),
+)
 def test_a_mean_does_not_depend_on_the_tensors_beside_it(comm, bits, form, feedback):
     together, *others = (
         GradientExchange(comm, bits=bits, feedback=FEEDBACKS[feedback]())
