@@ -2,10 +2,10 @@
 
 P is 1, 2 and 5, which fit into a world of 8 ranks beside each other, and so run a test
 at the same time. A test marked `every_size`, of the values that a collective returns,
-runs at P = 1, 2, 3, 4, 5, 7 and 8 as well; with MPI_TEST_ALL=1, as in `make test-all`,
-all tests do, in a world of 16 also at 16. The marker `at_least(P)` leaves the smaller
-groups out, `exactly(P)` all others, and `small_groups`, of files about what is built on
-the collectives, those of more than 5 ranks: half as many runs.
+runs at P = 1, 2, 3, 4, 5, 7 and 8; one marked `small_groups`, of what is built on the
+collectives, at 1, 2 and 3. With MPI_TEST_ALL=1, as in `make test-all`, all run at P = 1
+to 8, in a world of 16 also at 16, those of small groups up to 5. The marker
+`at_least(P)` leaves the smaller groups out, `exactly(P)` all others.
 """
 
 import os
@@ -17,8 +17,7 @@ from mpi4py import MPI
 from mpicomp import checking
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
-USUAL = SIZES if os.environ.get("MPI_TEST_ALL") else (1, 2, 5)
-SMALL = 5
+ALL = bool(os.environ.get("MPI_TEST_ALL"))
 WORLD = MPI.COMM_WORLD
 
 
@@ -66,6 +65,13 @@ def groups():
     return cut
 
 
+def sizes_of(test):
+    """Return the sizes of the groups that a test runs on, by its markers."""
+    if test.get_closest_marker("small_groups"):
+        return SIZES[:5] if ALL else SIZES[:3]
+    return SIZES if ALL or test.get_closest_marker("every_size") else (1, 2, 5)
+
+
 def pytest_generate_tests(metafunc):
     if "comm" in metafunc.fixturenames:
         least = max(
@@ -75,15 +81,12 @@ def pytest_generate_tests(metafunc):
         exactly = [
             marker.args[0] for marker in metafunc.definition.iter_markers("exactly")
         ]
-        most = (
-            SMALL
-            if metafunc.definition.get_closest_marker("small_groups")
-            else max(8, WORLD.size)
-        )
-        every = metafunc.definition.get_closest_marker("every_size")
-        taken = [size for size in (SIZES if every else USUAL) if least <= size <= most]
-        sizes = exactly or taken or [least]
-        together = side_by_side(sizes, WORLD.size)
+        sizes = exactly or [
+            size
+            for size in sizes_of(metafunc.definition)
+            if least <= size <= max(8, WORLD.size)
+        ]
+        together = side_by_side(sizes or [least], WORLD.size)
         names = ["+".join(f"P{size}" for size in each) for each in together]
         metafunc.parametrize("comm", together, ids=names, indirect=True)
 
