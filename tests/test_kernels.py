@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -39,6 +40,7 @@ from mpicomp.kernels.host import (
     streaming,
     transforms,
 )
+from mpicomp.kernels.host.statistics import by_lloyd
 
 MODULES = [
     bits,
@@ -242,7 +244,7 @@ def test_the_magnitudes_of_segments_are_those_of_each_alone(mode, dtype, two):
         sums = host.sides(values[first:end], np.inf)
         mean = min(sums.sum_below / max(1, end - first), sums.largest)
         magnitudes = (
-            host.two_magnitudes(values[first:end], mean, sums.largest)
+            by_lloyd(partial(host.sides, values[first:end]), mean, sums.largest)
             if two
             else (mean, mean, mean)
         )

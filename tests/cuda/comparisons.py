@@ -408,19 +408,6 @@ def selections_by_a_grid(device, cupy):
                     compare(device, cupy, "largest", values, k)
 
 
-def magnitudes_of_lloyd(device, cupy):
-    for dtype in DTYPES:
-        for family in ("normal", "zeros", "cauchy", "neighbours"):
-            values = families(dtype, 40_000)[family].astype(dtype)
-            values = values[np.isfinite(values)]
-            mean, largest = (
-                np.abs(values.astype(float)).mean(),
-                float(np.abs(values).max()),
-            )
-            for some in (values[:1], values[:900], values):
-                compare(device, cupy, "two_magnitudes", some, float(mean), largest)
-
-
 def sides_of_thresholds(device, cupy):
     for dtype in DTYPES:
         for size in (0, 1, 255, 16_384, 40_000):

@@ -62,7 +62,6 @@ from mpicomp.kernels.device.selection import raise_not_finite
 from mpicomp.kernels.device.statistics import (
     magnitudes_in_segments,
     sides,
-    two_magnitudes,
     with_magnitudes,
 )
 from mpicomp.kernels.device.transforms import hadamard, hadamard_writer, signs
@@ -113,6 +112,5 @@ __all__ = [
     "to_bitmap",
     "to_elias_fano",
     "to_offsets",
-    "two_magnitudes",
     "with_magnitudes",
 ]

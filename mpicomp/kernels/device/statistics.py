@@ -18,7 +18,6 @@ from mpicomp.kernels.host.statistics import (
     LLOYD_ROUNDS,
     Sides,
     added_sides,
-    by_lloyd,
     magnitudes_by_sides,
 )
 
@@ -40,13 +39,6 @@ def sides(values: Array, threshold: float) -> Sides:
         rows,
     )
     return added_sides(values.size, rows.get())
-
-
-def two_magnitudes(
-    values: Array, mean: float, largest: float
-) -> tuple[float, float, float]:
-    """Return Lloyd's two magnitudes and the threshold between them, as `mpicomp.kernels.host.two_magnitudes` does."""
-    return by_lloyd(lambda threshold: sides(values, threshold), mean, largest)
 
 
 def magnitudes_in_segments(

@@ -58,7 +58,6 @@ from mpicomp.kernels.host.statistics import (
     Sides,
     magnitudes_in_segments,
     sides,
-    two_magnitudes,
     with_magnitudes,
 )
 from mpicomp.kernels.host.streaming import (
@@ -115,6 +114,5 @@ __all__ = [
     "to_bitmap",
     "to_elias_fano",
     "to_offsets",
-    "two_magnitudes",
     "with_magnitudes",
 ]

@@ -53,22 +53,16 @@ def sides(values: Array, threshold: float, *, threads: int | None = None) -> Sid
     return added_sides(values.size, np.concatenate(parts))
 
 
-def two_magnitudes(
-    values: Array, mean: float, largest: float
-) -> tuple[float, float, float]:
-    """Return two magnitudes, the first not above the second, and the threshold between the values that they represent.
-
-    values: 1-d, finite; mean, largest: of the magnitudes. Lloyd's algorithm, from the
-    mean as the threshold until it does not change, at most 20 rounds, each of which
-    reads the values once. If one magnitude suffices, both are the mean.
-    """
-    return by_lloyd(lambda threshold: sides(values, threshold), mean, largest)
-
-
 def by_lloyd(
     sides_of: Callable[[float], Sides], mean: float, largest: float
 ) -> tuple[float, float, float]:
-    """Return the result of `two_magnitudes`; `sides_of` returns the sums on both sides of a threshold."""
+    """Return two magnitudes, the first not above the second, and the threshold between the values that they represent.
+
+    sides_of: returns the sums on both sides of a threshold. mean, largest: of the
+    magnitudes. Lloyd's algorithm, from the mean as the threshold until it does not
+    change, at most 20 rounds, each of which reads the values once. If one magnitude
+    suffices, both are the mean.
+    """
     low, high, threshold = mean, mean, mean
     for _ in range(LLOYD_ROUNDS):
         found = sides_of(threshold)
@@ -96,11 +90,11 @@ def magnitudes_by_sides(
 
 
 def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
-    """Return the mean and the largest magnitude of each segment, and what `two_magnitudes` does: shape (segments, 5).
+    """Return the mean and the largest magnitude of each segment, and what `by_lloyd` does: shape (segments, 5).
 
     values: as for `sides`. bounds: the first position of each segment, and the length.
     two: False leaves out Lloyd's rounds, and both magnitudes and the threshold are the
-    mean. The bits are those of `sides` and `two_magnitudes` of each segment; without a
+    mean. The bits are those of `sides` and `by_lloyd` of each segment; without a
     finite mean (NaN, infinities, sums out of range) the row is not defined. In long
     vectors several threads add up one segment after the other.
     """
