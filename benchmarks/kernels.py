@@ -21,7 +21,7 @@ from mpicomp.arrays import Array
 from mpicomp.codec import Coding, decode, encode, few_bits_message, plain, quick
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
 from mpicomp.codec.values import Offsets
-from mpicomp.coded import Uncoded
+from mpicomp.coded import CodedSum, Uncoded
 from mpicomp.compressors import TopK
 from mpicomp.few_bits import BITS
 from mpicomp.kernels import host
@@ -364,7 +364,7 @@ def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
             "quantise a sum of two": partial(
                 host.quantise, values, [arrays], bits, 256, *others, out, threads=1
             ),
-            "dequantise": partial(host.dequantise, *arrays, bits, 256, out, threads=1),
+            "dequantise": partial(CodedSum([coded], [length]).write, out),
         }
         for name, ours in calls.items():
             against = (

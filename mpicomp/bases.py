@@ -17,7 +17,7 @@ of Walsh and Hadamard, which needs no products, and loses as little
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from mpicomp.arrays import (
     Array,
     Dtype,
     address,
+    adjacent,
+    concatenated,
     flat,
     kernels_for,
     on_device,
@@ -74,6 +76,10 @@ class Basis(Configured):
         """Write the vector with these coefficients to `out`. coefficients, out: as of `forward`."""
         self._inverse(*_checked(coefficients, out))
 
+    def add(self, a: Array, scale: float, parts: Sequence[Array], out: Array) -> None:
+        """Write ``scale * a`` plus the coefficients of the parts to `out`, as `add_parts` of kernels does."""
+        kernels_for(out).add_parts(a, scale, coefficients_of(parts, self), out)
+
     def writer(self, coefficients: SparseVector, out: Array) -> Callable[[], None]:
         """Return a function that writes the vector with these coefficients to `out`, once; it cannot fail.
 
@@ -120,6 +126,17 @@ class Hadamard(Basis):
     def _inverse(self, coefficients: Array, out: Array) -> None:
         self._forward(coefficients, out)
 
+    def add(self, a: Array, scale: float, parts: Sequence[Array], out: Array) -> None:
+        """Add in one pass on the host; see `Basis.add`."""
+        if on_device(out):
+            super().add(a, scale, parts, out)
+            return
+        end = 0
+        for part in parts:
+            place = slice(end, end := end + part.size)
+            onto = a[place], scale
+            kernels_for(out).hadamard(part, out[place], self.chunk, onto=onto)
+
     def writer(self, coefficients: SparseVector, out: Array) -> Callable[[], None]:
         """Return a function that writes the vector with these coefficients, by chunks that stay in the cache."""
         values = coefficients.values
@@ -165,6 +182,19 @@ class Coefficients:
                 writer()
 
         return write
+
+
+def coefficients_of(parts: Sequence[Array], basis: Basis | None) -> Sequence[Array]:
+    """Return vectors in a basis, each by itself, as views of a new one; without a basis the vectors."""
+    if basis is None:
+        return parts
+    edges = [0, *accumulate(part.size for part in parts)]
+    values = adjacent(parts)
+    values = concatenated(parts) if values is None else flat(values)
+    out = np.empty_like(values)
+    for run in runs(edges, basis.chunk):
+        basis.forward(values[run], out[run])
+    return views_between(out, edges)
 
 
 def runs(edges: Sequence[int], chunk: int) -> Iterator[slice]:

@@ -22,12 +22,12 @@ from mpicomp.arrays import (
     flat,
     like,
     to_values,
-    views_between,
     widened_values,
 )
 from mpicomp.bases import Basis, Coefficients, runs
 from mpicomp.coded import CodedSum, Uncoded
 from mpicomp.compressors import Compressor
+from mpicomp.compressors.base import Summands, write_sum
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
 from mpicomp.tensors import ALONE, Tensor, device_arrays
@@ -89,21 +89,24 @@ class Bucket:
         shown = [None] if is_alone else names
         self.selection = Selection(shown, self.edges, compressors)
         self.names_of_tensors = [tensor.name for tensor in tensors]
-        # of a list of arrays that are one segment, or of coefficients in the basis
+        # of a list of arrays that are one segment
         self._buffer: Array | None = None
 
-    def gradient(self, arrays: ByName) -> list[Array]:
-        """Return the gradients, by tensor name, as vectors; in the basis if there is one, by segment.
+    def gradient(self, arrays: ByName) -> Sequence[Array]:
+        """Return the gradients, by tensor name, as vectors; by segment if there is a basis.
 
         A tensor without an array counts as zero. Raises TypeError or ValueError for a
         bad gradient.
         """
         vectors = self.feedback.vectors(self.tensors, arrays)
-        return vectors if self.basis is None else self._forward(vectors, self.basis)
+        if self.basis is None:
+            return vectors
+        # coefficients of float16 may be out of its range
+        return self._by_segment([widened_values(vector) for vector in vectors])
 
     def compress(self, gradient: Sequence[Array], own: tuple[int, int]) -> Compressed:
         """Return the entries to send of a gradient and the residual. own: a range of which all values are sent."""
-        corrected, summands = self.feedback.summands(*self._by_segment(gradient))
+        corrected, summands = self._summands(gradient)
         if own[0] == own[1]:
             return Compressed(corrected, self.selection.select(corrected, summands))
         sent = self.selection.select_outside(corrected, summands, *own)
@@ -111,7 +114,8 @@ class Bucket:
 
     def correct(self, gradient: Sequence[Array]) -> Compressed:
         """Return all values of a gradient and the residual; raises ValueError if one is not finite."""
-        corrected = self.feedback.correct(*self._by_segment(gradient))
+        corrected, summands = self._summands(gradient)
+        write_sum(summands, corrected)
         self.selection.check_finite(corrected)
         return Compressed(corrected, corrected)
 
@@ -120,7 +124,7 @@ class Bucket:
 
         arrays: the gradients by tensor name, of which an error names one.
         """
-        corrected, uncoded = self.feedback.uncoded(*gradient)
+        corrected, uncoded = self.feedback.uncoded(*gradient, basis=self.basis)
         check = partial(self._check_values, arrays)
         return Compressed(corrected, replace(uncoded, check=check))
 
@@ -130,36 +134,19 @@ class Bucket:
             self.check_finite(arrays, ValueError)
         self.selection.check_finite(values)
 
+    def _summands(self, gradient: Sequence[Array]) -> tuple[Array, Summands | None]:
+        """Return the vector to compress of a gradient, and what it is the sum of."""
+        by_segment = self._by_segment(gradient)
+        return self.feedback.summands(*by_segment, basis=self.basis)
+
     def _by_segment(self, vectors: Sequence[Array]) -> Sequence[Array]:
         """Return vectors of the tensors as one for each segment."""
         if len(self.names) > 1:
             return vectors
         joined = adjacent(vectors)
         if joined is None:
-            joined = concatenated(vectors, self._buffer_for_values())
+            joined = self._buffer = concatenated(vectors, self._buffer)
         return [joined]
-
-    def _forward(self, gradient: Sequence[Array], basis: Basis) -> list[Array]:
-        """Return the coefficients of a gradient in a basis, by segment, in a buffer of the bucket."""
-        out = self._buffer_for_values()
-        values = adjacent(gradient)
-        if values is None:
-            values = concatenated(gradient, out)
-        values = widened_values(values)
-        for run in runs(self.edges, basis.chunk):
-            basis.forward(values[run], out[run])
-        return views_between(out, self.edges)
-
-    def _buffer_for_values(self) -> Array:
-        if self._buffer is None:
-            first = self.tensors[0]
-            dtype = first.dtype
-            if (
-                self.basis is not None
-            ):  # coefficients of float16 may be out of its range
-                dtype = np.promote_types(dtype, np.float32)
-            self._buffer = first.xp.empty(self.length, dtype)
-        return self._buffer
 
     def out_of_basis(self, mean: Mean) -> Mean | Coefficients:
         """Return a mean of coefficients as one of values; of a sparse one, they are transformed where they are written.

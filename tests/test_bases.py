@@ -178,6 +178,26 @@ def test_entries_are_transformed_as_a_dense_vector_is(dtype, chunk, length, long
         assert (around[start + length :] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("chunk", [1, 4, 64, 256, 4096])
+@pytest.mark.parametrize("length", [0, 1, 100, 5000, 9000])
+@pytest.mark.parametrize("long", [0, 1 << 30])
+def test_a_transform_is_added_as_one_that_was_written(dtype, chunk, length, long):
+    """Also where the array does not begin at a cache line; nothing around it changes."""
+    rng = np.random.default_rng(length)
+    dense, base = rng.standard_normal((2, length)).astype(dtype)
+    expected = np.empty_like(dense)
+    host.hadamard(dense, expected, chunk)
+    host.add_parts(base, 0.3, [expected], expected)
+    for start in (0, 3):
+        around = np.full(length + 8, 7, dtype)
+        out = around[start : start + length]
+        host.hadamard(dense, out, chunk, onto=(base, 0.3), long=long, threads=2)
+        assert out.tobytes() == expected.tobytes()
+        assert (around[:start] == 7).all()
+        assert (around[start + length :] == 7).all()
+
+
 def test_coefficients_whose_sums_may_be_out_of_range_are_transformed_before_they_are_written():
     basis = Hadamard(chunk=4)
     out = np.zeros(4, np.float32)

@@ -183,7 +183,7 @@ def test_what_lies_beside_a_tensor_does_not_change_it(bits, size):
     only = room(64, bits, np.float32, 256)
     host.quantise(bias, [], bits, 256, *only, np.empty_like(bias))
     expected = np.empty_like(bias)
-    host.dequantise(*only, bits, 256, expected)
+    host.decoder(*only, bits, 256, [expected])()
     assert_same([decoded[1]], [expected])
     assert np.abs(expected).max() > 0
 
@@ -222,7 +222,7 @@ def test_the_largest_numbers_decode_to_finite_ones(dtype, bits, size):
     """So the check of a mean for its range is one of scales."""
     codes, scales, _ = alone(np.full(size, np.finfo(dtype).max), [], bits)
     decoded = np.empty(size, dtype)
-    host.dequantise(codes, scales, bits, BLOCK, decoded)
+    host.decoder(codes, scales, bits, BLOCK, [decoded])()
     assert np.isfinite(decoded).all()
 
 

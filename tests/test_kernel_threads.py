@@ -112,7 +112,7 @@ def few_bits_calls(values, other, number):
                 total,
                 threads=number,
             )
-            host.dequantise(codes, scales, each, 64, other, threads=number, long=0)
+            host.decoder(codes, scales, each, 64, [other], threads=number, long=0)()
         yield codes, scales, rejected, total, other
 
 

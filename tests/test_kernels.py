@@ -875,7 +875,7 @@ def coded(values, bits, block, others=(), *, short=False, rejected=None):
     decoded = [np.full_like(values, 7) for _ in (found, *terms)]
     for each, out in zip((found, *terms), decoded, strict=True):
         decode_values(each, out)
-    host.dequantise(found.codes, found.scales, bits, block, again, long=0)
+    host.decoder(found.codes, found.scales, bits, block, [again], long=0)()
     assert again.tobytes() == decoded[0].tobytes()
     return sum(decoded[1:], values), decoded[0], rejected
 

@@ -62,7 +62,8 @@ class AdaComp(SegmentedCompressor):
             raise ValueError(_REMEDY)
         summand = None if summands.residual is None else summands[:2]
         sizes = np.diff(bounds)
-        for part, size in zip(summands.parts, sizes.tolist(), strict=True):
+        parts = summands.coefficients
+        for part, size in zip(parts, sizes.tolist(), strict=True):
             if part.size != size:
                 raise ValueError(
                     f"gradient has {part.size} values: expected {size} as in corrected"
@@ -70,6 +71,6 @@ class AdaComp(SegmentedCompressor):
         kernels = kernels_for(corrected)
         bins = np.broadcast_to(self.bin_size, sizes.shape).tolist()
         entries, _ = kernels.entries_in_bins(
-            corrected, summands.parts, bounds, bins, summand=summand
+            corrected, parts, bounds, bins, summand=summand
         )
         return known(corrected.size, bounds, entries)

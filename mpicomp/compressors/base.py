@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Array, flat, kernels_for, read_only, to_vector
+from mpicomp.bases import Basis, coefficients_of
 from mpicomp.state import ROWS, SHARED, Configured, check_object
 from mpicomp.vector import SparseVector, concatenate
 
@@ -22,12 +23,19 @@ class Summands(NamedTuple):
     """What a vector is the sum of: ``scale * residual``, and a gradient.
 
     residual: None if the vector has the sum already. parts: of the gradient, one for
-    each segment.
+    each segment. basis: in which `coefficients` of the parts are added; None for the
+    parts.
     """
 
     residual: Array | None
     scale: float
     parts: Sequence[Array]
+    basis: Basis | None = None
+
+    @property
+    def coefficients(self) -> Sequence[Array]:
+        """The parts in the basis, computed anew."""
+        return coefficients_of(self.parts, self.basis)
 
 
 class Compressor(Configured):
@@ -74,11 +82,10 @@ class Compressor(Configured):
         `SegmentedCompressor`.
         """
         write_sum(summands, corrected)
+        given = None if summands is None else summands.coefficients
         vectors = []
         for segment, (first, end) in enumerate(pairwise(bounds)):
-            part = None
-            if summands is not None:
-                part = read_only(flat(summands.parts[segment]))
+            part = None if given is None else read_only(flat(given[segment]))
             values = read_only(corrected[first:end])
             vector = self.compress(values, gradient=part)
             check_selected(vector, values, self)
@@ -222,15 +229,21 @@ def restore(snapshots: Sequence[Snapshot]) -> None:
         vars(compressor).update(before)
 
 
-def to_add(summands: Summands | None) -> Summands | None:
-    """Return the summands, if their sum has still to be written; None otherwise."""
-    return None if summands is None or summands.residual is None else summands
+def to_add(summands: Summands | None, out: Array) -> Any:
+    """Return residual, scale and parts that a kernel has still to add; or None. A sum in a basis is written here."""
+    if summands is None or summands.residual is None or summands.basis is not None:
+        write_sum(summands, out)
+        return None
+    return summands[:3]
 
 
 def write_sum(summands: Summands | None, out: Array) -> None:
     """Write the sum to `out`, unless it has it already."""
-    if summands is not None and summands.residual is not None:
-        kernels_for(out).add_parts(*summands, out)
+    if summands is None or summands.residual is None:
+        return
+    basis = summands.basis
+    add: Any = kernels_for(out).add_parts if basis is None else basis.add
+    add(*summands[:3], out)
 
 
 def check_compressor(compressor: Any, name: str = "compressor") -> None:

@@ -57,6 +57,6 @@ class ChunkedTopK(Density, SegmentedCompressor):
         k = np.full(rest.size, self.k)
         chunk = np.full(rest.size, self.chunk)
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, k, chunk, last, summands=to_add(summands)
+            corrected, bounds, k, chunk, last, summands=to_add(summands, corrected)
         )
         return selected(corrected, bounds, entries)

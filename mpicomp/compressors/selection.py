@@ -150,10 +150,11 @@ class Selection:
         span = slice(self.bounds[run.first], self.bounds[run.end])
         if summands is None:
             return corrected[span], None
-        residual, scale, parts = summands
+        residual = summands.residual
         if residual is not None:
             residual = residual[span]
-        return corrected[span], Summands(residual, scale, parts[run.first : run.end])
+        parts = summands.parts[run.first : run.end]
+        return corrected[span], summands._replace(residual=residual, parts=parts)
 
     def _check_segments(self, vector: Array, first: int, end: int) -> None:
         """Raise ValueError that names the first of some segments with a value that is not finite, if one has."""

@@ -131,21 +131,20 @@ class SIDCo(SegmentedCompressor):
         kernels = kernels_for(corrected)
         pareto = self.distribution != "exponential"
         by_count = self.adaptation == "control"
-        summands = to_add(summands)
-        # which kernels do not add
-        if corrected.dtype == np.float16:
+        if corrected.dtype == np.float16:  # which kernels do not add
             write_sum(summands, corrected)
             summands = None
+        terms = to_add(summands, corrected)
         plans = self._plans(np.diff(bounds), kernels.PLAN)
         counts = _samples(plans, by_count)
-        some = kernels.sample(corrected, bounds, counts, summands=summands)
+        some = kernels.sample(corrected, bounds, counts, summands=terms)
         if self.distribution == "gamma":
             parts = views_between(some, [0, *np.cumsum(counts).tolist()])
             pairs = zip(parts, plans, strict=True)
             plans["first"] = [_first_of_gamma(*pair) for pair in pairs]
         kernels.begin_fits(some, counts, plans, pareto=pareto, by_count=by_count)
         entries = kernels.end_fits(
-            corrected, bounds, plans, pareto=pareto, summands=summands
+            corrected, bounds, plans, pareto=pareto, summands=terms
         )
         is_exact = ~np.isfinite(plans["threshold"] + plans["total"])
         is_exact |= plans["above"] > plans["room"]

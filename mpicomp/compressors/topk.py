@@ -41,7 +41,7 @@ class TopK(Density, SegmentedCompressor):
         settings = _hashable(self.density), _hashable(self.k)
         k, chunk = _rows(tuple(bounds), *settings)
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, k, chunk, k, summands=to_add(summands)
+            corrected, bounds, k, chunk, k, summands=to_add(summands, corrected)
         )
         return selected(corrected, bounds, entries)
 

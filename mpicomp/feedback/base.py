@@ -28,8 +28,9 @@ from mpicomp.arrays import (
     to_device_of,
     views_between,
 )
+from mpicomp.bases import Basis, coefficients_of
 from mpicomp.coded import Uncoded
-from mpicomp.compressors.base import Summands
+from mpicomp.compressors.base import Summands, to_add
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Configured, Range, kind_of_array
 from mpicomp.tensors import Tensor, device_arrays
@@ -92,21 +93,27 @@ class Feedback(Configured):
             f"{type(self).__name__} has no correct(): expected a method of the class"
         )
 
-    def summands(self, *gradient: Array) -> tuple[Array, Summands | None]:
+    def summands(
+        self, *gradient: Array, basis: Basis | None = None
+    ) -> tuple[Array, Summands | None]:
         """Return the vector to compress, and what it is the sum of: with a residual there, a buffer for the sum.
 
-        This one returns `correct(*gradient)`, of which no summands are known.
+        basis: in which the gradient is added. This one returns `correct` of it, of
+        which no summands are known.
         """
-        return self.correct(*gradient), None
+        return self.correct(*coefficients_of(gradient, basis)), None
 
-    def uncoded(self, *gradient: Array) -> tuple[Array, Uncoded]:
+    def uncoded(
+        self, *gradient: Array, basis: Basis | None = None
+    ) -> tuple[Array, Uncoded]:
         """Return the buffer or vector of `summands`, and its values to be coded, whose errors may replace it.
 
         The parts of a gradient are coded apart.
         """
-        corrected, summands = self.summands(*gradient)
-        if summands is not None and summands.residual is not None:
-            residual, scale, parts = summands
+        corrected, summands = self.summands(*gradient, basis=basis)
+        terms = to_add(summands, corrected)
+        if terms is not None:
+            residual, scale, parts = terms
             return corrected, Uncoded(parts, corrected, residual, scale)
         errors = corrected
         if not self._is_spare(corrected):

@@ -12,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 
 from mpicomp.arrays import Array, ByName, Dtype, kernels_for, negated
+from mpicomp.bases import Basis
 from mpicomp.compressors.base import Summands, write_sum
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.settings import to_bool, to_number
@@ -67,11 +68,14 @@ class ErrorFeedback(Feedback):
         write_sum(summands, corrected)
         return corrected
 
-    def summands(self, *gradient: Array) -> tuple[Array, Summands | None]:
+    def summands(
+        self, *gradient: Array, basis: Basis | None = None
+    ) -> tuple[Array, Summands | None]:
         """Return the buffer of the next residual, and what is added while it is compressed."""
         self._stage(gradient)
         residual = self._arrays["residual"]
-        return self._spare("residual"), Summands(residual, self.decay, gradient)
+        terms = Summands(residual, self.decay, gradient, basis)
+        return self._spare("residual"), terms
 
 
 class InPlaceErrorFeedback(ErrorFeedback):

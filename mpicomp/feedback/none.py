@@ -4,6 +4,7 @@ Invariant: none; corrected - sent + rejected is lost.
 """
 
 from mpicomp.arrays import Array, Dtype
+from mpicomp.bases import Basis, coefficients_of
 from mpicomp.compressors.base import Summands
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.vector import SparseVector
@@ -21,9 +22,12 @@ class NoFeedback(Feedback):
         self._stage(gradient)
         return self._joined(gradient)
 
-    def summands(self, *gradient: Array) -> tuple[Array, Summands | None]:
-        """Return `correct(*gradient)`, and its parts."""
-        return self.correct(*gradient), Summands(None, 1.0, gradient)
+    def summands(
+        self, *gradient: Array, basis: Basis | None = None
+    ) -> tuple[Array, Summands | None]:
+        """Return the gradient, in the basis, and its parts."""
+        parts = coefficients_of(gradient, basis)
+        return self.correct(*parts), Summands(None, 1.0, parts)
 
     def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None

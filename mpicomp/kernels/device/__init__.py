@@ -29,7 +29,6 @@ from mpicomp.kernels.device.coding import (
 )
 from mpicomp.kernels.device.few_bits import (
     decoder,
-    dequantise,
     quantise,
     quantise_parts,
 )
@@ -80,7 +79,6 @@ __all__ = [
     "clear",
     "consecutive",
     "decoder",
-    "dequantise",
     "divide",
     "divide_largest",
     "end_fits",

@@ -89,19 +89,6 @@ def quantise_parts(
         codes[...] = room
 
 
-def dequantise(
-    codes: Array,
-    scales: Array,
-    bits: int,
-    block: int,
-    out: Array,
-    *,
-    threads: int | None = None,
-) -> None:
-    """Write the values that `quantise` encoded to `out`; threads: ignored."""
-    decoder(codes, scales, bits, block, [out])()
-
-
 def decoder(
     codes: Array,
     scales: Array,

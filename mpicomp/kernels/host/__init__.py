@@ -33,7 +33,7 @@ from mpicomp.kernels.host.coding import (
     to_elias_fano,
     to_offsets,
 )
-from mpicomp.kernels.host.few_bits import decoder, dequantise, quantise, quantise_parts
+from mpicomp.kernels.host.few_bits import decoder, quantise, quantise_parts
 from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, sample
 from mpicomp.kernels.host.fused import add_largest
 from mpicomp.kernels.host.merging import (
@@ -82,7 +82,6 @@ __all__ = [
     "clear",
     "consecutive",
     "decoder",
-    "dequantise",
     "divide",
     "divide_largest",
     "end_fits",

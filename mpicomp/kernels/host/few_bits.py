@@ -191,20 +191,6 @@ def quantise_parts(
     in_pieces(piece, (last - first) * block, threads, step=block)
 
 
-def dequantise(
-    codes: Array,
-    scales: Array,
-    bits: int,
-    block: int,
-    out: Array,
-    *,
-    threads: int | None = None,
-    long: int = LONG,
-) -> None:
-    """Write the values that `quantise` encoded to `out`; its dtype is that of the quantised values."""
-    decoder(codes, scales, bits, block, [out], threads=threads, long=long)()
-
-
 def decoder(
     codes: Array,
     scales: Array,

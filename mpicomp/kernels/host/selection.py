@@ -237,7 +237,7 @@ def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
         if not shift:
             return bits[0], k
     keys = bits & form.mask
-    threshold = form.signed.type(_kth(keys, k))
+    threshold = np.partition(keys, keys.size - k)[keys.size - k]
     return threshold, k - int(np.count_nonzero(keys > threshold))
 
 
@@ -276,10 +276,6 @@ def _histogram(bits: Array, form: Format, threads: int | None) -> Array:
         return counts
 
     return np.sum(in_pieces(counted, bits.size, threads), axis=0)  # type: ignore[no-any-return]
-
-
-def _kth(keys: Array, k: int) -> int:
-    return int(np.partition(keys, keys.size - k)[keys.size - k])
 
 
 def bin_of_kth(counts: Array, k: int) -> tuple[int, int]:

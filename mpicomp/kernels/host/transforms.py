@@ -14,23 +14,42 @@ import numpy as np
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop, single
-from mpicomp.kernels.host.instructions import WORD, butterflies, smaller, view
-from mpicomp.kernels.host.streaming import LONG, put
+from mpicomp.kernels.host.instructions import (
+    LINE,
+    WORD,
+    butterflies,
+    prefetch,
+    smaller,
+    view,
+)
+from mpicomp.kernels.host.streaming import LONG, add_line_by_line, add_parts, put
 from mpicomp.threads import in_pieces, number_of_pieces
 
 _ROOM = 1 << 11  # values that stay in the first-level cache
 
 
 def hadamard(
-    values: Array, out: Array, chunk: int, *, threads: int | None = None
+    values: Array,
+    out: Array,
+    chunk: int,
+    *,
+    onto: tuple[Array, float] | None = None,
+    threads: int | None = None,
+    long: int = LONG,
 ) -> None:
     """Write the orthonormal Walsh-Hadamard transform of each chunk of `values` to `out`; it is its own inverse.
 
     values, out: 1-d, contiguous, of one length and dtype, the same array or apart;
     float16 is computed in float32 and rounded at the end. chunk: a power of two. What
-    is left at the end is transformed in parts of descending powers of two. threads: the
-    most threads; None for `threads.count`.
+    is left at the end is transformed in parts of descending powers of two. onto: a
+    vector of the length and dtype, float32 or float64, and a factor, rounded to it: the
+    transform is added to their product, in `out` apart from both. threads: the most
+    threads; None for `threads.count`. long: the least bytes of a sum for a single pass.
     """
+    if onto is not None and out.nbytes < long:
+        hadamard(values, out, chunk, threads=threads)
+        add_parts(*onto, [out], out)
+        return
     is_wide = values.dtype != np.float16
     given = as_writable(values) if is_wide else values.astype(np.float32)
     result = out if is_wide else given
@@ -38,13 +57,15 @@ def hadamard(
         [_scale(power) for power in range(chunk.bit_length())], result.dtype
     )
 
-    no_indices = np.empty(0, np.int32)
-    no_room = np.empty(0, result.dtype)
+    no_indices, nothing = np.empty(0, np.int32), np.empty(0, result.dtype)
+    base, factor = (nothing, 1.0) if onto is None else onto
+    base = as_writable(base)
+    how = chunk, scales, result.dtype.type(factor)
+    size = 0 if onto is None else max(chunk, _ROOM // 4)
 
     def transform(start: int, end: int) -> None:
-        _hadamard(
-            no_indices, given, 0, result, start, end, chunk, scales, no_room, False
-        )
+        room = np.empty(size, result.dtype)
+        _hadamard(no_indices, given, 0, base, result, start, end, how, room, True)
 
     in_pieces(transform, values.size, threads, step=max(chunk, WORD))
     if not is_wide:
@@ -69,7 +90,9 @@ def hadamard_writer(
     """
     powers = range(chunk.bit_length())
     scales = np.array([_scale(power) for power in powers], out.dtype)
+    how = chunk, scales, out.dtype.type(1)
     entries = as_writable(indices), as_writable(values)
+    nothing = np.empty(0, out.dtype)
     past = out.nbytes >= long
     rooms = [
         np.empty(max(chunk, _ROOM), out.dtype)
@@ -78,7 +101,8 @@ def hadamard_writer(
 
     def transform(start: int, end: int) -> None:
         first = np.searchsorted(indices, start)
-        _hadamard(*entries, first, out, start, end, chunk, scales, rooms.pop(), past)
+        room = rooms.pop()
+        _hadamard(*entries, first, nothing, out, start, end, how, room, past)
 
     def write() -> None:
         in_pieces(transform, out.size, threads, step=max(chunk, WORD))
@@ -104,22 +128,30 @@ def _scale(power: int) -> float:
 
 
 @jit
-def _hadamard(indices, values, entry, out, start, end, chunk, scales, room, past):  # type: ignore[no-untyped-def]
-    """Transform chunks from `start` to `end`, of a sparse vector as many together as a buffer holds.
+def _hadamard(indices, values, entry, a, out, start, end, how, room, past):  # type: ignore[no-untyped-def]
+    """Transform chunks from `start` to `end`, as many together as a buffer holds.
 
-    room: the buffer, empty for a dense vector, which has no indices. entry: the first
-    one at or after `start`.
+    room: the buffer, empty for a dense vector that is not added to others. a: those,
+    or empty. entry: of a sparse vector the first one at or after `start`.
     """
-    is_sparse, place = room.size > 0, 0
+    chunk, scales, factor = how
+    is_buffered, is_sum, place = room.size > 0, a.size > 0, 0
     while 1 << place < chunk:
         place += 1
     while start < end:
         while chunk > end - start:
             chunk, place = chunk >> 1, place - 1
-        most = smaller(room.size, end - start) if is_sparse else end - start
+        most = smaller(room.size, end - start) if is_buffered else end - start
         size = most // chunk * chunk
         given, into, first = values, out, start
-        if is_sparse:
+        if is_sum:
+            # of the group after the next, while this one is computed
+            ahead = start + 2 * room.size
+            for j in range(ahead, ahead + size, LINE // out.itemsize):
+                prefetch(values, j)
+                prefetch(a, j)
+            given, into, first = view(values, start, end), room, np.int64(0)
+        elif is_buffered:
             given, into, first = room, room, np.int64(0)
             for i in range(size):
                 room[i] = 0
@@ -127,8 +159,12 @@ def _hadamard(indices, values, entry, out, start, end, chunk, scales, room, past
                 room[indices[entry] - start] = values[entry]
                 entry += 1
         _transform(given, into, first, first + size, chunk, scales[place])
-        if is_sparse:
-            put(view(room, 0, size), view(out, start, start + size), past, 0)
+        written = view(out, start, start + size)
+        if is_sum:
+            summed = view(a, start, start + size), factor, view(room, 0, size)
+            add_line_by_line(*summed, out.dtype.type(1), written)
+        elif is_buffered:
+            put(view(room, 0, size), written, past, 0)
         start += size
 
 
