@@ -254,9 +254,15 @@ class GradientExchange:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
         step = self._step = self._step or self._new_step()
         with self._ended_on_error():
-            step.add(arrays, outs or {})
-            step.start(self._buckets)
-            step.advance()
+            try:
+                step.add(arrays, outs or {})
+                step.start(self._buckets)
+                step.advance()
+            except Exception:
+                raise
+            # of this rank alone, and buckets may be in flight
+            except BaseException as interrupt:
+                self.fail(interrupt)
 
     def progress(self) -> None:
         """Advance the operations in flight, without waiting, as `start` does: messages advance inside calls only."""

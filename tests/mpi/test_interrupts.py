@@ -376,3 +376,37 @@ def test_an_interrupt_within_a_step_undoes_it_on_all_ranks(
     shared = means if form == "array" else np.concatenate([*means.values()])
     assert len(set(comm.allgather(shared.tobytes()))) == 1
     assert exchange.steps == 2
+
+
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CancelledError])
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_an_interrupt_while_a_tensor_is_started_undoes_the_step_on_all_ranks(
+    comm, error, name, monkeypatch
+):
+    """Else this rank would start anew, and its first tensor meet the second one of the others."""
+
+    def interrupted(self, *values, **more):
+        raise error
+
+    exchange = GradientExchange(comm, TopK(k=2), small=0, bucket_nbytes=1)
+    step = {each: np.full(9, comm.rank + 1.0) for each in ("first", "second")}
+    exchange(step)
+    before = state_of(exchange)
+
+    def take_step():
+        for each, gradient in step.items():
+            with monkeypatch.context() as patch:
+                if is_last(comm) and each == name:
+                    patch.setattr(TopK, "select", interrupted)
+                exchange.start(each, gradient)
+        exchange.finish()
+
+    with pytest.raises(error if is_last(comm) else CollectiveError) as raised:
+        take_step()
+    assert error.__name__ in repr(raised.value)
+    assert state_of(exchange) == before
+    means = exchange(step)
+    shared = np.concatenate([*means.values()])
+    assert len(set(comm.allgather(shared.tobytes()))) == 1
+    assert exchange.steps == 2
