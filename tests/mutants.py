@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "segments: entries of several tensors compete",
         "mpicomp/compressors/selection.py",
-        "vector = run.compressor.select(corrected[span], bounds, own)",
-        "vector = run.compressor.select(corrected[span], [0, bounds[-1]], own)",
+        "vector = run.compressor.select(values, run.bounds, own)",
+        "vector = run.compressor.select(values, [0, run.bounds[-1]], own)",
         f"{ON_RANKS} tests/mpi/test_named.py",
     ),
 ]
