@@ -14,9 +14,9 @@ take, and the driver, comes on top (docs/contributing/gpu.md, "A launch"). launc
 a launch with 12 arguments, without the driver.
 
 instructions: of machine code (SASS), on a path from the entry of a kernel to its end:
-that of most accesses of 128 bits, and among these the shortest; a loop is counted once,
-so they are of one tile or block; predicated instructions count. They are divided by the
-values of a thread in `OF_A_THREAD`.
+that of most accesses of 128 bits, and among these the shortest; loops in `TRIPS` are
+counted as often as they run, others once; predicated instructions count. They are
+divided by the values of a thread in `OF_A_THREAD`.
 """
 
 import argparse
@@ -29,7 +29,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -80,11 +79,27 @@ OF_A_THREAD = {
     "first_reaching_u4": 16,
     "largest_in_chunks_i4_u4": 16,
     "mark_in_bins_u4": 4,
+    "mean_of_bins_u4": 50,  # a thread takes bins of so many values
+    "entries_of_bins_i4_u4": 50,
     "hadamard_f4": 8,
     "combine_f4_f4_f4": 1,
 }
 
+_Kind = tuple[int, bool]
 WIDE = {"largest_in_chunks_i4_u4": 4}  # accesses: few of a tile, which is read once
+# a loop, by an instruction of it, and its trips: tiles of a block of 2^27 values, and the
+# rounds in which a threshold is narrowed, 6 in the mean for 4 to 64 of 4096 normal values
+TRIPS = {
+    "mark_u4": ("LDG.E.EF.128", 32),
+    "add_and_mark_u4": ("LDG.E.EF.128", 32),
+    "largest_in_chunks_i4_u4": ("BAR.RED", 6),
+}
+# an instruction of the path of few of a tile, and of that of blocks of 256 values
+THROUGH = {
+    "largest_in_chunks_i4_u4": "BAR.RED",
+    **{name: "+0x100]" for name in OF_A_THREAD if "quantise" in name},
+}
+TILED = {"mark_u4", "add_and_mark_u4"}  # `OF_A_THREAD` is of a trip
 
 
 class Recorder:
@@ -289,15 +304,22 @@ def instructions(architecture: str) -> list[dict[str, Any]]:
     return [
         {
             "kernel": name,
-            "instructions": round(
-                shortest(code, WIDE.get(name)) / OF_A_THREAD[name], 1
-            ),
+            "instructions": round(of_a_value(name, code), 1),
             "registers": int(registers[name]),
             "spilled": spilled[name],
         }
         for name, code in sorted(disassembled(image).items())
         if name in OF_A_THREAD
     ]
+
+
+def of_a_value(name: str, code: Sequence[tuple[int, str]]) -> float:
+    """Return the instructions of a kernel for each value."""
+    found = path(code, WIDE.get(name), THROUGH.get(name, ""))
+    loop, trips = TRIPS.get(name, ("", 1))
+    count = of_trips(code, found, loop, trips) if loop else len(found)
+    tiles = trips if name in TILED else 1
+    return count / (OF_A_THREAD[name] * tiles)
 
 
 def disassembled(image: bytes) -> dict[str, list[tuple[int, str]]]:
@@ -322,25 +344,64 @@ def disassembled(image: bytes) -> dict[str, list[tuple[int, str]]]:
     }
 
 
-def shortest(code: Sequence[tuple[int, str]], wide: int | None = None) -> int:
-    """Return the instructions of a path to the end: see the module. wide: its accesses of 128 bits; None for most."""
+def path(
+    code: Sequence[tuple[int, str]], wide: int | None = None, through: str = ""
+) -> list[int]:
+    """Return the numbers of the instructions of a path to the end: see the module.
+
+    wide: its accesses of 128 bits; None for most. through: a part of the text of an
+    instruction that it passes.
+    """
     numbers = {place: i for i, (place, _) in enumerate(code)}
     following = [_followers(code, i, numbers) for i in range(len(code))]
-    # from each instruction to the end, the length of the shortest path by its wide accesses
-    best: list[dict[int, int]] = [{} for _ in code]
+    # from each instruction to the end, by the wide accesses and whether it passes what it
+    # has to: the length of the shortest path, and where it goes on
+    best: list[dict[_Kind, tuple[int, int, _Kind]]] = [{} for _ in code]  # by kind
     backwards = False  # an end may lie before what jumps to it
-    while not best[0]:
+    while not any(passed for _, passed in best[0]):
+        assert not (backwards and best[0]), f"no path passes {through}"
         for i in reversed(range(len(code))):
+            text = code[i][1]
+            own = _is_wide(text)
+            here = through in text
             near = [each for each in following[i] if each > i or backwards]
-            ends = [*chain(*(best[each].items() for each in near))]
+            ends = [
+                (length, each, kind)
+                for each in near
+                for kind, (length, _, _) in best[each].items()
+            ]
             if not following[i]:
-                ends = [(0, 0)]
-            if ends and not best[i]:
-                own = _is_wide(code[i][1])
-                for count, length in sorted(ends, key=lambda end: -end[1]):
-                    best[i][count + own] = length + 1
+                ends = [(0, -1, (0, False))]
+            known = set(best[i])
+            for length, each, kind in sorted(ends, reverse=True):
+                after = kind[0] + own, kind[1] or here
+                if after not in known:
+                    best[i][after] = length + 1, each, kind
         backwards = True
-    return best[0][max(best[0]) if wide is None else wide]
+    most = max(count for count, passed in best[0] if passed)
+    kind = most if wide is None else wide, True
+    found = []
+    i = 0
+    while i >= 0:
+        found.append(i)
+        _, i, kind = best[i][kind]
+    return found
+
+
+def of_trips(
+    code: Sequence[tuple[int, str]], found: Sequence[int], loop: str, trips: int
+) -> float:
+    """Return the instructions of a path, with those of the loop that has an instruction as often as it runs."""
+    numbers = {place: i for i, (place, _) in enumerate(code)}
+    inside = next(i for i in found if loop in code[i][1])
+    bodies = [
+        range(first, i + 1)
+        for i in range(inside, len(code))
+        for first in _followers(code, i, numbers)
+        if first <= inside
+    ]
+    body = min(bodies, key=len)
+    return len(found) + (trips - 1) * sum(i in body for i in found)
 
 
 def _followers(
@@ -354,7 +415,7 @@ def _followers(
     if name != "BRA":
         return following
     target = [numbers[int(re.findall(r"0x[0-9a-f]+", rest)[-1], 16)]]
-    is_conditional = predicate or re.match(r"!?U?P\d", rest)
+    is_conditional = predicate or re.match(r"!?U?P\d|UR", rest)
     return following + target if is_conditional else target
 
 

@@ -5,7 +5,6 @@ list, or one array, is one segment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -126,7 +125,8 @@ class Bucket:
         """
         corrected, uncoded = self.feedback.uncoded(*gradient, basis=self.basis)
         check = partial(self._check_values, arrays)
-        return Compressed(corrected, replace(uncoded, check=check))
+        values = uncoded.parts, uncoded.errors, uncoded.residual, uncoded.decay
+        return Compressed(corrected, Uncoded(*values, check))
 
     def _check_values(self, arrays: ByName, values: Array) -> None:
         """Raise ValueError that names a value that is not finite, of a gradient rather than a coefficient."""

@@ -25,6 +25,12 @@ from mpicomp.arrays import (
 )
 from mpicomp.few_bits import FewBits, first_blocks
 
+# the upper half of an infinite float32 or float64
+_INFINITY = {
+    np.dtype(np.uint16): np.uint16(0x7F80),
+    np.dtype(np.uint32): np.uint32(0x7FF00000),
+}
+
 
 def shares(first: int, end: int, count: int) -> list[tuple[int, int]]:
     """Divide the blocks from `first` to before `end` into consecutive ranges, each given by its first and its end."""
@@ -149,9 +155,7 @@ class CodedSum:
         scales = self.shares[0].scales
         if len(self.shares) > 1:
             scales = np.concatenate([share.scales for share in self.shares])
-        width = 4 * self.dtype.itemsize
-        infinity = np.array(np.inf, self.dtype).view(f"u{self.dtype.itemsize}") >> width
-        return not bool((scales == scales.dtype.type(infinity)).any())
+        return not bool((scales == _INFINITY[scales.dtype]).any())
 
     def writer(
         self,

@@ -66,8 +66,9 @@ class Tensor:
 
     @cached_property
     def facts(self) -> tuple[Any, ...]:
-        """What `device_arrays` compares of a CuPy array."""
-        return self.shape, self.dtype, True
+        """What `device_arrays` compares of a CuPy array, with the current device of the first call."""
+        device = self.xp.cuda.runtime.getDevice()
+        return self.xp.ndarray, self.shape, self.dtype, True, device
 
     def new(self) -> Array:
         """Return a vector of zeros of its size and dtype, on its device."""
@@ -132,8 +133,7 @@ class Tensor:
         return values
 
 
-_facts = attrgetter("shape", "dtype", "_c_contiguous")
-_device = attrgetter("data.device_id")
+_facts = attrgetter("__class__", "shape", "dtype", "_c_contiguous", "data.device_id")
 
 
 def device_arrays(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | None:
@@ -143,13 +143,15 @@ def device_arrays(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | No
     which each would cost 3 us.
     """
     xp = tensors[0].xp
+    if xp is np or tensors[0].facts[-1] != xp.cuda.runtime.getDevice():
+        return None
     found = [arrays.get(tensor.name) for tensor in tensors]
-    if xp is np or {*map(type, found)} != {xp.ndarray}:
+    try:
+        facts = [*map(_facts, found)]
+    except AttributeError:  # of another library
         return None
-    if [*map(_facts, found)] != [tensor.facts for tensor in tensors]:
-        return None
-    is_here = {*map(_device, found)} == {xp.cuda.runtime.getDevice()}
-    return found if is_here else None  # type: ignore[return-value]
+    is_same = facts == [tensor.facts for tensor in tensors]
+    return found if is_same else None  # type: ignore[return-value]
 
 
 def _values(name: str, array: Any) -> Array:

@@ -82,5 +82,21 @@ def test_a_path_is_the_shortest_of_those_with_most_wide_accesses():
     """
     lines = [line.split(maxsplit=1) for line in code.strip().splitlines()]
     parsed = [(int(place, 16), text) for place, text in lines]
-    assert gpu_costs.shortest(parsed) == 6
-    assert gpu_costs.shortest(parsed, 0) == 6
+    assert len(gpu_costs.path(parsed)) == 6
+    assert gpu_costs.path(parsed, 0) == [0, 1, 2, 3, 6, 7]
+    assert gpu_costs.path(parsed, None, "FADD") == [0, 1, 4, 5, 6, 7]
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    code = """
+        0000 MOV R0, RZ
+        0010 LDG.E.128 R4, desc[UR4][R2.64]
+        0020 FADD R1, R4, R5
+        0030 @P0 BRA 0x10
+        0040 EXIT
+    """
+    lines = [line.split(maxsplit=1) for line in code.strip().splitlines()]
+    parsed = [(int(place, 16), text) for place, text in lines]
+    found = gpu_costs.path(parsed)
+    assert found == [0, 1, 2, 3, 4]
+    assert gpu_costs.of_trips(parsed, found, "LDG", 10) == 2 + 10 * 3

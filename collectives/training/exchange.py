@@ -198,7 +198,7 @@ class GradientExchange:
             if self._form is not None:
                 check_same_form(form, arrays, self._form, self._names)
             outs = {} if out is None else outs_by_name(out, form, arrays)
-            if out is not None and form == DICT:
+            if out is not None and form == DICT and len(arrays) < len(self._names):
                 check_places(self._names - outs.keys() - arrays.keys())
         except Exception as error:
             self.fail(error)
@@ -433,7 +433,7 @@ class GradientExchange:
     ) -> dict[str, list[str]]:
         """Return the names to hold, and those of them that this rank has to send, in order; KeyError for others."""
         held = dict.fromkeys([names] if isinstance(names, str) else names)
-        check_same_form(DICT, held, DICT, self._order)
+        check_same_form(DICT, held, DICT, {*self._order})
         return {"names": sorted(held), "changed": sorted(held.keys() & {*changed})}
 
     def continue_on(self, comm: Any) -> None:

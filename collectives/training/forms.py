@@ -1,6 +1,6 @@
 """The three forms of a gradient: one array, a list of arrays that are one vector, or arrays by name."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 from collectives.training.names import canonical
@@ -26,15 +26,14 @@ def in_form(form: str, results: dict[str, Any], names: ByName) -> Any:
     return [results[name] for name in names] if form == LIST else results[ALONE]
 
 
-def check_same_form(
-    form: str, arrays: ByName, first: str, names: Collection[str]
-) -> None:
+def check_same_form(form: str, arrays: ByName, first: str, names: Set[str]) -> None:
     """Raise TypeError, KeyError or ValueError for gradients of another form or with other names than the first ones."""
     if form != first:
         raise TypeError(
             f"got {form}: expected {first}, as in the first step of this exchange"
         )
-    for name in arrays.keys() - names:
+    if not arrays.keys() <= names:
+        name = min(arrays.keys() - names, key=str)
         raise KeyError(
             f"{name!r} is none of the tensors of the first step: {_remedy(str(name), names)}"
         )
@@ -64,7 +63,8 @@ def outs_by_name(out: Any, form: str, arrays: ByName) -> dict[str, Any]:
         raise ValueError(
             f"out is {len(outs)} arrays: expected a list of {len(arrays)}, as the gradients are"
         )
-    for name in outs.keys() - arrays.keys():
+    if not outs.keys() <= arrays.keys():
+        name = min(outs.keys() - arrays.keys(), key=str)
         raise ValueError(
             f"out has {name!r}: expected names of the gradients that are given"
         )

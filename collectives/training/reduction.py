@@ -1,7 +1,7 @@
 """The sum of an exchange over the ranks, and the mean that is made of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,8 @@ class Reduction:
         if isinstance(total, CodedSum):
             if not total.is_finite:
                 raise out_of_range("sum over the ranks", total.dtype)
-            coded = replace(total, divisor=ranks if divides else 1)
+            divisor = ranks if divides else 1
+            coded = CodedSum(total.shares, total.sizes, divisor)
             if coded.dtype == dtype:
                 return coded
             # in float16 it is decoded now, as values may be out of range

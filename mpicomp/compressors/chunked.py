@@ -14,12 +14,14 @@ then makes chunks of one entry, or one chunk of everything.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import SegmentedCompressor, Summands, to_add
-from mpicomp.compressors.common import Density, selected
+from mpicomp.compressors.common import Density, hashable, selected
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 
@@ -52,11 +54,18 @@ class ChunkedTopK(Density, SegmentedCompressor):
         summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.select`; chunks begin at the first entry of each segment."""
-        rest = np.diff(bounds) % self.chunk
-        last = np.maximum(1, np.rint(self.k * rest / self.chunk)).astype(np.int64)
-        k = np.full(rest.size, self.k)
-        chunk = np.full(rest.size, self.chunk)
+        rows = _rows(tuple(bounds), hashable(self.k), hashable(self.chunk))
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, k, chunk, last, summands=to_add(summands, corrected)
+            corrected, bounds, *rows, summands=to_add(summands, corrected)
         )
         return selected(corrected, bounds, entries)
+
+
+@lru_cache(maxsize=256)
+def _rows(bounds: tuple[int, ...], k: Any, chunk: Any) -> list[tuple[int, ...]]:
+    """Return k, the length of a chunk, and k of the last chunk for each segment."""
+    sizes = np.diff(bounds)
+    rest = sizes % chunk
+    last = np.maximum(1, np.rint(np.multiply(k, rest) / chunk)).astype(np.int64)
+    columns = k, chunk, last
+    return [tuple(np.broadcast_to(row, sizes.size).tolist()) for row in columns]

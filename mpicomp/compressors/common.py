@@ -65,6 +65,11 @@ def counts_of(lengths: Array, density: Any, k: Any) -> Array:
     return wanted.clip(1)
 
 
+def hashable(setting: Any) -> Any:
+    """Return a number as it is, and a row of them as a tuple."""
+    return tuple(setting.tolist()) if isinstance(setting, np.ndarray) else setting
+
+
 def finite_vector(corrected: Any) -> Array:
     """Return a dense array as one contiguous vector; raises ValueError naming its first value that is not finite."""
     dense = to_vector(corrected)

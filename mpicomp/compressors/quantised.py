@@ -59,7 +59,7 @@ def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     by_segment = by_segment[:, 2:] * factor
     rows = by_segment.astype(values.dtype)
     # rounded down, it divides values of the dtype as in float64
-    away = rows[:, 2].astype(np.float64) > by_segment[:, 2]
+    away = rows[:, 2] > by_segment[:, 2]
     rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
     signed: Array = kernels.with_magnitudes(values, bounds, rows)
     return signed

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.compressors.base import SegmentedCompressor, Summands, to_add
-from mpicomp.compressors.common import Density, counts_of, selected
+from mpicomp.compressors.common import Density, counts_of, hashable, selected
 from mpicomp.vector import SparseVector
 
 
@@ -38,7 +38,7 @@ class TopK(Density, SegmentedCompressor):
         summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.select`."""
-        settings = _hashable(self.density), _hashable(self.k)
+        settings = hashable(self.density), hashable(self.k)
         k, chunk = _rows(tuple(bounds), *settings)
         entries = kernels_for(corrected).largest_in_segments(
             corrected, bounds, k, chunk, k, summands=to_add(summands, corrected)
@@ -54,8 +54,3 @@ def _rows(
     sizes = np.diff(bounds)
     wanted = np.minimum(counts_of(sizes, density, k), sizes)
     return tuple(wanted.tolist()), tuple(sizes.clip(1).tolist())
-
-
-def _hashable(setting: Any) -> Any:
-    """Return a number as it is, and a row of them as a tuple."""
-    return tuple(setting.tolist()) if isinstance(setting, np.ndarray) else setting

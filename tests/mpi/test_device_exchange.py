@@ -346,6 +346,25 @@ def test_a_message_is_waited_for_once_on_each_side(comm, cupy):
     assert waited <= traffic(comm).messages - before + 1, found
 
 
+@pytest.mark.stand_in("counts synchronisations")
+@pytest.mark.exactly(2)
+@pytest.mark.parametrize(("how", "own"), [({"bits": 4}, 0), (STEPS["top-k"][0], 1)])
+def test_gradients_that_are_started_wait_for_their_messages_alone(comm, cupy, how, own):
+    """As in the hook of DDP; a selection waits once more, for the number of its entries."""
+    exchange = GradientExchange(comm, small=0, **deepcopy(how))
+    for step in range(2):
+        parts = {str(i): cupy.asarray(gradient(comm, step, 4000 + i)) for i in range(3)}
+        if step == 0:
+            exchange.register(parts)
+        before = traffic(comm).messages
+        with counted(cupy) as found:
+            exchange.start_together(parts, parts)
+        sent = traffic(comm).messages - before
+        exchange.finish()
+    assert sent > 0
+    assert found.synchronisations <= sent + own, found
+
+
 def test_output_buffers_in_place_share_no_memory_with_the_gradient(comm, cupy):
     exchange, there = made("in place", comm), cupy.asarray(gradient(comm, 0))
     with pytest.raises(

@@ -66,7 +66,7 @@ __device__ inline void append_chunk(
         if (size > TILE) read(bits, size, first, items);
         u32 above, equal;
         compare(items, first, size, mask, threshold, above, equal);
-        const u64 own[2] = {warp_sum((u64)__popc(above)), warp_sum((u64)__popc(equal))};
+        const u64 own[2] = {warp_sum((u32)__popc(above)), warp_sum((u32)__popc(equal))};
         if (lane() == 0) shared.warps[0][warp()] = own[0], shared.warps[1][warp()] = own[1];
         __syncthreads();
         u64 before[2] = {written, equal_before};
@@ -89,9 +89,7 @@ __device__ inline Key narrowed(ChunkShared<threads>& shared, Key own, u32 wanted
     const Key of_warp = (Key)warp_max(own);
     if (lane() == 0) shared.warps[0][warp()] = of_warp;
     __syncthreads();
-    Key top = 0;
-#pragma unroll
-    for (int w = 0; w < threads / 32; ++w) top = greater(top, (Key)shared.warps[0][w]);
+    const Key top = (Key)warp_max(lane() < threads / 32 ? (Key)shared.warps[0][lane()] : (Key)0);
     Key low = 1, high = top, middle = (Key)(top - (top >> 4));
     while (low < high) {  // the answer is not above `high`
         const u32 reaching = (u32)__syncthreads_count(own >= middle);
@@ -123,12 +121,8 @@ __device__ inline bool keep_few(
     const u32 of_warp = warp_sum((u32)__popc(reached));
     if (lane() == 0) shared.warps[1][warp()] = of_warp;
     __syncthreads();
-    u32 before = 0, count = 0;
-#pragma unroll
-    for (int w = 0; w < threads / 32; ++w) {
-        before += w < warp() ? (u32)shared.warps[1][w] : 0;
-        count += (u32)shared.warps[1][w];
-    }
+    const u32 of_other = lane() < threads / 32 ? (u32)shared.warps[1][lane()] : 0;
+    const u32 count = warp_sum(of_other), before = warp_sum(lane() < warp() ? of_other : 0);
     if (count > CANDIDATES) return false;
     append<Key>(reached, first, before, [&](u64 at, int i, i64 place) {
         shared.candidates[at] = items.key[i], shared.places[at] = (i32)place;
@@ -149,8 +143,8 @@ __device__ inline bool keep_few(
     const u32 kept = __ballot_sync(ALL, is_kept);
     if (lane() == 0) shared.warps[0][warp()] = __popc(kept);
     publish(lesser(count, wanted));  // and a barrier
-    u64 at = shared.before + __popc(kept & ((1u << lane()) - 1));
-    for (u32 w = 0; w < warp(); ++w) at += shared.warps[0][w];
+    const u32 of_earlier = warp_sum(lane() < warp() ? (u32)shared.warps[0][lane()] : 0);
+    const u64 at = shared.before + of_earlier + __popc(kept & ((1u << lane()) - 1));
     if (is_kept) keep(at, (i64)shared.places[threadIdx.x], bits);
     return true;
 }

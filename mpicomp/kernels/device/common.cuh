@@ -161,6 +161,10 @@ __device__ inline T warp_sum(T value) {
     return value;
 }
 
+#ifdef __CUDACC__
+__device__ inline u32 warp_sum(u32 value) { return __reduce_add_sync(ALL, value); }
+#endif
+
 // The largest number of a warp, in all lanes.
 __device__ inline u64 warp_max(u64 value) {
     for (int by = 16; by; by /= 2) value = greater(value, __shfl_xor_sync(ALL, value, by));
@@ -300,9 +304,9 @@ __device__ inline void read(const Key* keys, i64 size, i64 first, Items<Key>& it
     const int VECTOR = Items<Key>::VECTOR, LOADS = Items<Key>::LOADS;
     if (first + Items<Key>::WARP <= size && (u64)keys % 16 == 0) {
         uint4 loaded[LOADS];
+        const uint4* own = (const uint4*)(keys + first) + lane();
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l)
-            loaded[l] = __ldcs((const uint4*)(keys + first + (l * 32 + lane()) * VECTOR));
+        for (int l = 0; l < LOADS; ++l) loaded[l] = __ldcs(own + l * 32);
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) unpack(loaded[l], items.key + l * VECTOR);
     } else {
@@ -319,9 +323,9 @@ template <typename Key>
 __device__ inline void write(Key* keys, i64 size, i64 first, const Items<Key>& items) {
     const int VECTOR = Items<Key>::VECTOR, LOADS = Items<Key>::LOADS;
     if (first + Items<Key>::WARP <= size && (u64)keys % 16 == 0) {
+        uint4* own = (uint4*)(keys + first) + lane();
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l)
-            *(uint4*)(keys + first + (l * 32 + lane()) * VECTOR) = pack(items.key + l * VECTOR);
+        for (int l = 0; l < LOADS; ++l) own[l * 32] = pack(items.key + l * VECTOR);
     } else {
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) {

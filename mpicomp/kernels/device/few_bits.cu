@@ -121,6 +121,13 @@ __device__ inline void write_lane(T* to, i32 size, i32 quarter, bool is_whole, c
     }
 }
 
+template <typename T>
+__device__ inline void scale_lane(T (&values)[LANE_VALUES], T factor) {
+    if (bits_of(factor) == bits_of(T(1.0f))) return;
+#pragma unroll
+    for (int k = 0; k < LANE_VALUES; ++k) values[k] = factor * values[k];
+}
+
 // What a vector is made of: decay * residual + scale * values, and coded terms.
 template <typename T>
 struct Sum {
@@ -165,6 +172,14 @@ __device__ inline double with_low_byte(u64 number, u32 word, int i) {
 __device__ inline u32 top_word(Single value) { return bits_of(value); }
 __device__ inline u32 top_word(double value) { return (u32)(bits_of(value) >> 32); }
 
+// Put bit i of 16 at place 2 i.
+__device__ inline u32 spread(u32 bits) {
+    bits = (bits | bits << 8) & 0x00ff00ffu;
+    bits = (bits | bits << 4) & 0x0f0f0f0fu;
+    bits = (bits | bits << 2) & 0x33333333u;
+    return (bits | bits << 1) & 0x55555555u;
+}
+
 // The codes of the values of a lane, in words: fields of a whole byte each, or bits 2 group and 2 group + 1 of a byte.
 template <int BITS>
 struct Codes {
@@ -205,9 +220,6 @@ struct Codes {
         const typename Few<T>::Key ulp = bits_of(power_of_two<T>(Few<T>::DIGITS));  // neighbours differ by 1
         return with_low_byte(ulp, word[BITS > 2 ? group : 0], i) - with_low_byte(ulp, 1u << (BITS - 1), 0);
     }
-
-    // Put the highest bit of a word behind the bits of the only one.
-    __device__ void push(u32 bit) { word[0] = __funnelshift_l(bit, word[0], 1); }
 
     __device__ u32 field(int group, int i) const { return word[0] >> (8 * i + 2 * group) & (BITS == 2 ? 3u : 1u); }
 
@@ -279,19 +291,24 @@ template <typename T, int BITS>
 __device__ inline void magnitudes_of_team(
     const T (&values)[LANE_VALUES], i32 size, i32 lanes, i32 q, T share, T& low, T& high) {
     const T half = T(0.5f);
-    const T total = sum_of_team<T>([&](int k) { return number_of(magnitude(values[k])) * share; }, lanes, q);
-    low = high = total / (integer<T>(size) * share);
+    T shares[LANE_VALUES];
+#pragma unroll
+    for (int k = 0; k < LANE_VALUES; ++k) shares[k] = number_of(magnitude(values[k])) * share;
+    const T total = sum_of_team<T>([&](int k) { return shares[k]; }, lanes, q);
+    low = high = size == lanes * LANE_VALUES ? total : total / (integer<T>(size) * share);
 #pragma unroll
     for (int round = 0; round < 2 * (BITS - 1); ++round) {
         const T threshold = half * low + half * high;
-        u32 above = 0;
-        const T below = sum_of_team<T>([&](int k) {
-            const auto own = magnitude(values[k]);
-            const bool is_above = own > bits_of(threshold);
-            above += is_above;
-            return is_above ? T(0.0f) : number_of(own) * share;
-        }, lanes, q);
-        improve(threshold, below, total, count_of_team(above, lanes), size, share, low, high);
+        u32 above = 0;  // a bit for each value
+        T up_to[LANE_VALUES];
+#pragma unroll
+        for (int k = 0; k < LANE_VALUES; ++k) {
+            const bool is_above = magnitude(values[k]) > bits_of(threshold);
+            above |= (u32)is_above << k;
+            up_to[k] = is_above ? T(0.0f) : shares[k];
+        }
+        const T below = sum_of_team<T>([&](int k) { return up_to[k]; }, lanes, q);
+        improve(threshold, below, total, count_of_team(__popc(above), lanes), size, share, low, high);
     }
 }
 
@@ -345,13 +362,13 @@ __device__ inline void quantise_in_registers(
     const bool is_whole = c.size == block && ((u64)from | (u64)before | (u64)rejected) % 16 == 0;
     T values[LANE_VALUES];
     read_lane(from, size, quarter, is_whole, values);
-#pragma unroll
-    for (int k = 0; k < LANE_VALUES; ++k) values[k] = sum.scale * values[k];
+    scale_lane(values, sum.scale);
     if (before) {
         T residual[LANE_VALUES];
         read_lane(before, size, quarter, is_whole, residual);
+        scale_lane(residual, sum.decay);
 #pragma unroll
-        for (int k = 0; k < LANE_VALUES; ++k) values[k] = sum.decay * residual[k] + values[k];
+        for (int k = 0; k < LANE_VALUES; ++k) values[k] = residual[k] + values[k];
     }
     if (sum.count && c.size) add_terms<T, BITS>(sum, coded, c.size, quarter, q, values);
     Key largest = 0, cells[2];
@@ -400,20 +417,21 @@ __device__ inline void quantise_in_registers(
         if (!is_finite) cells[0] = cells[1] = rounding.infinity();
         low = number_of(cells[0]), high = number_of(cells[1]);
         const Key threshold = BITS == 2 ? bits_of(T(0.5f) * low + T(0.5f) * high) : (Key)-1;
-        found.word[0] = 0;
+        u32 signs = 0, large = 0;  // a bit for each value in every second one
 #pragma unroll
         for (int i = 3; i >= 0; --i)
 #pragma unroll
             for (int group = 3; group >= 0; --group) {  // fields from the highest bit on
                 const T value = values[4 * group + i], number = value + T(0.0f);  // -0.0 is positive
                 const bool is_large = BITS == 2 && magnitude(value) > threshold;
-                found.push(is_large ? 1u << 31 : 0);
-                found.push(top_word(number));
+                signs = __funnelshift_l(top_word(number), signs, 2);
+                large |= (u32)is_large << (4 * i + group);
                 const Key size = bits_of(is_large ? high : low);
                 errors[4 * group + i] = value - number_of((Key)(size | (bits_of(number) & Rounding<T>::SIGN)));
             }
+        found.word[0] = (signs >> 1 & 0x55555555u) | spread(large) << 1;
     }
-    const bool is_block = number < to.last;
+    const bool is_block = c.size > 0;
     found.write(to.codes + coded * (block * BITS / 8), quarter, q, is_block);
     if (!is_block) return;
     write_scales<T, BITS>(to, number, q, cells);

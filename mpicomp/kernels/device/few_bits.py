@@ -1,7 +1,7 @@
 """Every value of a vector in few bits, with the rounding error: the bits of the host; all segments in one launch."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -71,8 +71,8 @@ def quantise_parts(
     room = _in_words(codes)
     segments, last = segments_of(parts, terms, block)
     first, last = blocks or (0, last)
-    numbers = [decay, scale, *form[1:], offset_of(dtype, bits)]
-    decay_bits, scale_bits, *limits = _bits_of(numbers, dtype)
+    numbers = decay, scale, *form[1:], offset_of(dtype, bits)
+    decay_bits, scale_bits, *limits = _bits_of(dtype, *numbers)
     table, rows, *only = segments
     args = [table, rows, len(terms), *only, first, last, block]
     args += [residual, decay_bits, scale_bits, form.cut, *limits]
@@ -112,7 +112,7 @@ def decoder(
     if first == last:
         return lambda: None
     is_short = float(divisor).is_integer() and 1 <= divisor < _MOST_DIVISOR
-    numbers = _bits_of([divisor, 1 / divisor if is_short else 0], dtype)
+    numbers = _bits_of(dtype, divisor, 1 / divisor if is_short else 0)
     tiles = in_tiles((last - first) * block, THREADS * 2 * _HELD)
     args = *segments, first, last, block, *numbers, _in_words(codes), scales
     decode = partial(launch, f"dequantise_{bits}", [dtype], tiles, *args)
@@ -144,6 +144,7 @@ def _in_words(codes: Array) -> Array:
     return codes.copy() if codes.data.ptr % 4 else codes
 
 
-def _bits_of(numbers: Sequence[float], dtype: np.dtype[Any]) -> list[int]:
-    keys = np.array(numbers, dtype).view(FORMATS[dtype].keys)
-    return [int(key) for key in keys]
+@lru_cache(maxsize=256)
+def _bits_of(dtype: np.dtype[Any], *numbers: float) -> list[int]:
+    keys: list[int] = np.array(numbers, dtype).view(FORMATS[dtype].keys).tolist()
+    return keys

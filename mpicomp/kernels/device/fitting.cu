@@ -152,7 +152,7 @@ __device__ inline void exceeding(
 #pragma unroll
     for (int i = 0; i < Items<Key>::COUNT; ++i) chosen |= (u32)((Key)(items.key[i] & mask) > limit) << i;
     chosen &= real_items<Key>(first, size);
-    u64 counts[1] = {warp_sum((u64)__popc(chosen))};
+    u64 counts[1] = {warp_sum((u32)__popc(chosen))};
     scan_grid(scan, counts, states, rows[count].tile, starts_of_kept + count);
     if (tile == rows[row].tile && threadIdx.x == 0) starts_of_kept[row] = counts[0];
     u64 last = 0;

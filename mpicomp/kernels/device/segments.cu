@@ -52,12 +52,13 @@ __device__ inline void sample_floors(
 }
 
 // Mark the magnitudes at or above the floor of their segment: marks has a word of a thread for each tile, with a bit for
-// each of its items. With `out` the values are first made the sum of `factor` times themselves and the addends.
+// each of its items. With `out` the values are first made the sum of `factor` times themselves and the addends. share:
+// tiles of a block, at most.
 template <typename Key>
 __device__ inline void mark(
-    const Key* values, u64 factor, Key* out, const Row* rows, i64 count, u64 mask, const u64* floors, u16* marks) {
-    const i64 tiles = rows[count].tile, share = (tiles + gridDim.x - 1) / gridDim.x;
-    const i64 begin = blockIdx.x * share, end = lesser(begin + share, tiles);
+    const Key* values, u64 factor, Key* out, const Row* rows, i64 count, u64 mask, const u64* floors, u16* marks,
+    i64 share) {
+    const i64 begin = blockIdx.x * share, end = lesser(begin + share, rows[count].tile);
     i64 row = find_row(rows, count, &Row::tile, begin);
     for (i64 tile = begin; tile < end; ++tile) {
         while (rows[row + 1].tile <= tile) ++row;
@@ -94,7 +95,7 @@ __device__ inline void compact_marked(
         own[m] = begin + m < words ? marks[(begin + m) * 32 + lane()] : 0;
         sum += __popc(own[m]);
     }
-    u64 counts[1] = {warp_sum((u64)sum)};
+    u64 counts[1] = {warp_sum(sum)};
     scan_grid(scan, counts, states, blocks, starts + count);
     u64 place = counts[0];
     i64 row = find_row(rows, count, &Row::tile, begin / WARPS);
@@ -109,7 +110,7 @@ __device__ inline void compact_marked(
         append<Key>(own[m], first, place, [&](u64 at, int, i64 position) {
             if (at < room) indices[at] = (Index)position, kept[at] = values[position];
         });
-        place += warp_sum(__popc(own[m]));
+        place += warp_sum((u32)__popc(own[m]));
     }
 }
 
@@ -227,13 +228,13 @@ __device__ inline void largest_in_rows(
         sample_floors(values, factor, rows, mask, width, floors);                                                   \
     }                                                                                                               \
     KERNEL mark_##key(                                                                                              \
-        const Key* values, const Row* rows, i64 count, u64 mask, const u64* floors, u16* marks) {                   \
-        mark(values, 0, (Key*)0, rows, count, mask, floors, marks);                                                 \
+        const Key* values, const Row* rows, i64 count, u64 mask, const u64* floors, u16* marks, i64 share) {        \
+        mark(values, 0, (Key*)0, rows, count, mask, floors, marks, share);                                          \
     }                                                                                                               \
     KERNEL add_and_mark_##key(                                                                                      \
         const Key* values, u64 factor, Key* out, const Row* rows, i64 count, u64 mask, const u64* floors,           \
-        u16* marks) {                                                                                               \
-        mark(values, factor, out, rows, count, mask, floors, marks);                                                \
+        u16* marks, i64 share) {                                                                                    \
+        mark(values, factor, out, rows, count, mask, floors, marks, share);                                         \
     }
 SAMPLE_AND_MARK(u2, u16)
 SAMPLE_AND_MARK(u4, u32)

@@ -357,9 +357,11 @@ class Candidates(NamedTuple):
         table = self.table() if rows is None else rows
         count = self.first.size
         _, tiles = self.work
-        marks = cupy.empty(int(self.tiles[-1]) * THREADS, np.uint16)
-        blocks = min(MOST_BLOCKS, int(self.tiles[-1]))
-        args = table, count, vector.limits[0], floors, marks
+        marked = int(self.tiles[-1])
+        marks = cupy.empty(marked * THREADS, np.uint16)
+        blocks = min(MOST_BLOCKS, marked)
+        share = in_tiles(marked, blocks)
+        args = table, count, vector.limits[0], floors, marks, share
         if vector.out is None:
             launch("mark", [keys], blocks, vector.values, *args)
         else:

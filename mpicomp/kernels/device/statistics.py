@@ -56,10 +56,11 @@ def magnitudes_in_segments(
     if not is_long.all():
         rows = cupy.empty((segments, 5))
         rounds = LLOYD_ROUNDS if two else 0
+        table = np.empty((segments, 2), np.int64)
+        table[:, 0] = edges[:-1]
         # of the long ones nothing is read
-        ends = np.where(is_long, edges[:-1], edges[1:])
-        table = cupy.asarray(np.stack([edges[:-1], ends], axis=1))
-        args = values, table, rounds, rows
+        table[:, 1] = np.where(is_long, edges[:-1], edges[1:])
+        args = values, cupy.asarray(table), rounds, rows
         launch("magnitudes", [values.dtype], segments, *args)
         found = rows.get()
     for row in np.flatnonzero(is_long).tolist():

@@ -31,6 +31,7 @@ a segment is padded with zeros. A scale is the upper half of the bits of a float
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,6 +88,7 @@ class Rounding(NamedTuple):
     most: float
 
 
+@lru_cache(maxsize=64)
 def rounding(dtype: np.dtype[Any], bits: int, *, short: bool) -> Rounding:
     """Return the rounding of scales. short: so that every decoded value is a float16 number."""
     stored, least = 4 * dtype.itemsize, float(np.finfo(dtype).tiny)
@@ -240,6 +242,7 @@ def decoder(
     return decode
 
 
+@lru_cache(maxsize=64)
 def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
     """Return a number that rounds another one to an integer when they are added, with the field in the low bits.
 
