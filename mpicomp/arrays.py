@@ -425,11 +425,10 @@ def magnitudes(values: Array) -> Array:
 
 def write_fields(buffer: Any, form: struct.Struct, *fields: Any) -> None:
     """Pack `fields` into the beginning of a buffer (uint8)."""
-    packed = form.pack(*fields)
     if on_device(buffer):
-        buffer[: form.size].set(np.frombuffer(packed, np.uint8))
+        buffer[: form.size].set(np.frombuffer(form.pack(*fields), np.uint8))
     else:
-        buffer.data[: form.size] = packed
+        form.pack_into(buffer, 0, *fields)
 
 
 def read_fields(buffer: Any, form: struct.Struct) -> tuple[Any, ...]:

@@ -214,6 +214,8 @@ class Bucket:
                     partial(np.copyto, flat(part), value, casting="same_kind")
                 )
             parts.append(part)
+        if isinstance(mean, SparseVector) and not outs:
+            parts = [values]
         if isinstance(mean, Written):
             writes.append(mean.writer(parts))
         return results, writes

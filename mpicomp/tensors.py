@@ -59,7 +59,7 @@ class Tensor:
         """Number of values."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def is_rounded(self) -> bool:
         """Whether the caller's arrays are bfloat16: `wrapped` then returns a copy."""
         return self.kind.startswith("bfloat16")

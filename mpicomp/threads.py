@@ -97,7 +97,7 @@ def in_pieces(
     than about a million values. step: the length of every piece but the last is a
     multiple of it. The calling thread runs the first piece.
     """
-    pieces = number_of_pieces(size, threads)
+    pieces = 1 if size < 2 * _LEAST else number_of_pieces(size, threads)
     if pieces < 2:
         return [work(0, size)]
     length = -(-size // (pieces * step)) * step

@@ -43,16 +43,17 @@ class Deferred:
         self._waiting: dict[int, Any] = {}  # their frames
 
     def __enter__(self) -> "Deferred":
-        if self._numbers and get_ident() == _MAIN:
-            for number in self._numbers:
-                handler = _signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    if getattr(handler, "__func__", None) is Deferred._defer:
-                        self._handlers.clear()
-                        break
-            for number in self._handlers:
-                _signal.signal(number, self._defer)
+        if not self._numbers or get_ident() != _MAIN:
+            return self
+        getsignal = _signal.getsignal
+        if getattr(getsignal(SIGINT), "__func__", None) is Deferred._defer:
+            return self
+        for number in self._numbers:
+            handler = getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+        for number in self._handlers:
+            _signal.signal(number, self._defer)
         return self
 
     def _defer(self, number: int, frame: Any) -> None:

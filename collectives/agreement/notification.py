@@ -32,7 +32,9 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
         except DisagreementError:
             pass
         finally:
-            group.landings.release()
+            for _, wait in group.landings:
+                wait()
+            group.landings.clear()
     reports = yield from group.notify(report(group.signature, group.error))
     error = _error_of(group, reports)
     try:

@@ -33,9 +33,9 @@ FLAGS = " ".join(
 GRACE = 1.0
 
 
+@cache  # every step asks
 def survives() -> bool:
     """Return whether this job survives a death: Open MPI 5 under `mpirun --with-ft ulfm`; MPICH's functions hang."""
-    # first, as MPI's text takes 10 us, and every step asks
     if not is_on(ENABLE, os.environ):
         return False
     from mpi4py import MPI

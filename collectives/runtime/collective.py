@@ -20,6 +20,7 @@ from typing import (
     Any,
     Generic,
     Literal,
+    NamedTuple,
     ParamSpec,
     TypeVar,
     get_args,
@@ -56,8 +57,7 @@ every rank if arguments that must be the same differ. TypeError at once if `comm
 """
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """The sum over the ranks as one rank gets it, which a collective of your own returns to `GradientExchange`.
 
     value: a SparseVector or an array, the same on all ranks. rejected: what this rank
@@ -96,7 +96,8 @@ def sound(call: "Call[Any]", size: int) -> SparseVector:
         raise TypeError(
             f"vector is {type(vector).__name__}: expected a SparseVector{_remedy(vector)}"
         )
-    vector.validate()
+    if vector is not NOTHING:
+        vector.validate()
     return vector
 
 

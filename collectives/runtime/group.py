@@ -9,7 +9,7 @@ debug mode, its CRC-32, cannot continue the schedule, and gives up as after a de
 import json
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cached_property, lru_cache
@@ -98,7 +98,8 @@ class Group:
         self._turn_reserved: Turn | None = None
         # the messages of this round: an operation that breaks off has to keep them
         self.posted: list[Arrival | Sending] = []
-        self.landings = staging.Landings()
+        # pinned memory that the device may still copy from, and what waits for that
+        self.landings: list[tuple[Buffer, Callable[[], None]]] = []
         # the errors of ranks by which the operation broke off in the middle
         self.broken: dict[int, str] = {}
         # the error notifications of other ranks
@@ -337,7 +338,7 @@ class Group:
         )
         # read after the arrival is released
         if arrival.copy is not None and isinstance(contents, FewBits):
-            self.landings.keep(arrival.buffer)
+            self.landings.append((arrival.buffer, staging.copied()))
         return contents, count
 
     def unpack(

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from collectives.agreement.state import Faults
 from collectives.planning.schedule import groups
 from collectives.runtime import messages, staging
-from collectives.runtime.messages import Arrival, Sending, mpi, notice_tag, send_size
+from collectives.runtime.messages import (
+    Arrival,
+    Sending,
+    in_bytes,
+    mpi,
+    notice_tag,
+    send_size,
+)
 from mpicomp.arrays import Buffer, on_device
 
 if TYPE_CHECKING:
@@ -148,6 +155,8 @@ class Link:
         """
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
+        if buffer.size <= messages.BIDIRECTIONAL and not on_device(buffer):
+            return Sending(self.comm.Isend(in_bytes(buffer), dest, tag))
         start: Callable[..., list[Any]] = messages.send_pieces
         if on_device(buffer):
             start = partial(staging.send_pieces, direct=self.direct)
@@ -168,9 +177,7 @@ class Link:
         message = self.comm.Improbe(mpi().ANY_SOURCE, tag, status)
         if message is None:
             return False
-        message.Recv(
-            messages.in_bytes(np.empty(status.Get_count(mpi().BYTE), np.uint8))
-        )
+        message.Recv(in_bytes(np.empty(status.Get_count(mpi().BYTE), np.uint8)))
         return True
 
     def staged(self, buffer: Any) -> Any:
@@ -197,12 +204,12 @@ class Link:
         """
         self.traffic.messages += 1
         self.traffic.nbytes += 2 * (self.size - 1) * array.nbytes // self.size
-        pieces = [
-            slice(start, start + _PIECE) for start in range(0, array.size, _PIECE)
-        ]
         # by default MPI.SUM
         requests = [
-            self.comm.Iallreduce(array[piece], total[piece]) for piece in pieces
+            self.comm.Iallreduce(
+                array[start : start + _PIECE], total[start : start + _PIECE]
+            )
+            for start in range(0, array.size, _PIECE)
         ]
         return Sending(*requests, keeping=(array, total))
 
@@ -222,7 +229,8 @@ def check_communicator(comm: Any) -> None:
 
 def link_if_any(comm: Any) -> Link | None:
     """Return the link of a communicator, None if it has none; raises the errors of `check_communicator`."""
-    check_communicator(comm)
+    if not isinstance(comm, mpi().Intracomm) or not comm:
+        check_communicator(comm)
     link: Link | None = comm.Get_attr(key_of(LINK))
     return link
 
@@ -246,12 +254,6 @@ def traffic(comm: Any) -> Traffic:
     """
     link = link_if_any(comm)
     return Traffic() if link is None else replace(link.traffic)
-
-
-def sent_nbytes(comm: Any) -> int:
-    """Return the bytes that this library has sent over `comm` so far; see `traffic`."""
-    link = link_if_any(comm)
-    return 0 if link is None else link.traffic.nbytes
 
 
 def attached(comm: "MPI.Comm", what: str, make: Callable[[], T]) -> T:

@@ -5,7 +5,7 @@ synchronises CuPy's current stream before it passes a buffer to MPI, and before 
 returns arrays that the caller uses on streams of its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +53,7 @@ def allocate(nbytes: int, *, direct: bool) -> tuple[Buffer, Any]:
     """Return a buffer for a message for the device, and where `copy_in` copies it; see `Arrival`.
 
     direct: the buffer is on the device, and there is no copy. Else it is pinned memory:
-    keep it in `Landings`, or until an operation that reads the asynchronous copy has
+    keep it until `copied`, or until an operation that reads the asynchronous copy has
     been synchronised, as `decode` does.
     """
     if direct:
@@ -64,22 +64,10 @@ def allocate(nbytes: int, *, direct: bool) -> tuple[Buffer, Any]:
     return pinned(nbytes), _on_device(nbytes) if nbytes > LINE else None
 
 
-class Landings:
-    """Pinned memory that the device may still copy from."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[Any, Buffer]] = []
-
-    def keep(self, landing: Buffer) -> None:
-        """Keep memory that what was queued on the current stream copies from."""
-        self._kept.append((_stream().record(), landing))
-
-    def release(self) -> None:
-        """Let all memory go, once it has been copied."""
-        for copied, _ in self._kept:
-            if not copied.done:
-                copied.synchronize()
-        self._kept.clear()
+def copied() -> Callable[[], None]:
+    """Return a function that waits until what is queued on the current stream now is done."""
+    event = _stream().record()
+    return lambda: None if event.done else event.synchronize()
 
 
 def copy_in(landing: NDArray[Any], block: Any) -> None:

@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from itertools import count
 from typing import Any, NoReturn
@@ -252,8 +251,8 @@ class GradientExchange:
     @defer_interrupt
     def start_together(self, arrays: ByName, outs: ByName | None = None) -> None:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
-        step = self._step = self._step or self._new_step()
-        with self._ended_on_error():
+
+        def begin(step: Step) -> None:
             try:
                 step.add(arrays, outs or {})
                 step.start(self._buckets)
@@ -263,6 +262,8 @@ class GradientExchange:
             # of this rank alone, and buckets may be in flight
             except BaseException as interrupt:
                 self.fail(interrupt)
+
+        self._in_step(begin)
 
     def progress(self) -> None:
         """Advance the operations in flight, without waiting, as `start` does: messages advance inside calls only."""
@@ -488,15 +489,17 @@ class GradientExchange:
         settings: Sequence[str] = (),
     ) -> Step:
         """Complete the current step, and return it; form: of the gradients. See `Step.run`."""
-        step = self._step = self._step or self._new_step()
+
+        def complete(step: Step) -> None:
+            if not self._buckets:
+                self._register(form, step.arrays)
+            changes = [f"after {call}" for call in self._changes]
+            step.run(self._buckets, results, [*changes, *settings], error)
+
         try:
-            with self._ended_on_error():
-                if not self._buckets:
-                    self._register(form, step.arrays)
-                changes = [f"after {call}" for call in self._changes]
-                step.run(self._buckets, results, [*changes, *settings], error)
+            step = self._in_step(complete)
         finally:
-            del error
+            error = None  # it and this frame hold each other
         self._step = None
         self._count(step)
         return step
@@ -522,19 +525,23 @@ class GradientExchange:
             nonfinite_error=self._nonfinite_error,
         )
 
-    @contextmanager
-    def _ended_on_error(self) -> Iterator[None]:
-        """End the current step if the block raises: an Exception on all ranks, anything else on this rank alone."""
+    def _in_step(self, run: Callable[[Step], None]) -> Step:
+        """Run a function of the current step, and return that.
+
+        If it raises, the step ends: by an Exception on all ranks, by anything else on
+        this rank alone.
+        """
+        step = self._step = self._step or self._new_step()
         try:
             # they may be set differently by rank: see `step`
             with np.errstate(all="ignore"):
-                yield
+                run(step)
         except BaseException as error:
-            step = self._step
-            self._step = None
-            if step is not None:
+            if self._step is step:  # else `fail` has ended it
+                self._step = None
                 step.end(error)
             raise
+        return step
 
     def _register(self, form: str, arrays: ByName) -> None:
         self._buckets = self._layout.buckets(form, arrays, self.comm)

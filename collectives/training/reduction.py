@@ -66,10 +66,10 @@ class Reduction:
         total = outcome if isinstance(outcome, Sum) else Sum(outcome)
         if self.declared.takes_arrays:
             return total
-        value = total.value
+        value, rejected, votes = total
         if isinstance(value, np.ndarray) or on_device(value):
             value = from_all_values(to_vector(value))
-        for part in (value, value if total.rejected is None else total.rejected):
+        for part in [value] if rejected is None else [value, rejected]:
             if not isinstance(part, SparseVector):
                 raise TypeError(
                     f"the collective returned {type(part).__name__}: expected a SparseVector or an array, "
@@ -80,10 +80,9 @@ class Reduction:
                 raise ValueError(
                     f"the collective returned {part}: expected a sum of length {length}"
                 )
-        rejected = total.rejected
         if rejected is not None:
             rejected = rejected.with_values(converted(rejected.values, dtype))
-        return Sum(widened(value), rejected, total.votes)
+        return Sum(widened(value), rejected, votes)
 
     def mean(
         self,

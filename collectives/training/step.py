@@ -22,7 +22,7 @@ from collectives.agreement.all_or_none import (
 )
 from collectives.runtime import staging
 from collectives.runtime.engine import Request
-from collectives.runtime.link import sent_nbytes
+from collectives.runtime.link import link_if_any
 from collectives.training.reduction import (
     SIGN,
     Reduction,
@@ -107,7 +107,8 @@ class Step:
         self._nonfinite_error = nonfinite_error
         # ranks may be in different calls of the user's own function
         self._is_apart = reduction.is_own
-        self._sent_before = sent_nbytes(comm)
+        self._link = link_if_any(comm)
+        self._sent_before = self._link.traffic.nbytes if self._link else 0
         # seconds
         self._compressing = 0.0
         self._communicating = 0.0
@@ -355,12 +356,14 @@ class Step:
 
     def close(self) -> Statistics:
         """Return the statistics of a step that was kept and counted; a subclass may raise here, on all ranks."""
-        of_buckets = [ended.statistics for ended in self.finished]
-        return reduce(Statistics.plus, of_buckets, Statistics())._replace(
-            compress_seconds=self._compressing,
-            communicate_seconds=self._communicating,
-            restore_seconds=self._restoring,
-            wire_nbytes=sent_nbytes(self._comm) - self._sent_before,
+        link = self._link or link_if_any(self._comm)
+        total = reduce(Statistics.plus, [ended.statistics for ended in self.finished])
+        return Statistics(
+            *total[:5],
+            self._compressing,
+            self._communicating,
+            self._restoring,
+            wire_nbytes=link.traffic.nbytes - self._sent_before if link else 0,
             steps=1,
         )
 

@@ -234,7 +234,7 @@ def read_header(message: Buffer, line: Buffer | None = None) -> Header:
         raise CodecError(
             f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}"
         )
-    header = Header._make(read_fields(message if line is None else line, _HEADER))
+    header = Header(*read_fields(message if line is None else line, _HEADER))
     if header.magic != MAGIC or header.version != VERSION:
         raise CodecError(
             f"got magic {header.magic!r}, version {header.version}: expected {MAGIC!r}, {VERSION}"
@@ -258,13 +258,8 @@ def decode(
     Raises CodecError for a header that `encode` does not write, and for arrays that the
     constructor of SparseVector refuses. `SparseVector.validate` checks every entry.
     """
-    header = header or read_header(message)
-    row = header.row
-    length = header.length
-    nnz = header.entries
-    nbytes = header.nbytes
-    form = header.formats & ((1 << _FORM_BITS) - 1)
-    value_code = header.formats >> _FORM_BITS
+    _, _, formats, row, length, nnz, nbytes, *_ = header or read_header(message)
+    value_code, form = divmod(formats, 1 << _FORM_BITS)
     fields = message if fields is None else fields
     value_format = format_of(value_code, fields, nbytes)
     if form >= len(INDEX_FORMATS) or value_format is None:

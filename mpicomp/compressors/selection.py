@@ -1,6 +1,7 @@
 """The selection from a vector of segments, such as the tensors of a bucket, by the compressors of its runs."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ class Selection:
             self.runs.append(run)
             first = end
 
-    @property
+    @cached_property
     def dense_ranges(self) -> list[tuple[int, int]]:
         """Ranges of the vector of which every rank sends all values."""
         return [

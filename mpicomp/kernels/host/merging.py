@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpicomp.arrays import Array
+from mpicomp.kernels import NOTHING
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import WORD, lowest, nonzero
@@ -165,13 +166,16 @@ def sparse_writer(
     indices, values: of the parts together, as a `SparseVector` has them, 1-d and of the
     parts' dtype.
     """
-    edges = [0, *itertools.accumulate([part.size for part in parts])]
-    ends = indices.searchsorted(np.array(edges[1:], indices.dtype)).tolist()
-    pieces = []
-    start = 0
-    for part, first, end in zip(parts, edges, ends, strict=False):
-        pieces.append((part, indices[start:end] - first, values[start:end]))
-        start = end
+    pieces = [(part, indices, values) for part in parts[:1]]
+    if len(parts) > 1:
+        edges = [0, *itertools.accumulate([part.size for part in parts])]
+        ends = indices.searchsorted(np.array(edges, indices.dtype)).tolist()
+        pieces = [
+            (part, indices[start:end] - first, values[start:end])
+            for part, first, (start, end) in zip(
+                parts, edges, itertools.pairwise(ends), strict=False
+            )
+        ]
 
     def write() -> None:
         for part, places, some in pieces:
@@ -228,16 +232,18 @@ def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, 
     values: of any shape. An index is bad if it is out of order or range. The positions
     are -1 without one; first and last index are (0, -1) without entries.
     """
-    ends = (indices.item(0), indices.item(-1)) if indices.size else (0, -1)
     if not indices.size:
-        return -1, -1, *ends
+        return NOTHING
+    first = indices.item(0)
+    last = indices.item(-1)
     # else threads share the values
-    if ends[0] >= 0 and ends[1] < length and indices.size < _LONG:
+    if first >= 0 and last < length and indices.size < _LONG:
         form = FORMATS[values.dtype]
         bits = as_writable(values).view(form.signed).reshape(-1)
         if _is_sound(as_writable(indices), bits, form.mask, form.infinity):
-            return -1, -1, *ends
-    return first_disorder(indices, length), first_not_finite(values.reshape(-1)), *ends
+            return -1, -1, first, last
+    disorder = first_disorder(indices, length)
+    return disorder, first_not_finite(values.reshape(-1)), first, last
 
 
 def _keys(values: Array) -> Array:

@@ -140,7 +140,8 @@ def _one_by_one(
         all_positions.append(positions + first if first else positions)
         all_values.append(found)
     if len(counts) == 1:
-        return _selected(positions, found, np.asarray(bounds))
+        indices = positions.astype(index_dtype(bounds[-1]), copy=False)
+        return Selected(indices, found, [0, positions.size])
     return _selected(
         np.concatenate(all_positions), np.concatenate(all_values), np.asarray(bounds)
     )

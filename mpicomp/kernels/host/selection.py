@@ -47,13 +47,17 @@ def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
 
     A sample gives a threshold that slightly more than `k` magnitudes are expected to
     reach; one read of the data compacts those, and the selection among them is exact.
-    If the sample misleads, and on short vectors, there are two reads: a histogram of
-    the leading 11 bits, then the compaction from the bin of the k-th largest magnitude
-    on.
+    If the sample misleads, and on vectors too short for one, there are two reads: a
+    histogram of the leading 11 bits, then the compaction from the bin of the k-th
+    largest magnitude on.
     """
     form = FORMATS[values.dtype]
     bits = as_writable(values).view(form.signed)
-    parts = _by_sample(bits, form, k, threads) if is_sampled(bits.size) else None
+    parts = None
+    if bits.size <= _FEW:
+        parts = [_of_few(bits, form, k)]
+    elif is_sampled(bits.size):
+        parts = _by_sample(bits, form, k, threads)
     positions, found = largest_of(
         parts or _by_histogram(bits, form, k, threads), form, k
     )
@@ -176,6 +180,14 @@ def foresee(sample: Array, form: Format, k: int, size: int) -> tuple[int, int]:
     return floor, math.ceil((rank + _SIGMAS * math.sqrt(rank)) * size / sample.size)
 
 
+def _of_few(bits: Array, form: Format, k: int) -> Found:
+    """Return the magnitudes of a short vector that reach the k-th largest, without zeros."""
+    keys = bits & form.mask
+    floor = max(1, _kth(keys, k)) if k < keys.size else 1
+    (positions,) = (keys >= floor).nonzero()
+    return positions, bits[positions]
+
+
 def _by_sample(
     bits: Array, form: Format, k: int, threads: int | None
 ) -> list[Found] | None:
@@ -207,13 +219,10 @@ def _with_ties(
 def _by_histogram(
     bits: Array, form: Format, k: int, threads: int | None
 ) -> list[Found]:
-    """Return the magnitudes from the histogram bin of the k-th largest on; of a short vector all that are not zero."""
-    floor = 1
-    room = bits.size
-    if room > _FEW:
-        counts = _histogram(bits, form, threads)
-        floor = max(1, bin_of_kth(counts, k)[0] << (form.width - _DIGIT))
-        room = int(counts[floor >> (form.width - _DIGIT) :].sum())
+    """Return the magnitudes from the histogram bin of the k-th largest on."""
+    counts = _histogram(bits, form, threads)
+    floor = max(1, bin_of_kth(counts, k)[0] << (form.width - _DIGIT))
+    room = int(counts[floor >> (form.width - _DIGIT) :].sum())
     parts = _at_or_above(bits, form, floor, room, threads)
     assert parts, "the histogram counted fewer magnitudes than there are"
     return parts
@@ -237,7 +246,7 @@ def _threshold(bits: Array, form: Format, k: int) -> tuple[Any, int]:
         if not shift:
             return bits[0], k
     keys = bits & form.mask
-    threshold = np.partition(keys, keys.size - k)[keys.size - k]
+    threshold = _kth(keys, k)
     return threshold, k - int(np.count_nonzero(keys > threshold))
 
 
@@ -276,6 +285,12 @@ def _histogram(bits: Array, form: Format, threads: int | None) -> Array:
         return counts
 
     return np.sum(in_pieces(counted, bits.size, threads), axis=0)  # type: ignore[no-any-return]
+
+
+def _kth(keys: Array, k: int) -> Any:
+    ordered = keys.copy()
+    ordered.partition(-k)
+    return ordered[-k]
 
 
 def bin_of_kth(counts: Array, k: int) -> tuple[int, int]:

@@ -57,10 +57,13 @@ def add_parts(
     scale: rounded to the dtype. sign: 1 or -1. threads, long, and `out` if it is `a`:
     as for `add`.
     """
-    if out.nbytes < long and len(parts) > 1:
-        parts = [np.concatenate(parts)]  # in one call
-    factor, end = out.dtype.type(scale), 0
+    if out.nbytes < long:  # in one call
+        added = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        add_scaled(a, scale, added, out, sign=sign)
+        return
+    end = 0
     if is_streamed(out, long, a, *parts):
+        factor = out.dtype.type(scale)
         _stream_parts(as_writable(a), factor, parts, out.dtype.type(sign), out, threads)
         return
     for part in parts:
@@ -75,9 +78,10 @@ def add_scaled(a: Array, factor: float, b: Array, out: Array, *, sign: int = 1) 
     factor: rounded to the dtype of `a`, and so is the product; the sum is computed in
     the wider of the dtypes of `a` and `b`, and rounded to that of `out`. sign: 1 or -1.
     """
-    scaled, factor = a, a.dtype.type(factor)
+    scaled = a
     if factor != 1:
         has_room = a.dtype == out.dtype and not np.may_share_memory(b, out)
+        factor = a.dtype.type(factor)
         scaled = np.multiply(a, factor, out=out if has_room else None)
     operate = np.add if sign == 1 else np.subtract
     operate(scaled, b, out=out, casting="same_kind")
@@ -101,8 +105,9 @@ def clear(out: Array) -> None:
 
     On one thread, which saturates the memory.
     """
-    contiguous = out.flags.c_contiguous
-    (out.reshape(-1).view(np.uint8) if contiguous else out)[...] = 0
+    if out.nbytes >= LONG and out.flags.c_contiguous:
+        out = out.reshape(-1).view(np.uint8)
+    out[...] = 0
 
 
 def is_streamed(vector: Array, long: int, *others: Array) -> bool:
