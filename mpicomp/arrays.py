@@ -470,6 +470,8 @@ def _remedy(dtype: Any) -> str:
         return "; pass array.real and array.imag as two arrays: astype would drop the imaginary part"
     if dtype.kind in "iu":
         return "; astype(np.float64) keeps whole numbers up to 2**53, float32 up to 2**24, float16 up to 2**11"
+    if not dtype.isnative:
+        return f"; astype(np.{dtype.name}) has the byte order of this machine"
     return "; astype(np.float64) converts them, and may round"
 
 

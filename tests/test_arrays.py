@@ -101,6 +101,13 @@ def test_a_library_without_from_dlpack_gets_numpy_back(library):
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_another_byte_order_is_refused_with_a_remedy_that_loses_nothing(dtype):
+    swapped = np.ones(3, np.dtype(dtype).newbyteorder("S"))
+    with pytest.raises(TypeError, match=rf"astype\(np.{dtype}\) has the byte order"):
+        SparseVector.from_dense(swapped)
+
+
 def test_masked_arrays_are_refused_and_matrices_become_arrays():
     with pytest.raises(TypeError, match="got a masked array: expected a plain one"):
         to_array(np.ma.masked_array([1.0, 2.0], [False, True]))
