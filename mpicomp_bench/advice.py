@@ -6,7 +6,8 @@ ranks, the mean over the models of the simulation of benchmarks/every_step; fewe
 count as one, as a lead on small models is no reason to expect it on others. With other
 ranks or local steps they grow as on the small model of its map, and for a model as small
 they are those of the map. Compression: seconds measured
-on one core, counted in reads of the vector at `MEMORY`, at the memory rate of a rank.
+on one core, counted in copies of the vector in the same run, each a read and a write at
+the memory rate of a rank.
 Messages: by the formulas of algorithm="auto" (`collectives.planning.choice`), which add and copy
 inside a node at that rate as well. Nothing overlaps; for PyTorch's own methods
 `overlapped` is the least time if their sums are hidden behind the backward pass.
@@ -41,7 +42,7 @@ GPU = 3e11  # bytes a second from which a memory is that of a GPU
 FASTEST = NETWORKS["1gbit"].rate  # of the links on which methods were measured
 # times as fast as what is simpler: the least gain for which a method is recommended
 PAYS = 1.1
-CASTS = 2.0  # reads of the vector for a copy to 16 bits and back; not measured
+CASTS = 1.0  # copies of the vector, for one to 16 bits and back; not measured
 DENSE = "dense"
 SIXTEEN = "fp16"
 POWERSGD = "powersgd-8"
@@ -174,9 +175,10 @@ MESSAGES: dict[str, Callable[[Case, Links], float]] = {
 def compression(name: str, case: Case, links: Links, every: int = 1) -> float:
     """Return the seconds that an exchange computes in a step; every: steps between exchanges."""
     of_round = f"{name.removesuffix(f'-{every}')}-1" if every > 1 else name
-    reads = {DENSE: 0.0, SIXTEEN: CASTS} | measured()["reads"]
+    copies = {DENSE: 0.0, SIXTEEN: CASTS} | measured()["copies"]
     memory = MEMORY / links.crowding
-    return float(reads[of_round]) / every * case.length * case.value_nbytes / memory
+    copy = 2 * case.length * case.value_nbytes / memory
+    return float(copies[of_round]) / every * copy
 
 
 def with_every(name: str, every: int) -> str:

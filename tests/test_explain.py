@@ -252,7 +252,7 @@ def by_method(found):
     return {row["method"]: row for row in found["rows"]}
 
 
-def test_the_steps_and_reads_of_methods_are_those_that_were_measured(monkeypatch):
+def test_the_steps_and_copies_of_methods_are_those_that_were_measured(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "every_step"))
     import condense
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write mpicomp_bench/measured.json, from which `mpicomp explain --train` takes steps and reads of each method.
+"""Write mpicomp_bench/measured.json, from which `mpicomp explain --train` takes steps and copies of each method.
 
 python benchmarks/every_step/condense.py          # from docs/results/every_step.json, map.json and passes.json
 python benchmarks/every_step/condense.py --check  # writes nothing; exit status 1 where the file differs
@@ -170,13 +170,13 @@ def condensed() -> dict[str, Any]:
         model.steps((advice.DENSE, "adamw"), (advice.DENSE, "muon"))
         for model in models["muon"]
     ]
-    reads = {row["method"]: round(row["reads"], 1) for row in loaded("passes")}
+    copies = {row["method"]: round(row["copies"], 1) for row in loaded("passes")}
     return {
         "steps": STEPS,
         **about,
         "muon": round(geometric_mean(times), 2),
         "methods": methods,
-        "reads": reads,
+        "copies": copies,
         "map": {
             "parameters": loaded("map")[0]["parameters"],
             "ranks": cells.RANKS,
