@@ -413,17 +413,13 @@ def coded(
     name: str,
     vector: SparseVector,
     form: Coding,
-    against: Mapping[str, Callable[..., Any]],
+    against: Mapping[str, Call],
 ) -> Comparisons:
-    """Encode a vector into a buffer, and decode it."""
-    message, buffer = (
-        encode(vector, coding=form),
-        np.empty(8 * vector.nnz + vector.length // 8 + 4096, np.uint8),
-    )
+    """Encode a vector, and decode it."""
+    message = encode(vector, form)
     what = f"{name}, {8 * message.size / max(1, vector.nnz):.2f} bits"
-    into = {each: partial(call, out=buffer) for each, call in against.items()}
-    yield f"encode {what}", partial(encode, vector, buffer, form), into, vector.nnz
-    yield f"decode {what}", partial(decode, message), into, vector.nnz
+    yield f"encode {what}", partial(encode, vector, form), against, vector.nnz
+    yield f"decode {what}", partial(decode, message), against, vector.nnz
 
 
 def read_once_on_gpu(values: Any) -> Call:
