@@ -528,7 +528,7 @@ def test_what_is_advised_is_near_the_best_of_every_race(monkeypatch):
             # the second model, which has a schedule, says otherwise
             near = 0.05 if schedule == "linear" else 0.2
             assert losses[taken] < min(losses.values()) + near, (rate, delay, taken)
-    assert judged >= 4
+    assert judged >= 3
 
 
 def test_steps_grow_with_ranks_and_local_steps_as_on_the_map(capsys):
