@@ -118,8 +118,10 @@ class Configured:
         """Load copies of a `state_dict` of an object with these settings; the following steps have the same bits.
 
         Raises ValueError for names that are unknown or missing, and for values of a
-        shape, kind or range that this object cannot have; nothing changes then.
+        shape, kind or range that this object cannot have, TypeError for no state;
+        nothing changes then.
         """
+        check_names(state)
         load(self, {"the state": state}, ONE)
 
 
@@ -137,6 +139,16 @@ def check_object(value: Any, kind: type[Configured], name: str, example: str) ->
         f"{name} is {got}: expected an object such as {example}, or of a class of your own that derives from "
         f"mpicomp.{kind.__name__}"
     )
+
+
+def check_names(state: Any) -> None:
+    """Raise TypeError unless a state is a mapping whose keys are texts."""
+    if not isinstance(state, Mapping) or not all(
+        [isinstance(key, str) for key in state]
+    ):
+        raise TypeError(
+            f"the state is {type(state).__name__}: expected arrays by name, what state_dict() returned"
+        )
 
 
 def save(owner: Configured, spans: Sequence[slice]) -> list[dict[str, Array]]:

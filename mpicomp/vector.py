@@ -183,20 +183,25 @@ class SparseVector:
     def to_dense(self, out: Array | None = None) -> Array:
         """Return the dense vector, shape (length,) or (length, width).
 
-        out: the output buffer, overwritten. Raises ValueError unless it has this shape
-        and the dtype of the values, and for indices that are out of order or out of
-        range.
+        out: the output buffer, overwritten. Raises TypeError unless it is an array of
+        NumPy, or of CuPy as the values are; ValueError unless it has this shape and the
+        dtype of the values, and for indices that are out of order or out of range.
+        Nothing is written then.
         """
         shape = (self.length, *self.values.shape[1:])
+        dtype = self.values.dtype
+        xp = namespace(self.values)
+        self.check_order()
         if out is None:
-            out = namespace(self.values).zeros(shape, self.values.dtype)
-        elif out.shape != shape or out.dtype != self.values.dtype:
+            out = xp.zeros(shape, dtype)
+        elif not isinstance(out, xp.ndarray):
+            raise TypeError(f"out is {type(out)}: expected {xp.ndarray}")
+        elif out.shape != shape or out.dtype != dtype:
             raise ValueError(
-                f"out is {out.dtype} of shape {out.shape}: expected {self.values.dtype} of shape {shape}"
+                f"out is {out.dtype} of shape {out.shape}: expected {dtype} of shape {shape}"
             )
         else:
             kernels_for(out).clear(out)
-        self.check_order()
         if self.width is None:
             kernels_for(out).scatter(out, self.indices, self.values)
         else:

@@ -192,6 +192,12 @@ def test_the_arrays_of_a_state_have_one_shape_also_in_a_fresh_object():
         MomentumCorrection().load_state_dict(state)
 
 
+@pytest.mark.parametrize("state", [None, [3], {3: np.ones(3)}])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(TypeError, match="expected arrays by name, what state_dict"):
+        StepAhead(0.5).load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -173,6 +173,10 @@ def test_to_dense_refuses_indices_that_are_no_vectors(shape, place, said):
     )
     with pytest.raises(ValueError, match=said):
         vector.to_dense()
+    out = np.full((10, *shape[1:]), 7, np.float32)
+    with pytest.raises(ValueError, match=said):
+        vector.to_dense(out)
+    assert (out == 7).all()
 
 
 def test_to_dense_writes_into_out():
@@ -185,6 +189,8 @@ def test_to_dense_writes_into_out():
         match=r"out is float32 of shape \(3,\): expected float64 of shape \(3,\)",
     ):
         vector.to_dense(np.zeros(3, np.float32))
+    with pytest.raises(TypeError, match="out is <class 'list'>: expected <class"):
+        vector.to_dense([0.0, 0.0, 0.0])
 
 
 @given(st.data(), st.sampled_from([None, 0, 1, 3]))

@@ -18,6 +18,7 @@ from mpicomp.settings import OTHER_SETTINGS
 from mpicomp.state import (
     ONE,
     Configured,
+    check_names,
     check_table,
     from_table,
     load,
@@ -56,12 +57,7 @@ def load_whole_state(
     both for a state of another rank, number of ranks or settings, and ValueError for
     one that does not fit, is incomplete, or is of several steps; TypeError for no state.
     """
-    if not isinstance(state, Mapping) or not all(
-        [isinstance(key, str) for key in state]
-    ):
-        raise TypeError(
-            f"the state is {type(state).__name__}: expected arrays by name, what state_dict() returned"
-        )
+    check_names(state)
     saved = _saved_names(buckets)
     names = {*saved.values()}
     segments = {key.rpartition("/")[0] for key in state}

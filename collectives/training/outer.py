@@ -54,6 +54,7 @@ from mpicomp.errors import CheckError, CollectiveError
 from mpicomp.replica import Replica, copy_from_host, untied
 from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
 from mpicomp.state import (
+    check_names,
     check_table,
     checked,
     from_table,
@@ -300,10 +301,10 @@ class OuterLoop:
         file, or by `redistribute_state` from those of another number of ranks.
         same_settings: as in `GradientExchange`.
 
-        Raises ValueError on a rank whose state does not fit, or the error of the
-        function, and CollectiveError on the others; CollectiveError on all for states
-        of different steps; RuntimeError with an exchange in flight. Nothing changes
-        then.
+        Raises ValueError on a rank whose state does not fit, TypeError for no state, or
+        the error of the function, and CollectiveError on the others; CollectiveError on
+        all for states of different steps; RuntimeError with an exchange in flight.
+        Nothing changes then.
         """
         if self._in_flight:
             raise RuntimeError(
@@ -314,7 +315,9 @@ class OuterLoop:
 
         def load_own() -> dict[str, str]:
             before.update(self.exchange.state_dict())
-            saved = dict(state() if callable(state) else state)
+            given = state() if callable(state) else state
+            check_names(given)
+            saved = dict(given)  # each array read from a file once
             if same_settings:
                 check_table(
                     "the state", saved.get(TABLE, ()), self._settings(), OTHER_LOOP

@@ -251,7 +251,10 @@ class Step:
         errors = [
             outcome for outcome in (error, *outcomes) if isinstance(outcome, Exception)
         ]
-        faults = [one for one in errors if not isinstance(one, StepSkippedError)]
+        # an error of the user's own parts is no skip unless the exchange skips
+        skips = self._nonfinite_error is NotFiniteError
+        skipped: Any = StepSkippedError if skips else ()
+        faults = [one for one in errors if not isinstance(one, skipped)]
         if self._is_apart:
             catch_up(faults, len(outcomes) + 1, self._comm, OPERATION)
             self._is_apart = False
@@ -264,6 +267,8 @@ class Step:
         try:
             return [self._finished(started, total, form) for started, total in sums]
         except NotFiniteError:
+            if not skips:
+                raise
             return []
         finally:
             self._restoring += perf_counter() - arrived

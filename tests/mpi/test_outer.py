@@ -643,6 +643,12 @@ def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
         with pytest.raises(ValueError if last else CollectiveError, match=match):
             other.load_state_dict(good | (change if last else {}))
         assert bits(other.state_dict()) == before
+    for state in None, [3], good | {3: np.array(3)}:
+        with pytest.raises(
+            TypeError if last else CollectiveError,
+            match="expected arrays by name, what state_dict",
+        ):
+            other.load_state_dict(state if last else good)
     if comm.size > 1:
         with pytest.raises(
             CollectiveError,

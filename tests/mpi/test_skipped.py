@@ -25,6 +25,7 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
+from mpicomp.errors import NotFiniteError
 
 pytestmark = pytest.mark.small_groups
 
@@ -85,6 +86,27 @@ def spoilt(given, rank, name, bad=np.nan):
     copies = {key: array.copy() for key, array in given.items()}
     copies[name].flat[-1] = bad if rank else copies[name].flat[-1]
     return copies
+
+
+class NotFinite(Compressor):
+    """Raises the library's own error on one rank."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def compress(self, corrected, *, gradient=None):
+        if corrected[0] == self.rank:
+            raise NotFiniteError("no number")
+        return SparseVector([0], corrected[:1], corrected.size)
+
+
+def test_without_skips_an_error_of_a_compressor_is_raised_whatever_its_class(comm):
+    exchange = made(comm, compressor=NotFinite(comm.size - 1), nonfinite="raise")
+    mine = np.full(20, comm.rank, np.float32)
+    with pytest.raises((ValueError, CollectiveError), match="no number"):
+        exchange(mine)
+    assert (exchange.steps, exchange.skipped) == (0, 0)
+    assert exchange(mine - comm.size)[0] == np.mean(np.arange(comm.size) - comm.size)
 
 
 @every_setting
