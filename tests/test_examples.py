@@ -145,6 +145,7 @@ def test_sparse_histogram(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_local_steps(tmp_path):
     pytest.importorskip("sklearn")
     checked("local_steps.py", cwd=tmp_path, checks=4)
