@@ -143,9 +143,7 @@ def check_object(value: Any, kind: type[Configured], name: str, example: str) ->
 
 def check_names(state: Any) -> None:
     """Raise TypeError unless a state is a mapping whose keys are texts."""
-    if not isinstance(state, Mapping) or not all(
-        [isinstance(key, str) for key in state]
-    ):
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise TypeError(
             f"the state is {type(state).__name__}: expected arrays by name, what state_dict() returned"
         )

@@ -397,7 +397,7 @@ def read_only_array():
             np.zeros(5),
             1.0,
             ValueError,
-            r"the array has shape \(5,\): expected 6 values",
+            r"the array has shape \(5,\): expected \(6,\)",
         ),
         (np.zeros(12)[::2], 1.0, ValueError, "not C-contiguous"),
         (np.zeros((3, 2)).T, 1.0, ValueError, "not C-contiguous"),
@@ -426,7 +426,7 @@ def test_add_to_refuses_what_it_cannot_add(array, scale, error, message):
 
 def test_add_to_wants_an_array_of_rows_and_indices_in_order():
     with pytest.raises(
-        ValueError, match=r"the array has shape \(6,\): expected shape \(3, 2\)"
+        ValueError, match=r"the array has shape \(6,\): expected \(3, 2\)"
     ):
         SparseVector([1], [[1.0, 2.0]], 3).add_to(np.zeros(6))
     array = np.zeros(9)

@@ -93,9 +93,8 @@ def _saved_names(buckets: Sequence[Bucket]) -> dict[str, str]:
 
 def _table_of(name: str, state: ByName, settings: ByName) -> dict[str, str]:
     """Return the table of a segment's state; raises ValueError if it is incomplete, or of another rank."""
-    missing = {TABLE} - state.keys()
-    if not missing:
-        missing = set(from_table(state[TABLE]).get(_HOLDS, "").split()) - state.keys()
+    table = from_table(state[TABLE]) if TABLE in state else {_HOLDS: TABLE}
+    missing = set(table.get(_HOLDS, "").split()) - state.keys()
     if missing:
         raise ValueError(
             f"the state of {name!r} has no {sorted(missing)}: expected all that state_dict() returned"
@@ -107,7 +106,6 @@ def _table_of(name: str, state: ByName, settings: ByName) -> dict[str, str]:
         {key: settings[key] for key in ("rank", "ranks")},
         remedy,
     )
-    table = from_table(state[TABLE])
     if not table.get("steps", "").isdecimal():
         raise ValueError(
             f"the state of {name!r} is of step {table.get('steps')}: expected an integer"

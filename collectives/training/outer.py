@@ -152,7 +152,9 @@ class OuterLoop:
             self._form, current = self._named_parameters()
             self._first.update(untied(current))
             self._trained = {
-                name for name in {*self._first.values()} if _is_trained(current[name])
+                name
+                for name in {*self._first.values()}
+                if getattr(current[name], "requires_grad", False)
             }
             trained = {f"parameter {name}": "trained" for name in self._trained}
             return self._settings() | trained
@@ -445,7 +447,9 @@ class OuterLoop:
             for replica in self._replicas:
                 replica.subtract(parameters)
             frozen = {
-                name for name in self._trained if not _is_trained(parameters[name])
+                name
+                for name in self._trained
+                if not getattr(parameters[name], "requires_grad", False)
             }
         # whatever it is: the other ranks must learn of it
         except BaseException as error:
@@ -557,10 +561,6 @@ def _own_key(key: str, names: Mapping[str, str]) -> str:
     """Return a key of a state as that of this loop, whatever wrapped the model that saved it."""
     part, slash, name = key.partition("/")
     return part + slash + names.get(name, names.get(canonical(name), name))
-
-
-def _is_trained(parameter: Any) -> bool:
-    return getattr(parameter, "requires_grad", False)
 
 
 def _is_in_flight(state: ByName) -> bool:
