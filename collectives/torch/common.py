@@ -16,6 +16,7 @@ from collectives.training import GradientExchange
 from collectives.training.names import canonical_names
 from mpicomp.arrays import ByName
 from mpicomp.feedback import ErrorFeedback
+from mpicomp.state import check_names
 
 
 class ModelParameters:
@@ -321,7 +322,8 @@ def to_tensors(state: ByName) -> dict[str, torch.Tensor]:
 
 
 def to_arrays(state: ByName) -> dict[str, Any]:
-    """Return the arrays of `to_tensors`, for `GradientExchange.load_state_dict`."""
+    """Return the arrays of `to_tensors`, for `GradientExchange.load_state_dict`; TypeError for no state."""
+    check_names(state)
     return {
         key: value.cpu().numpy() if isinstance(value, torch.Tensor) else value
         for key, value in state.items()

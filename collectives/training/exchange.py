@@ -320,13 +320,10 @@ class GradientExchange:
         """
         if not self._buckets:
             return parameters
-        form, arrays = by_name(parameters)
-        points = {
-            name: point
-            for bucket in self.buckets
-            for name, point in bucket.ahead(arrays).items()
-        }
-        return in_form(form, points, arrays)
+        form, points = by_name(parameters)
+        for bucket in self.buckets:
+            points |= bucket.ahead(points)
+        return in_form(form, points, points)
 
     @property
     def residual_norm(self) -> float:

@@ -244,7 +244,8 @@ def test_the_point_ahead(comm):
     }
     assert named.ahead(model)["weight"] is zero
     named({name: gradient(comm.rank, 0, name) for name in SHAPES})
-    points = named.ahead(model)
+    points = named.ahead(model | {"frozen": zero})
+    assert points["frozen"] is zero  # it is not exchanged
     state = named.state_dict()
     np.testing.assert_array_equal(
         points["weight"].reshape(-1), -state["weight/feedback.residual"]

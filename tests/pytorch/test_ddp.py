@@ -1038,6 +1038,8 @@ def test_bytes_and_numbers_of_a_state_survive():
         "y": np.array(0.5),
         "z": np.zeros(0),
     }
+    with pytest.raises(TypeError, match="the state is NoneType: expected arrays"):
+        to_arrays(None)
     back = to_arrays(saved(to_tensors(state)))
     assert back.keys() == state.keys()
     for key, value in state.items():
