@@ -79,7 +79,7 @@ def backward_pass() -> Callable[[], Any]:
     from mpicomp import TopK
 
     torch.set_num_threads(1)
-    init_process_group()
+    init_process_group(MPI.COMM_WORLD)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(9, 10))
     attach(model, GradientExchange(MPI.COMM_WORLD, TopK(k=5), small=0))
     batch = torch.ones(1, 9)
