@@ -50,6 +50,7 @@ class Selection:
         bounds: Sequence[int],
         compressors: Sequence[Compressor],
     ) -> None:
+        self.names = names
         # of errors
         self._prefixes = ["" if name is None else f"in {name}: " for name in names]
         self.bounds = list(bounds)
