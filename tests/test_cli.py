@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from commands import PARSER, SUBCOMMANDS, left
-from jobs import python
+from jobs import environment, python
 from mpi4py import MPI
 
 from collectives import GradientExchange
@@ -80,7 +80,8 @@ main(["info"])
 
 
 def test_kernels_without_a_folder_to_cache_them_work_and_warn_once():
-    done = python("-c", NO_FOLDER)
+    without = {k: v for k, v in environment().items() if k != "NUMBA_CACHE_DIR"}
+    done = python("-c", NO_FOLDER, env=without)
     assert done.returncode == 0, done.stderr
     assert "[8]\n" in done.stdout
     assert "kernels  not cached: set NUMBA_CACHE_DIR\n" in done.stdout

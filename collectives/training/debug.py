@@ -15,6 +15,7 @@ from collectives.training.reduction import Reduction
 from collectives.training.statistics import Statistics
 from collectives.training.step import OPERATION, Finished, Started, Step
 from mpicomp.arrays import Array, to_numpy
+from mpicomp.bases import coefficients_of
 from mpicomp.bucket import Bucket, Compressed, Mean
 from mpicomp.checking import check_conserved, mass, total_mass
 from mpicomp.coded import CodedSum
@@ -37,7 +38,8 @@ class CheckedStep(Step):
         self, bucket: Bucket, reduction: Reduction
     ) -> tuple[Compressed, dict[str, Array]]:
         gradient = bucket.gradient(self.arrays)
-        expected = bucket.feedback.correct(*gradient).copy()
+        coefficients = coefficients_of(gradient, bucket.basis)
+        expected = bucket.feedback.correct(*coefficients).copy()
         self._expected[bucket] = expected
         compressed, buffers = super()._prepare(bucket, reduction)
         _check_input(bucket, expected, compressed.corrected)
