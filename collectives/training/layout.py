@@ -21,6 +21,7 @@ from typing import Any
 from collectives.agreement.all_or_none import (
     all_or_none,
     check_same,
+    contributed,
     gather_objects,
     outcome_of,
 )
@@ -81,7 +82,11 @@ class Layout:
         The ranks compare tensors and settings first. Raises this rank's error on it,
         and CollectiveError on the others; CollectiveError on all if they differ.
         """
-        described = outcome_of(self._described, form, arrays)
+        try:
+            described = outcome_of(self._described, form, arrays)
+        except BaseException as interrupt:  # of this rank alone
+            outcome_of(gather_objects, contributed(interrupt), comm, OPERATION)
+            raise
         # compressors and feedback may differ
         compared = "average", "small", "bucket_nbytes", "nonfinite", "basis"
         settings = {"gradients": form} | {

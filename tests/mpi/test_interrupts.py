@@ -410,3 +410,17 @@ def test_an_interrupt_while_a_tensor_is_started_undoes_the_step_on_all_ranks(
     shared = np.concatenate([*means.values()])
     assert len(set(comm.allgather(shared.tobytes()))) == 1
     assert exchange.steps == 2
+
+
+@pytest.mark.at_least(2)
+def test_an_interrupt_while_the_first_gradient_is_looked_at_raises_on_all_ranks(comm):
+    class Interrupting:
+        def __dlpack_device__(self):
+            raise KeyboardInterrupt
+
+    exchange = GradientExchange(comm, TopK(k=5))
+    gradient = np.ones(100, np.float32)
+    first = Interrupting() if is_last(comm) else gradient
+    with pytest.raises(KeyboardInterrupt if is_last(comm) else CollectiveError):
+        exchange(first)
+    assert np.count_nonzero(exchange(gradient)) == 5
