@@ -501,7 +501,6 @@ def _to_codes(  # type: ignore[no-untyped-def]
             inverse = real(1) / low[i] if is_normal else real(0)
             # for scales that were rounded down, and NaN
             top = real((1 << bits - 1) - 1 if is_finite else 0)
-            limits = offset - top, offset + top
             _to_levels(
                 block,
                 room,
@@ -513,8 +512,8 @@ def _to_codes(  # type: ignore[no-untyped-def]
                 inverse,
                 low[i],
                 offset,
-                limits[0],
-                limits[1],
+                offset - top,
+                offset + top,
             )
         else:
             middle = real(0.5) * low[i] + real(0.5) * high[i]
