@@ -526,8 +526,9 @@ def _is_bfloat16(array: Any) -> bool:
 
 def kernels_for(array: Any) -> ModuleType:
     """Return the module of kernels for `array`: Numba's or CuPy's, loaded at the first call and not on import."""
-    is_host = type(array) is np.ndarray or not on_device(array)
-    return _kernels("host" if is_host else "device")
+    if type(array) is np.ndarray or not on_device(array):
+        return _kernels("host")
+    return _kernels("device")
 
 
 @cache

@@ -375,8 +375,10 @@ class SparseVector:
         if not self.indices.size:
             return self
         vector: SparseVector = object.__new__(SparseVector)
-        copies = {"indices": self.indices.copy(), "values": self.values.copy()}
-        vars(vector).update(vars(self) | copies)  # and what is known of them
+        fields = vars(vector)
+        fields.update(vars(self))  # and what is known of them
+        fields["indices"] = self.indices.copy()
+        fields["values"] = self.values.copy()
         return vector
 
     def every(self, step: int, start: int = 0) -> "SparseVector":

@@ -7,6 +7,7 @@ step, or when MPI has just returned a message.
 import _signal  # type: ignore[import-not-found]  # `signal.signal` converts enumerations: 3 us in place of 0.3
 from collections.abc import Callable
 from functools import wraps
+from itertools import compress
 from signal import SIGINT, Signals, valid_signals
 from threading import get_ident, main_thread
 from typing import Any, ParamSpec, TypeVar
@@ -17,15 +18,14 @@ T = TypeVar("T")
 _MAIN = main_thread().ident  # the thread in which Python runs handlers
 # those that a program cannot go on after, or that no program can handle
 _FATAL = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
-EVERY = tuple(
-    sorted(
-        int(number) for number in valid_signals() - {Signals[name] for name in _FATAL}
-    )
-)
 # to look at every signal takes a tenth of a short collective
 FREQUENT = tuple(
     int(Signals[name])
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+)
+EVERY = (
+    *FREQUENT,
+    *(valid_signals() - {Signals[name] for name in _FATAL} - {*FREQUENT}),
 )
 
 
@@ -34,7 +34,7 @@ class Deferred:
 
     A second SIGINT is delivered at once, to leave a call that waits. In other threads
     than the main one, and within another such context, it does nothing. numbers: of the
-    signals.
+    signals, SIGINT first.
     """
 
     def __init__(self, numbers: tuple[int, ...] = EVERY) -> None:
@@ -43,17 +43,15 @@ class Deferred:
         self._waiting: dict[int, Any] = {}  # their frames
 
     def __enter__(self) -> "Deferred":
-        if not self._numbers or get_ident() != _MAIN:
+        if get_ident() != _MAIN:
             return self
-        getsignal = _signal.getsignal
-        if getattr(getsignal(SIGINT), "__func__", None) is Deferred._defer:
-            return self
-        for number in self._numbers:
-            handler = getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-        for number in self._handlers:
-            _signal.signal(number, self._defer)
+        numbers = self._numbers
+        handlers = [*map(_signal.getsignal, numbers)]
+        if getattr(handlers[0], "__func__", None) is not Deferred._defer:
+            found = zip(numbers, handlers, strict=True)
+            self._handlers = dict(compress(found, map(callable, handlers)))
+            for number in self._handlers:
+                _signal.signal(number, self._defer)
         return self
 
     def _defer(self, number: int, frame: Any) -> None:

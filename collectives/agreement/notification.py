@@ -32,9 +32,9 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
         except DisagreementError:
             pass
         finally:
-            for _, wait in group.landings:
+            while group.landings:
+                _, wait = group.landings.pop()
                 wait()
-            group.landings.clear()
     reports = yield from group.notify(report(group.signature, group.error))
     error = _error_of(group, reports)
     try:

@@ -51,7 +51,7 @@ def start(
     if name == "auto" and collective.automatic is None:
         name = next(iter(collective.algorithms))
     run: Any = collective.algorithms.get(name, collective.automatic)
-    with engine.of_process():
+    with engine.of_process() as own:
         group = Group(
             link,
             _signature(call, operation, name, vector),
@@ -68,10 +68,11 @@ def start(
             steps = debug.checked(group, steps, contributed, promise)
         else:
             steps = run_or_notify(group, steps)
-        for convert in (call.finish, to_sum):
-            if convert is not None:
-                steps = _converted(steps, convert)
-        return engine.of_process().start(steps, group)
+        if call.finish is not None:
+            steps = _converted(steps, call.finish)
+        if to_sum is not None:
+            steps = _converted(steps, to_sum)
+        return own.start(steps, group)
 
 
 def _contributed(call: Call[Any], vector: SparseVector) -> Any:

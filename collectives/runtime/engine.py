@@ -82,9 +82,7 @@ class Request(Generic[T]):
     def wait(self) -> T:
         """Wait for the end and return the result, or raise the collective's error; may be called again."""
         if not self.done:
-            # a rank that is alone waits for nobody
-            numbers = FREQUENT if self.link.size > 1 else ()
-            with Deferred(numbers) as signals, self._engine:
+            with Deferred(FREQUENT) as signals, self._engine:
                 self._engine.finish(self, signals)
         if self._error is None:
             return self._result
@@ -115,7 +113,6 @@ class Request(Generic[T]):
         """Resume the collective if its messages are complete, with `block` once they are; return whether they were."""
         if self.done:  # by the fault of another one
             return False
-        is_resumed = False
         try:
             if block:
                 for one in self._pending:
@@ -124,7 +121,13 @@ class Request(Generic[T]):
                 self._pending = tuple([one for one in self._pending if not one.test()])
                 if self._pending:
                     return False
-            is_resumed = True
+        except BaseException as error:
+            # of a signal's handler, while it waited: the operation is as it was
+            if not self._is_of_mpi(error):
+                raise
+            self._end(error)
+            return True
+        try:
             self._group.posted.clear()
             self._pending = next(self._steps)
             self._round += 1
@@ -132,9 +135,6 @@ class Request(Generic[T]):
             self._result = end.value
             self.done = True
         except BaseException as error:
-            # of a signal's handler, while it waited: the operation is as it was
-            if not is_resumed and not self._is_of_mpi(error):
-                raise
             self._end(error)
             if not isinstance(error, Exception):
                 raise
@@ -234,9 +234,8 @@ class Engine:
             self.give_up(link.comm, faults, waits)
         if faults.finished:
             raise self.error_of(link.comm, faults, waits)
-        lost = link.take_lost()
-        if lost and group.error is None:
-            group.contribute(CollectiveError(lost))
+        if link.lost:
+            group.contribute(CollectiveError(link.take_lost()))
         request = Request(steps, group, self)
         try:
             request.advance(block=True)  # nothing is pending yet
@@ -250,12 +249,13 @@ class Engine:
                 self._forget([request])
         return request
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Engine":
         """Keep other threads out, from before anything is consumed that all ranks count until a wait has ended."""
         if self._is_funneled:
             self.check_thread()
         if not self._one_thread.acquire(False):
             raise RuntimeError(self._refusal)
+        return self
 
     def __exit__(self, *raised: object) -> None:
         self._one_thread.release()

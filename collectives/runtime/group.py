@@ -165,8 +165,8 @@ class Group:
         raise DisagreementError
 
     def contribute(self, error: Exception) -> None:
-        """End the operation on all ranks with an error of this rank; before the operation is started."""
-        self.error = error
+        """End the operation on all ranks with an error of this rank, its first; before the operation is started."""
+        self.error = self.error or error
 
     def break_off(self, text: str) -> None:
         """Send a last error notification to every rank, in the middle of the schedule; waits for no other rank."""

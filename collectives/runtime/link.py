@@ -107,17 +107,17 @@ class Link:
         self._tags = notice_tag(duplicate)
         self._next_tag = 0
         self.faults = Faults(self.rank, self.size)
-        self._lost = ""
+        self.lost = ""  # see `lose`
 
     def lose(self, text: str) -> None:
         """Remember that this rank has no result of an operation that the others may have: it is out of step."""
         if self.size > 1:
-            self._lost = self._lost or text
+            self.lost = self.lost or text
 
     def take_lost(self) -> str:
         """Return the text of `lose`, once: the next operation then raises on all ranks; empty if nothing was lost."""
-        text = self._lost
-        self._lost = ""
+        text = self.lost
+        self.lost = ""
         return text
 
     def turn(self) -> Turn:
