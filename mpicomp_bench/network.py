@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from collectives.planning.links import NETWORKS, Links
 from collectives.planning.schedule import groups
 from collectives.runtime.group import Group
-from collectives.runtime.link import Traffic, Turn
+from collectives.runtime.link import Traffic
 from collectives.runtime.messages import LINE, NOTHING, Steps
 from mpicomp.arrays import Buffer
 
@@ -104,7 +104,7 @@ class SimulatedLink:
         self.nodes = nodes
         self.by_node = groups(nodes)
         self.traffic = Traffic()
-        self.turns = deque[Turn]()
+        self.turns = list[int]()
         self.reduced = 0
         self.choice = network.choice
         self.gathered = set[tuple[Any, ...]]()
@@ -116,10 +116,6 @@ class SimulatedLink:
     def end_step(self) -> None:
         """Record that the rank no longer waits."""
         self.clock = max(self.clock, self.sent)
-
-    def turn(self) -> Turn:
-        """Return a new turn, after all that were taken."""
-        return Turn(self.turns)
 
     def take_tag(self) -> int:
         """Return the tag of the only operation."""
@@ -141,9 +137,9 @@ class SimulatedLink:
         self.sent = self.clock + 1
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
-        message = Message(
-            buffer, self.sent, arrival, self.network.rendezvous and buffer.size > LINE
-        )
+        long = self.network.rendezvous and buffer.size > LINE
+        answered = long and arrival is not None and arrival.source == dest
+        message = Message(buffer, self.sent, arrival if answered else None, long)
         self.network.boxes[self.rank, dest, tag].append(message)
         return message
 
@@ -174,7 +170,7 @@ class Message:
         self.buffer = buffer.copy()
         self.sent = sent
         self.received = False
-        self.answered = answered if long else None
+        self.answered = answered
         self.long = long
 
     def left(self) -> bool:

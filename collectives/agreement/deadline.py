@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 GRACE = 1.0  # seconds in which the others may answer; no longer than the timeout
 
 
-def send_notices(
-    comm: "MPI.Intracomm", faults: Faults, notice: str, abandoned: list[Pending]
-) -> None:
+def send_notices(faults: Faults, notice: str, abandoned: list[Pending]) -> None:
     """Send a notice to all other ranks, without waiting.
 
     abandoned: the messages are appended to it, as MPI may own them while their
     receivers are absent.
     """
+    comm = faults.comm
     text = notice.encode()
     message = np.frombuffer(text.ljust(-(-len(text) // LINE) * LINE), np.uint8)
     for rank in range(comm.size):
@@ -53,10 +52,7 @@ def send_notices(
 
 
 def await_notices(
-    comm: "MPI.Intracomm",
-    faults: Faults,
-    timeout: float | None,
-    answer: Callable[[], None],
+    faults: Faults, timeout: float | None, answer: Callable[[], None]
 ) -> None:
     """Receive the notices of the other ranks, until all awaited ones have arrived or the time is up.
 
@@ -65,17 +61,18 @@ def await_notices(
     end = time.monotonic() + min(GRACE, timeout or GRACE)
     while faults.awaited and time.monotonic() < end:
         answer()
-        if not receive_notice(comm, faults):
+        if not receive_notice(faults):
             time.sleep(1e-3)
     answer()
 
 
-def has_notice(comm: "MPI.Intracomm", status: "MPI.Status | None" = None) -> bool:
+def has_notice(faults: Faults, status: "MPI.Status | None" = None) -> bool:
     """Return whether another rank's notice has arrived."""
     from mpi4py import MPI
 
+    comm = faults.comm
     try:
-        return comm.Iprobe(MPI.ANY_SOURCE, notice_tag(comm), status)
+        return bool(comm.Iprobe(MPI.ANY_SOURCE, notice_tag(comm), status))
     # a rank died: what waits for it raises, or the deadline passes
     except MPI.Exception as error:
         if not ulfm.is_failure(error):
@@ -83,11 +80,12 @@ def has_notice(comm: "MPI.Intracomm", status: "MPI.Status | None" = None) -> boo
         return False
 
 
-def receive_notice(comm: "MPI.Intracomm", faults: Faults) -> bool:
+def receive_notice(faults: Faults) -> bool:
     """Receive another rank's notice, if one has arrived; return whether it has."""
     status = new_status()
-    if not has_notice(comm, status):
+    if not has_notice(faults, status):
         return False
+    comm = faults.comm
     arrival = Arrival(comm, status.Get_source(), notice_tag(comm))
     arrival.wait()
     faults.receive(arrival.source, arrival.buffer.tobytes().decode())

@@ -41,7 +41,7 @@ def checked(
 
 def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
     try:
-        with group.reserve_turn():
+        with group.turn():
             _compare_calls((yield from group.gather_objects(call)), _where(group))
             return (yield from run_or_notify(group, steps))
     finally:

@@ -64,27 +64,26 @@ def _make_link(comm: Any, operation: str) -> Link:
     faults = faults_of(comm)
     if faults.finished:
         waits = operation + FIRST, 0, set[int]()
-        raise engine.of_process().error_of(comm, faults, waits)
+        raise engine.of_process().error_of(faults, waits)
     duplicate = comm  # until there is one
     try:
         with engine.of_process():
             unmade, request = comm.Idup()
             engine.of_process().wait_for_ranks(
-                Sending(request), comm, faults, operation + FIRST
+                Sending(request), faults, operation + FIRST
             )
         # now all ranks of `comm` are in here, and may block: none waits for a reply
         duplicate = unmade  # to revoke it before would crash Open MPI
         link = attached(comm, LINK, lambda: _made(duplicate))
-        engine.of_process().know(link.comm, link.faults)
+        engine.of_process().know(link.faults)
         return link
     except MPI.Exception as error:
         if not ulfm.is_failure(error, comm):
             raise
-        # others may wait in either of the two
+        ulfm.revoke(comm)  # others may wait in either of the two
         doing = "the first call on a communicator was interrupted"
-        raise ulfm.on_death(
-            Faults(comm.rank, comm.size), doing, comm, duplicate
-        ) from None
+        dead = Faults(comm.rank, comm.size, duplicate)
+        raise ulfm.on_death(dead, doing) from None
 
 
 def _made(duplicate: "MPI.Intracomm") -> Link:

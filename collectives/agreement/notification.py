@@ -13,7 +13,7 @@ from typing import TypeVar
 from collectives.agreement.state import disagreement, report
 from collectives.runtime.group import DisagreementError, Group
 from collectives.runtime.messages import Steps
-from mpicomp.errors import CollectiveError, StepSkippedError
+from mpicomp.errors import StepSkippedError
 
 T = TypeVar("T")
 
@@ -35,27 +35,12 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
             while group.landings:
                 _, wait = group.landings.pop()
                 wait()
-    reports = yield from group.notify(report(group.signature, group.error))
-    error = _error_of(group, reports)
+    reports = yield from group.exchange_reports(report(group.signature, group.error))
+    error: BaseException = disagreement(group.signature["operation"], reports)
+    if group.error is not None and not isinstance(error, StepSkippedError):
+        error = group.error
     try:
         raise error
     finally:
         # else the error, its traceback and this frame hold each other
         del group, steps, error
-
-
-def _error_of(group: Group, reports: list[str]) -> BaseException:
-    """Return the error to raise: this rank's own, or what the ranks report."""
-    operation = group.signature["operation"]
-    error: Exception = disagreement(operation, reports)
-    if group.broken:
-        broken = "; ".join(
-            f"rank {rank}: {text}" for rank, text in group.broken.items()
-        )
-        error = CollectiveError(
-            f"{operation} broke off in the middle of its rounds: {broken}. Ranks that had ended it have the result: "
-            "the next operation on the communicator raises on all ranks"
-        )
-    if group.error is None or isinstance(error, StepSkippedError):
-        return error
-    return group.error

@@ -72,7 +72,7 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
     if link is not None:
         link.faults.shrink()
         of_process().end_all(link.faults)
-        ulfm.revoke(link.faults, link.comm)
+        ulfm.revoke(link.comm)
     comm.Revoke()
     if not agreements_on(comm).agree_to_shrink(needed):
         raise CollectiveError(

@@ -35,10 +35,12 @@ _REMEDY = "The library no longer uses this communicator: end the job, or continu
 class Faults:
     """The faults of one communicator on one rank; the only writer of this state.
 
-    rank, size: this rank, and the number of ranks.
+    rank, size: this rank, and the number of ranks. comm: the communicator, for the
+    functions that send notices on it.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, comm: Any = None) -> None:
+        self.comm = comm
         self._rank = rank
         self._others = set(range(size)) - {rank}
         self._raised_as: type[CollectiveError] | None = None
@@ -47,7 +49,6 @@ class Faults:
         self._notices: dict[int, dict[str, Any]] = {}
         self._doing = ""
         self._dead = set[int]()
-        self.revoked = False  # whether MPI's Revoke is due, or was called
 
     @property
     def finished(self) -> bool:
@@ -100,7 +101,6 @@ class Faults:
         if not self.finished:
             self._raised_as = RankFailedError
             self._doing = doing
-            self.revoked = True
 
     def identify(self, dead: Iterable[int]) -> None:
         """Store the ranks that MPI reports as dead: they send no notice."""
@@ -108,7 +108,6 @@ class Faults:
 
     def shrink(self) -> None:
         """Stop using the communicator, as the ranks continue on another one."""
-        self.revoked = True
         if not self.finished:
             self._raised_as = RankFailedError
             self._text = "the communicator was shrunk: use the one that shrink returned"
@@ -204,25 +203,32 @@ def report(
     )
 
 
-def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
+def disagreement(
+    operation: str, reports: Sequence[Mapping[str, Any]]
+) -> CollectiveError:
     """Return the error of ranks without an error of their own: it names who contributed what.
 
-    reports: those of all ranks, in rank order. The error names the first argument that
-    differs, as later ones then differ too. StepSkippedError, which all ranks raise, if
-    `NotFiniteError` is the only error.
+    reports: the contents of `report` of all ranks, in rank order. The error names the
+    first argument that differs, as later ones then differ too. StepSkippedError, which
+    all ranks raise, if `NotFiniteError` is the only error.
     """
-    contents = [json.loads(report) for report in reports]
-    skips = [rank for rank, report in enumerate(contents) if report["skip"]]
-    faults = [
-        f"rank {rank}: {report['error']}"
-        for rank, report in enumerate(contents)
-        if report["error"]
-    ]
-    sound = {
-        rank: report["call"]
-        for rank, report in enumerate(contents)
-        if not report["error"]
-    }
+    faults = []
+    broken = []
+    skips = 0
+    sound = {}
+    for rank, contents in enumerate(reports):
+        if contents["error"] is None:
+            sound[rank] = contents["call"]
+            continue
+        faults.append(f"rank {rank}: {contents['error']}")
+        skips += contents["skip"]
+        if contents["broken"]:
+            broken.append(faults[-1])
+    if broken:
+        return CollectiveError(
+            f"{operation} broke off in the middle of its rounds: {'; '.join(broken)}. Ranks that had ended it have "
+            "the result: the next operation on the communicator raises on all ranks"
+        )
     for name in {name: None for call in sound.values() for name in call}:
         holders = ranks_by_value((rank, call.get(name)) for rank, call in sound.items())
         if len(holders) > 1 and name == "support":
@@ -241,9 +247,7 @@ def disagreement(operation: str, reports: Sequence[str]) -> CollectiveError:
         f"{operation} raised on all {len(reports)} ranks, nothing was changed. "
         + ". ".join(faults)
     )
-    return (StepSkippedError if len(skips) == len(faults) > 0 else CollectiveError)(
-        text
-    )
+    return (StepSkippedError if skips == len(faults) > 0 else CollectiveError)(text)
 
 
 def ranks_by_value(values: Iterable[tuple[int, Any]]) -> dict[Any, list[int]]:

@@ -118,24 +118,22 @@ def is_failure(error: BaseException, comm: "MPI.Intracomm | None" = None) -> boo
     )
 
 
-def on_death(faults: Faults, doing: str, *comms: "MPI.Intracomm") -> CollectiveError:
-    """Return the error after MPI reports a death; the first report revokes the communicators.
+def on_death(faults: Faults, doing: str) -> CollectiveError:
+    """Return the error after MPI reports a death; the first report revokes the communicator.
 
-    faults: the state of these communicators. doing: the interrupted operation, the
-    beginning of the text.
+    doing: the interrupted operation, the beginning of the text.
     """
     if not faults.finished:
         faults.die(doing)
-        revoke(faults, *comms)
-        faults.identify(_awaited_dead(comms[-1]))
+        revoke(faults.comm)
+        faults.identify(_awaited_dead(faults.comm))
     return faults.error()
 
 
-def revoke(faults: Faults, *comms: "MPI.Intracomm") -> None:
-    """Call MPI's Revoke if the state of the communicators requires it, so that every rank gets an error."""
-    for comm in comms:
-        if faults.revoked and not comm.Is_revoked():
-            comm.Revoke()
+def revoke(comm: "MPI.Intracomm") -> None:
+    """Call MPI's Revoke, unless a rank has called it, so that every rank gets an error."""
+    if not comm.Is_revoked():
+        comm.Revoke()
 
 
 def _awaited_dead(comm: Any) -> list[int]:

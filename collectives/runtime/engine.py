@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from collectives.agreement import deadline, ulfm
 from collectives.agreement.interrupts import FREQUENT, Deferred
 from collectives.agreement.state import Faults, report
-from collectives.runtime.group import Group, Notifications
+from collectives.runtime.group import Group
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps, mpi
 from collectives.runtime.waiting import initial_timeout, seconds
 from mpicomp.errors import CollectiveError, CollectiveTimeoutError, DamagedMessageError
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
 T = TypeVar("T")
 
@@ -147,11 +147,7 @@ class Request(Generic[T]):
         """End with an error of the schedule or of MPI; if only this rank has it, break off."""
         is_own = error is self._group.error
         if isinstance(error, DamagedMessageError) and not is_own:
-            self._engine.give_up(
-                self.link.comm, self.link.faults, self.waits(), damage=str(error)
-            )
-            if not self.done:
-                self.fail(self.link.faults.error())
+            self._engine.give_up(self.link.faults, self.waits(), damage=str(error))
             return
         self._steps.close()
         if isinstance(error, RuntimeError) and isinstance(
@@ -163,12 +159,12 @@ class Request(Generic[T]):
         if not is_own and ulfm.is_failure(error, self.link.comm):
             self._engine.abandon(self._pending)
             doing = f"{self.operation} was interrupted in round {self._round}"
-            error = ulfm.on_death(self.link.faults, doing, self.link.comm)
-        elif self._group.broken:
+            error = ulfm.on_death(self.link.faults, doing)
+        elif self._group.is_broken:
             self._engine.discard(self._group)
         elif not (is_own or isinstance(error, CollectiveError)):
             self.lose(error)
-            self._group.break_off(report(self._group.signature, error, broken=True))
+            self._group.send_report(report(self._group.signature, error, broken=True))
             self._engine.discard(self._group)
         if not isinstance(error, Exception):
             text = f"{self.operation} was interrupted in round {self._round} on this rank and cannot continue"
@@ -188,10 +184,9 @@ class Request(Generic[T]):
     def waits(self) -> Waits:
         """Return the operation, the round, and the ranks that it waits for."""
         ranks = {
-            rank
-            for one in self._pending
-            if isinstance(one, Arrival | Notifications)
-            for rank in one.awaited()
+            message.source
+            for message in self._group.posted
+            if isinstance(message, Arrival) and not message.test()
         }
         return self.operation, self._round, ranks
 
@@ -215,7 +210,7 @@ class Engine:
         self._abandoned: list[Pending] = []
         self._discarding: list[Group] = []
         # the communicators on which other ranks may wait for this one
-        self._known: dict[Faults, MPI.Intracomm] = {}
+        self._known: set[Faults] = set()
         self.timeout = initial_timeout()
         self._one_thread = Lock()
         self._refusal = _TWO_THREADS
@@ -226,27 +221,22 @@ class Engine:
         link = group.link
         faults = link.faults
         waits: Waits = group.signature["operation"], 0, set()
-        if (
-            self._listens(link)
-            and not faults.finished
-            and deadline.has_notice(link.comm)
-        ):
-            self.give_up(link.comm, faults, waits)
+        if self._listens(link) and not faults.finished and deadline.has_notice(faults):
+            self.give_up(faults, waits)
         if faults.finished:
-            raise self.error_of(link.comm, faults, waits)
+            raise self.error_of(faults, waits)
         if link.lost:
             group.contribute(CollectiveError(link.take_lost()))
         request = Request(steps, group, self)
+        self._in_flight.append(request)
         try:
             request.advance(block=True)  # nothing is pending yet
         except BaseException as error:
             request.lose(error)
             raise
         finally:
-            if not request.done:
-                self._in_flight.append(request)
-            elif self._discarding:
-                self._forget([request])
+            if request.done:
+                self._forget_ended()
         return request
 
     def __enter__(self) -> "Engine":
@@ -279,26 +269,26 @@ class Engine:
 
     def finish(self, request: Request[Any], signals: Deferred) -> None:
         """Return when `request` has ended. signals: delivered while no operation advances."""
-        polls = self._listens(request.link) or request.link.backs_off
-        while not polls and not request.done and self._is_alone(request):
-            self.advance(block=True)
-        if request.done:
-            return
+        link = request.link
+        polls = self._listens(link) or link.backs_off
+
+        def may_block() -> bool:
+            is_alone = self._in_flight == [request] and not self._discarding
+            return is_alone and not polls
+
+        def waits() -> Waits:
+            first = next(other for other in self._in_flight if other.link is link)
+            return first.waits()
 
         def watch(waited: float) -> None:
             signals.deliver()
-            self._watch_link(request.link, waited)
+            self._watch(link.faults, waits, waited, listens=self._listens(link))
 
-        if polls:
-            self.poll_until(lambda: request.done, watch)
         while not request.done:
-            if self._is_alone(request):
+            if may_block():
                 self.advance(block=True)
             else:
-                self.poll_until(lambda: request.done or self._is_alone(request), watch)
-
-    def _is_alone(self, request: Request[Any]) -> bool:
-        return self._in_flight == [request] and not self._discarding
+                self.poll_until(lambda: request.done or may_block(), watch)
 
     def wait_for(self, pending: Pending, call: str) -> None:
         """Return when `pending` is complete; meanwhile the operations in flight advance. call: for errors."""
@@ -315,9 +305,7 @@ class Engine:
         else:
             self.poll_until(pending.test, watch)
 
-    def wait_for_ranks(
-        self, pending: Pending, comm: "MPI.Intracomm", faults: Faults, operation: str
-    ) -> None:
+    def wait_for_ranks(self, pending: Pending, faults: Faults, operation: str) -> None:
         """Return when all ranks have made their first call on a communicator; raises on all that wait if one is absent.
 
         So does a rank that comes after the others gave up: their notices are there.
@@ -327,10 +315,9 @@ class Engine:
             return
 
         def watch(waited: float) -> None:
+            waits = operation, 0, set[int]()
             listens = self.timeout is not None
-            self._watch(
-                comm, faults, lambda: (operation, 0, set()), waited, listens=listens
-            )
+            self._watch(faults, lambda: waits, waited, listens=listens)
 
         self.poll_until(lambda: faults.finished or pending.test(), watch)
         if not faults.finished:
@@ -377,19 +364,8 @@ class Engine:
     def _is_late(self, waited: float) -> bool:
         return self.timeout is not None and waited > self.timeout
 
-    def _watch_link(self, link: Link, waited: float) -> None:
-        """Give up on a communicator with an operation in flight, if that is due."""
-
-        def waits() -> Waits:
-            return next(
-                request for request in self._in_flight if request.link is link
-            ).waits()
-
-        self._watch(link.comm, link.faults, waits, waited, listens=self._listens(link))
-
     def _watch(
         self,
-        comm: "MPI.Intracomm",
         faults: Faults,
         waits: Callable[[], Waits],
         waited: float,
@@ -398,48 +374,46 @@ class Engine:
     ) -> None:
         """Give up if the deadline has passed, or, where this rank listens, another rank has given up."""
         is_late = self._is_late(waited)
-        if is_late or (listens and deadline.has_notice(comm)):
-            self.give_up(comm, faults, waits(), waited=waited if is_late else 0.0)
+        if is_late or (listens and deadline.has_notice(faults)):
+            self.give_up(faults, waits(), waited=waited if is_late else 0.0)
         elif listens:
             self._answer(faults, waits)
 
-    def give_up(
-        self, comm: "MPI.Intracomm", faults: Faults, waits: Waits, **why: Any
-    ) -> None:
+    def give_up(self, faults: Faults, waits: Waits, **why: Any) -> None:
         """Notify the other ranks, receive their notices, and end all operations on a communicator; see `Faults`."""
         notice = faults.give_up(*waits, **why)
         try:
             if notice is not None:
-                deadline.send_notices(comm, faults, notice, self._abandoned)
-                self._await_notices(comm, faults, waits)
+                deadline.send_notices(faults, notice, self._abandoned)
+                self._await_notices(faults, waits)
         finally:
             self.end_all(faults)
 
-    def error_of(
-        self, comm: "MPI.Intracomm", faults: Faults, waits: Waits
-    ) -> CollectiveError:
+    def error_of(self, faults: Faults, waits: Waits) -> CollectiveError:
         """Return the error of a call on a finished communicator; await notices first if this rank has only answered."""
-        self._await_notices(comm, faults, waits)
+        self._await_notices(faults, waits)
         return faults.error()
 
-    def _await_notices(
-        self, comm: "MPI.Intracomm", faults: Faults, waits: Waits
-    ) -> None:
+    def _await_notices(self, faults: Faults, waits: Waits) -> None:
         deadline.await_notices(
-            comm, faults, self.timeout, lambda: self._answer(faults, lambda: waits)
+            faults, self.timeout, lambda: self._answer(faults, lambda: waits)
         )
 
     def discard(self, group: Group) -> None:
         """Receive and drop the messages of an operation that broke off, until a later one has ended."""
         self._discarding.append(group)
 
-    def _forget(self, ended: Sequence[Request[Any]]) -> None:
-        """Stop to discard the messages of operations before others that have ended: all ranks have left them."""
+    def _forget_ended(self) -> None:
+        """Forget operations that have ended, and those before them that broke off: all ranks have left these."""
+        ended = [request for request in self._in_flight if request.done]
+        if not ended:
+            return
         self._discarding = [
             group
             for group in self._discarding
             if not any([request.is_after(group) for request in ended])
         ]
+        self._in_flight = [request for request in self._in_flight if not request.done]
 
     def abandon(self, pending: Iterable[Pending]) -> None:
         """Keep references to abandoned messages, as MPI may still own their buffers."""
@@ -450,29 +424,28 @@ class Engine:
         for request in self._in_flight:
             if request.link.faults is faults:
                 request.fail(faults.error())
-        self._in_flight = [request for request in self._in_flight if not request.done]
+        self._forget_ended()
 
-    def know(self, comm: "MPI.Intracomm", faults: Faults) -> None:
+    def know(self, faults: Faults) -> None:
         """Answer the ranks that wait on a communicator, until `faults` is finished, while this rank waits elsewhere."""
-        self._known[faults] = comm
+        self._known.add(faults)
 
     def _answer(self, here: Faults, waits: Callable[[], Waits]) -> None:
         """Answer the ranks that gave up on other communicators than that of `here`, on which this rank waits."""
         for faults in [*self._known]:
-            comm = self._known.get(faults)
-            if comm is None:
+            if faults not in self._known:
                 continue  # freed meanwhile, by what ended on another one
             if faults.finished:
-                del self._known[faults]
-            elif faults is not here and deadline.has_notice(comm):
+                self._known.remove(faults)
+            elif faults is not here and deadline.has_notice(faults):
                 notice = faults.give_up(*waits(), elsewhere=True)
                 assert notice is not None, "the communicator is usable"
-                deadline.send_notices(comm, faults, notice, self._abandoned)
+                deadline.send_notices(faults, notice, self._abandoned)
                 self.end_all(faults)
 
     def freed(self, link: Link) -> None:
         """End the operations in flight on a communicator that is being freed; MPI frees it later."""
-        self._known.pop(link.faults, None)
+        self._known.discard(link.faults)
         left = [request for request in self._in_flight if request.link is link]
         if left:
             link.faults.free(left[0].operation)
@@ -488,11 +461,7 @@ class Engine:
                 group.discard()
             return moved
         finally:
-            if self._discarding:
-                self._forget([request for request in self._in_flight if request.done])
-            self._in_flight = [
-                request for request in self._in_flight if not request.done
-            ]
+            self._forget_ended()
 
 
 def configure(*, timeout: float | None) -> None:

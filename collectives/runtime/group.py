@@ -7,7 +7,6 @@ debug mode, its CRC-32, cannot continue the schedule, and gives up as after a de
 """
 
 import json
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -54,13 +53,12 @@ from mpicomp.few_bits import FewBits
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
-    from collectives.runtime.link import Link, Turn
+    from collectives.runtime.link import Link
 
 # what is sent: the same kind by all ranks of an operation
 V = TypeVar("V", SparseVector, FewBits)
 PartOf = tuple[V, int]  # a vector, and the count that is sent with it
 Part = PartOf[SparseVector]
-_PAUSE = 2e-5  # seconds
 
 
 class DisagreementError(Exception):
@@ -95,15 +93,12 @@ class Group:
         self.error = error
         self.like = like
         self.codec = codec
-        self._turn_reserved: Turn | None = None
         # the messages of this round: an operation that breaks off has to keep them
         self.posted: list[Arrival | Sending] = []
         # pinned memory that the device may still copy from, and what waits for that
         self.landings: list[tuple[Buffer, Callable[[], None]]] = []
-        # the errors of ranks by which the operation broke off in the middle
-        self.broken: dict[int, str] = {}
-        # the error notifications of other ranks
-        self.notifications: dict[int, Buffer] = {}
+        # what ranks of the communicator report in error notifications
+        self.reports: dict[int, dict[str, Any]] = {}
         # counts the operations on the communicator, alike on all ranks
         self.number = self._tag = link.take_tag()
         self._digest = _digest(tuple(signature), tuple(signature.values()))
@@ -150,14 +145,21 @@ class Group:
         )
         return SparseVector.empty(*what, like=self.like)
 
-    def turn(self) -> "Turn":
-        """Return the turn for MPI's own collectives; call before the first yield, for the same order on all ranks."""
-        return self._turn_reserved or self.link.turn()
+    @contextmanager
+    def turn(self) -> Iterator[Pending]:
+        """Queue for MPI's own collectives, until the block ends; yields what to wait for.
 
-    def reserve_turn(self) -> "Turn":
-        """Reserve the turn that `turn` returns later, after a yield."""
-        self._turn_reserved = self.turn()
-        return self._turn_reserved
+        Enter the outermost block before the first yield of the operation: so the order
+        is the same on all ranks.
+        """
+        turns = self.link.turns
+        if self.number not in turns:
+            turns.append(self.number)
+        try:
+            yield Pending(lambda: turns[0] == self.number)
+        finally:
+            if self.number in turns:  # an inner block has left it
+                turns.remove(self.number)
 
     def fail(self, error: Exception | None) -> NoReturn:
         """End the operation on all ranks, which all detect it, with the error of this rank, if it has one."""
@@ -168,12 +170,19 @@ class Group:
         """End the operation on all ranks with an error of this rank, its first; before the operation is started."""
         self.error = self.error or error
 
-    def break_off(self, text: str) -> None:
-        """Send a last error notification to every rank, in the middle of the schedule; waits for no other rank."""
-        message = self._pack_text(text, ERROR)
-        for rank in range(self.link.size):
-            if rank != self.link.rank:
-                self.posted.append(self.link.send(message, rank, self._tag))
+    @property
+    def is_broken(self) -> bool:
+        """Whether another rank broke off in the middle of the schedule."""
+        return any([report["broken"] for report in self.reports.values()])
+
+    def send_report(self, report: str) -> list[Sending]:
+        """Send an error notification to every other rank, as the last message to it; waits for none."""
+        message = self._pack_text(report, ERROR)
+        return [
+            self._sending(message, rank)
+            for rank in range(self.size)
+            if rank != self.rank
+        ]
 
     def discard(self) -> None:
         """Receive and drop what has arrived of an operation that broke off here: its senders may wait for that."""
@@ -182,18 +191,6 @@ class Group:
                 operation.test()
         while self.link.discard(self._tag):
             pass
-
-    def hear(self, message: Buffer, source: int) -> None:
-        """Store the error notification of a rank of the communicator; DamagedMessageError if it is not valid."""
-        self._header(message)
-        message = to_numpy(message)
-        try:
-            report = json.loads(text_of(message))
-        except ValueError:
-            raise _damaged("an error notification that is not JSON") from None
-        self.notifications[source] = message
-        if report["broken"]:
-            self.broken[source] = report["error"]
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
@@ -216,12 +213,7 @@ class Group:
     ) -> Steps[PartOf[V]]:
         """Send a vector to `dest` and return the vector from `source`, in one step; they may be the same rank."""
         arrival = self._arrival(source, self.like)
-        yield (
-            arrival,
-            self._sending(
-                self.pack(vector, count), dest, arrival if source == dest else None
-            ),
-        )
+        yield arrival, self._sending(self.pack(vector, count), dest, arrival)
         return self._received(arrival)
 
     def send(self, vector: V, dest: int, count: int = 0) -> Steps[None]:
@@ -249,9 +241,7 @@ class Group:
         messages = yield from self._gather_messages(
             self._pack_text(json.dumps(value), TEXT)
         )
-        for message in messages:
-            self._header(message)
-        return [json.loads(text_of(message)) for message in messages]
+        return [self._object(message) for message in messages]
 
     def all_to_all(
         self, vectors: Sequence[V], count: int = 0
@@ -268,19 +258,18 @@ class Group:
             for source in schedule.hearing(self.rank, self.size)
         }
         rotation = [*schedule.rotation(self.rank, self.size)]
-        sent = {id(vectors[dest]): vectors[dest] for dest, _ in rotation}
-        packed = [self.pack(vector, count) for vector in sent.values()]
-        lines = dict(zip(sent, self.link.lines(packed), strict=True))
-        messages = dict(zip(sent, packed, strict=True))
-        sendings: list[Sending] = [
-            self._sending(
-                messages[id(vectors[dest])],
-                dest,
-                arrivals[dest] if source == dest else None,
-                lines[id(vectors[dest])],
+        packed: dict[int, Buffer] = {}
+        for dest, _ in rotation:
+            vector = vectors[dest]
+            if id(vector) not in packed:
+                packed[id(vector)] = self.pack(vector, count)
+        lines = dict(zip(packed, self.link.lines([*packed.values()]), strict=True))
+        sendings: list[Sending] = []
+        for dest, source in rotation:
+            sent = id(vectors[dest])
+            sendings.append(
+                self._sending(packed[sent], dest, arrivals[source], lines[sent])
             )
-            for dest, source in rotation
-        ]
         yield (*arrivals.values(), *sendings)
         agreed = True
         for source, arrival in arrivals.items():
@@ -296,25 +285,32 @@ class Group:
         """Start MPI's own Allreduce (sum) from one host array to another, in this operation's `turn`."""
         return self.link.reduce(array, total)
 
-    def notify(self, text: str) -> Steps[list[str]]:
-        """Send an error notification to every rank, and return those of all ranks, in rank order.
+    def exchange_reports(self, report: str) -> Steps[list[dict[str, Any]]]:
+        """Send an error notification to every rank, and return the reports of all ranks, in rank order.
 
         Earlier messages are received and discarded: ranks in different rounds or
-        schedules end together, none stays in flight.
+        schedules end together, none stays in flight. If a rank broke off, the others
+        may have no report, and are returned with this one.
         """
-        message = self._pack_text(text, ERROR)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sendings = [self._sending(message, rank) for rank in others]
-        if others:
-            yield (
-                Notifications(
-                    self, [rank for rank in others if rank not in self.notifications]
-                ),
-                *sendings,
-            )
-        return [
-            text_of(self.notifications.get(rank, message)) for rank in range(self.size)
-        ]
+        sendings = self.send_report(report)
+        arrivals = {
+            rank: self._arrival(rank)
+            for rank in range(self.size)
+            if rank != self.rank and rank not in self.reports
+        }
+
+        def is_complete() -> bool:
+            for rank, arrival in [*arrivals.items()]:
+                while arrival.test():
+                    if self._is_report(arrival.buffer, rank):
+                        del arrivals[rank]
+                        break
+                    arrival = arrivals[rank] = self._arrival(rank)
+            return not arrivals or self.is_broken
+
+        yield Pending(is_complete), *sendings
+        own = json.loads(report)
+        return [self.reports.get(rank, own) for rank in range(self.size)]
 
     def pack(self, vector: SparseVector | FewBits, count: int = 0) -> Buffer:
         """Return a vector as a message."""
@@ -355,7 +351,8 @@ class Group:
         """
         header = self._header(message, line)
         if header.kind == ERROR and source is not None:
-            self._keep_notification(message, source)
+            self.reports[source] = self._object(message)
+            raise DisagreementError
         if header.signature != self._digest:
             raise DisagreementError
         if _padded(header.nbytes) != message.size:
@@ -382,20 +379,15 @@ class Group:
 
     def _gather_messages(self, message: Buffer) -> Steps[list[Buffer]]:
         """Return every rank's message, in rank order; each rank receives each message once."""
-        held = [self.link.staged(message) if on_device(message) else message]
+        if on_device(message) and not self.link.direct:
+            message = staging.to_pinned(message)
+        held = [message]
         for dest, source, count in schedule.dissemination(self.rank, self.size):
-            arrival = self._arrival(source, held[0])
-            yield (
-                arrival,
-                self._sending(
-                    np.concatenate(held[:count]),
-                    dest,
-                    arrival if source == dest else None,
-                ),
-            )
+            arrival = self._arrival(source, message)
+            yield arrival, self._sending(np.concatenate(held[:count]), dest, arrival)
             received = list(split(arrival.buffer))
-            if received and _read_header(received[0]).kind == ERROR:
-                self._keep_notification(received[0], arrival.source)
+            if received and self._is_report(received[0], arrival.source):
+                raise DisagreementError
             if len(received) != count:
                 if any(
                     self._header(part).signature != self._digest for part in received
@@ -419,9 +411,22 @@ class Group:
             )
         return message
 
-    def _keep_notification(self, message: Buffer, source: int) -> NoReturn:
-        self.hear(message, source)
-        raise DisagreementError
+    def _is_report(self, message: Buffer, source: int) -> bool:
+        """Return whether a message is the error notification of a rank of the communicator, and store it then."""
+        if message.size < LINE or _read_header(message).kind != ERROR:
+            return False
+        self.reports[source] = self._object(message)
+        return True
+
+    def _object(self, message: Buffer) -> Any:
+        """Return the object in a message of text; DamagedMessageError if there is none."""
+        header = self._header(message)
+        try:
+            return json.loads(
+                to_numpy(message)[HEADER_NBYTES : header.nbytes].tobytes()
+            )
+        except ValueError:
+            raise _damaged("its text is not JSON") from None
 
     def _header(self, message: Buffer, line: Buffer = NOTHING) -> Header:
         """Return the header of a message; DamagedMessageError if size, header or checksum are not valid."""
@@ -430,7 +435,7 @@ class Group:
             raise _damaged("its checksum differs")
         return header
 
-    def _arrival(self, source: int, like: Any) -> Arrival:
+    def _arrival(self, source: int, like: Any = None) -> Arrival:
         arrival = self.link.receive(self._ranks[source], self._tag, like)
         self.posted.append(arrival)
         return arrival
@@ -452,38 +457,6 @@ def vectors_of(parts: Iterable[PartOf[V]]) -> list[V]:
     return [vector for vector, _ in parts]
 
 
-class Notifications:
-    """The error notifications of some ranks, in any order of arrival; discards other messages of these ranks."""
-
-    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
-        self._group = group
-        self._arrivals = {rank: group._arrival(rank, None) for rank in ranks}
-
-    def awaited(self) -> list[int]:
-        """Return the ranks whose notification has not arrived yet."""
-        return list(self._arrivals)
-
-    def test(self) -> bool:
-        """See `Pending.test`."""
-        for rank, arrival in list(self._arrivals.items()):
-            while arrival.test() and not self._is_last(rank, arrival.buffer):
-                arrival = self._arrivals[rank] = self._group._arrival(rank, None)
-        return not self._arrivals or bool(self._group.broken)
-
-    def wait(self) -> None:
-        """See `Pending.wait`; it polls, as another rank may wait until any of these messages is received."""
-        while not self.test():
-            time.sleep(_PAUSE)
-
-    def _is_last(self, rank: int, message: Buffer) -> bool:
-        """Return whether a message is a rank's notification, and store it if so."""
-        if message.size < LINE or _read_header(message).kind != ERROR:
-            return False
-        self._group.hear(message, rank)
-        del self._arrivals[rank]
-        return True
-
-
 def split(buffer: Buffer) -> Iterator[Buffer]:
     """Yield the messages in a buffer one by one; DamagedMessageError if they do not fill it."""
     while buffer.size:
@@ -492,15 +465,6 @@ def split(buffer: Buffer) -> Iterator[Buffer]:
             raise _damaged(f"{buffer.size} bytes of {nbytes}")
         yield buffer[:nbytes]
         buffer = buffer[nbytes:]
-
-
-def text_of(message: Buffer) -> str:
-    """Return the text in a message."""
-    return (
-        to_numpy(message)[HEADER_NBYTES : _read_header(message).nbytes]
-        .tobytes()
-        .decode()
-    )
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,6 @@ Only this module and `staging` distinguish host arrays, device arrays with a CUD
 MPI, and staged ones.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -35,31 +34,6 @@ T = TypeVar("T")
 LINK = "link"
 FAULTS = "faults"
 _PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
-
-
-class Turn:
-    """An operation's turn to call MPI's own collectives, in the same order on all ranks: until the context ends."""
-
-    def __init__(self, queue: "deque[Turn]") -> None:
-        self._queue = queue
-        queue.append(self)
-
-    def test(self) -> bool:
-        """See `Pending.test`."""
-        return self._queue[0] is self
-
-    def wait(self) -> None:
-        """Check that it is this operation's turn, as it must be with no other one in flight."""
-        assert self.test(), (
-            "an operation that is in flight alone has to wait for its turn"
-        )
-
-    def __enter__(self) -> "Turn":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self in self._queue:  # what reserved the turn leaves it too
-            self._queue.remove(self)
 
 
 @dataclass
@@ -103,10 +77,11 @@ class Link:
         self.on_free = on_free
         self.gathered: set[tuple[Any, ...]] = set()
         self.traffic = Traffic()
-        self.turns: deque[Turn] = deque()
+        # the numbers of operations that are to call MPI's own collectives, in order
+        self.turns: list[int] = []
         self._tags = notice_tag(duplicate)
         self._next_tag = 0
-        self.faults = Faults(self.rank, self.size)
+        self.faults = Faults(self.rank, self.size, duplicate)
         self.lost = ""  # see `lose`
 
     def lose(self, text: str) -> None:
@@ -119,10 +94,6 @@ class Link:
         text = self.lost
         self.lost = ""
         return text
-
-    def turn(self) -> Turn:
-        """Return a new turn, after all that were taken."""
-        return Turn(self.turns)
 
     def take_tag(self) -> int:
         """Return the tag of the next operation; all ranks start operations in the same order, so their tags agree."""
@@ -150,8 +121,8 @@ class Link:
     ) -> Sending:
         """Start to send a buffer of whole lines; a device buffer after the work queued on its stream.
 
-        arrival: the message from `dest` in the same step, if any; see bidirectional
-        exchange in `messages`. line: of `lines`, if it is known.
+        arrival: the message that is received in the same step, if any; for one from
+        `dest` see bidirectional exchange in `messages`. line: of `lines`, if it is known.
         """
         self.traffic.messages += 1
         self.traffic.nbytes += buffer.size
@@ -163,7 +134,11 @@ class Link:
             if self.direct and not line.size:
                 (line,) = staging.first_lines([buffer])
         header = partial(send_size, self.comm, buffer.size, line, dest, tag)
-        if arrival is not None and buffer.size > messages.BIDIRECTIONAL:
+        if (
+            arrival is not None
+            and arrival.source == dest
+            and buffer.size > messages.BIDIRECTIONAL
+        ):
             pieces = partial(start, self.comm, buffer, dest, tag)
             return Sending(header(), after=(arrival, pieces))
         headers = []
@@ -179,10 +154,6 @@ class Link:
             return False
         message.Recv(in_bytes(np.empty(status.Get_count(mpi().BYTE), np.uint8)))
         return True
-
-    def staged(self, buffer: Any) -> Any:
-        """Return a device buffer as MPI accepts it: a copy in host memory, unless MPI is CUDA-aware."""
-        return buffer if self.direct else staging.to_pinned(buffer)
 
     def receive(self, source: int, tag: int, like: Any = None) -> Arrival:
         """Start to receive a message into a buffer on the device of the array `like`; None: host memory."""
@@ -237,7 +208,7 @@ def link_if_any(comm: Any) -> Link | None:
 
 def faults_of(comm: "MPI.Intracomm") -> Faults:
     """Return the faults of the first call on a communicator, which have no link yet."""
-    return attached(comm, FAULTS, lambda: Faults(comm.rank, comm.size))
+    return attached(comm, FAULTS, lambda: Faults(comm.rank, comm.size, comm))
 
 
 def traffic(comm: Any) -> Traffic:

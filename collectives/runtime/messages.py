@@ -15,9 +15,10 @@ only when its peer receives, and the peer may be in the same step.
 """
 
 import os
+import time
 from collections.abc import Callable, Generator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +33,7 @@ T = TypeVar("T")
 _SIZE = np.dtype(np.int64)
 LINE = 64  # bytes
 NOTHING: Buffer = np.empty(0, np.uint8)
+_PAUSE = 2e-5  # seconds
 # bytes: longer messages are sent in pieces, so that copies from a device overlap with
 # sending
 PIECE = 1 << 23
@@ -39,16 +41,20 @@ PIECE = 1 << 23
 BIDIRECTIONAL = 1 << 17
 
 
-class Pending(Protocol):
-    """An MPI operation that a collective waits for."""
+class Pending:
+    """What a collective waits for: a condition that becomes true, or MPI operations."""
+
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
 
     def test(self) -> bool:
         """Poll once, without waiting, and return whether it is complete."""
-        ...
+        return self._condition()
 
     def wait(self) -> None:
-        """Wait inside MPI until it is complete."""
-        ...
+        """Wait until it is complete: for operations of MPI's inside MPI."""
+        while not self.test():
+            time.sleep(_PAUSE)
 
 
 # a collective: it yields what it waits on, and returns its result
@@ -60,7 +66,7 @@ def in_host_memory(nbytes: int) -> tuple[Buffer, None]:
     return np.empty(nbytes, np.uint8), None
 
 
-class Sending:
+class Sending(Pending):
     """MPI requests without a result, such as those of a message being sent; keeps their buffers alive.
 
     after: an arrival, to be waited for first, and a function that starts further
@@ -99,7 +105,7 @@ class Sending:
         self._start = None
 
 
-class Arrival:
+class Arrival(Pending):
     """A message to be received, of unknown size; `buffer` contains it once it is complete.
 
     allocate: a function of its size that returns `buffer`, and `copy`: on a device, if
@@ -126,10 +132,6 @@ class Arrival:
         self._copy_in = copy_in
         # pieces under way; None before it is matched
         self._awaited: list[tuple[MPI.Request, slice]] | None = None
-
-    def awaited(self) -> list[int]:
-        """Return the rank that it waits for; none once the message has arrived."""
-        return [] if self.test() else [self.source]
 
     def test(self) -> bool:
         """See `Pending.test`."""

@@ -588,7 +588,7 @@ def copied(part: Any) -> Any:
 
 def place_on(comm: Any) -> tuple[Any, dict[str, int], int]:
     """Return a communicator, what states say of this rank on it, and the number of the next exchange there."""
-    of_process().know(comm, faults_of(comm))  # all ranks know its first call
+    of_process().know(faults_of(comm))  # all ranks know its first call
     number = next(attached(comm, "exchanges", count))
     return comm, {"rank": comm.rank, "ranks": comm.size}, number
 

@@ -156,7 +156,7 @@ def test_all_that_is_in_flight_on_the_communicator_ends(comm, own):
 def test_an_interrupt_while_notices_are_awaited_leaves_no_operation_waiting(
     comm, own, monkeypatch
 ):
-    def interrupted(comm, faults):
+    def interrupted(faults):
         raise KeyboardInterrupt
 
     if comm.rank == 0:
