@@ -123,11 +123,14 @@ def run_chosen(
 ) -> Steps[Any]:
     """Choose an algorithm and run it; MPI's own allreduces run in the order in which the operations began."""
     total = None
-    with group.turn() as turn:
+    turn = group.turn()
+    try:
         name, metadata = yield from choose(vector, group)
         if name == "dense_mpi":
             yield (turn,)
             total = yield from dense_mpi(vector, group, metadata)
+    finally:
+        group.end_turn()
     if votes:
         return (yield from run_counting(name, total, vector, group, metadata))
     return (

@@ -74,13 +74,16 @@ def mpi(
     **compared: Any,
 ) -> Steps[Any]:
     """Compare the call signatures, and sum the arrays by MPI; the sum is on the device of `like`."""
-    with group.turn() as turn:
+    turn = group.turn()
+    try:
         mine = array.reshape(-1)
         # first: a rank without memory for it breaks off before MPI's own sum
         total = staging.pinned_like(mine) if on_device(like) else np.empty_like(mine)
         yield from group.compare_calls()
         yield (turn,)
         summing = group.reduce(mine, total)
+    finally:
+        group.end_turn()
     yield (summing,)
     total = staging.to_device(total) if on_device(like) else total
     return converted(total, vector.dtype).reshape(array.shape)

@@ -119,10 +119,13 @@ def _agree(
     mine = total = np.array((error is not None, digest, digest * digest), np.int64)
     if group.size > 1:
         total = np.empty(3, np.int64)
-        with group.turn() as turn:
+        turn = group.turn()
+        try:
             if not turn.test():
                 yield (turn,)
             summing = group.reduce(mine, total)
+        finally:
+            group.end_turn()
         yield (summing,)
     failed, linear, square = total.tolist()
     if failed:

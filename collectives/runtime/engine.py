@@ -228,15 +228,16 @@ class Engine:
         if link.lost:
             group.contribute(CollectiveError(link.take_lost()))
         request = Request(steps, group, self)
-        self._in_flight.append(request)
         try:
             request.advance(block=True)  # nothing is pending yet
         except BaseException as error:
             request.lose(error)
             raise
         finally:
-            if request.done:
-                self._forget_ended()
+            if not request.done:
+                self._in_flight.append(request)
+            elif self._discarding:
+                self._forget([request])
         return request
 
     def __enter__(self) -> "Engine":
@@ -272,9 +273,10 @@ class Engine:
         link = request.link
         polls = self._listens(link) or link.backs_off
 
-        def may_block() -> bool:
-            is_alone = self._in_flight == [request] and not self._discarding
-            return is_alone and not polls
+        while not polls and not request.done and self._is_alone(request):
+            self.advance(block=True)
+        if request.done:
+            return
 
         def waits() -> Waits:
             first = next(other for other in self._in_flight if other.link is link)
@@ -284,11 +286,16 @@ class Engine:
             signals.deliver()
             self._watch(link.faults, waits, waited, listens=self._listens(link))
 
+        if polls:
+            self.poll_until(lambda: request.done, watch)
         while not request.done:
-            if may_block():
+            if self._is_alone(request):
                 self.advance(block=True)
             else:
-                self.poll_until(lambda: request.done or may_block(), watch)
+                self.poll_until(lambda: request.done or self._is_alone(request), watch)
+
+    def _is_alone(self, request: Request[Any]) -> bool:
+        return self._in_flight == [request] and not self._discarding
 
     def wait_for(self, pending: Pending, call: str) -> None:
         """Return when `pending` is complete; meanwhile the operations in flight advance. call: for errors."""
@@ -403,17 +410,13 @@ class Engine:
         """Receive and drop the messages of an operation that broke off, until a later one has ended."""
         self._discarding.append(group)
 
-    def _forget_ended(self) -> None:
-        """Forget operations that have ended, and those before them that broke off: all ranks have left these."""
-        ended = [request for request in self._in_flight if request.done]
-        if not ended:
-            return
+    def _forget(self, ended: list[Request[Any]]) -> None:
+        """Stop to discard the messages of operations before others that have ended: all ranks have left them."""
         self._discarding = [
             group
             for group in self._discarding
             if not any([request.is_after(group) for request in ended])
         ]
-        self._in_flight = [request for request in self._in_flight if not request.done]
 
     def abandon(self, pending: Iterable[Pending]) -> None:
         """Keep references to abandoned messages, as MPI may still own their buffers."""
@@ -424,7 +427,7 @@ class Engine:
         for request in self._in_flight:
             if request.link.faults is faults:
                 request.fail(faults.error())
-        self._forget_ended()
+        self._in_flight = [request for request in self._in_flight if not request.done]
 
     def know(self, faults: Faults) -> None:
         """Answer the ranks that wait on a communicator, until `faults` is finished, while this rank waits elsewhere."""
@@ -461,7 +464,11 @@ class Engine:
                 group.discard()
             return moved
         finally:
-            self._forget_ended()
+            if self._discarding:
+                self._forget([request for request in self._in_flight if request.done])
+            self._in_flight = [
+                request for request in self._in_flight if not request.done
+            ]
 
 
 def configure(*, timeout: float | None) -> None:

@@ -145,21 +145,20 @@ class Group:
         )
         return SparseVector.empty(*what, like=self.like)
 
-    @contextmanager
-    def turn(self) -> Iterator[Pending]:
-        """Queue for MPI's own collectives, until the block ends; yields what to wait for.
+    def turn(self) -> Pending:
+        """Queue for MPI's own collectives, and return what to wait for: the same order on all ranks.
 
-        Enter the outermost block before the first yield of the operation: so the order
-        is the same on all ranks.
+        Call it before the first yield of the operation, and `end_turn` in the end.
         """
         turns = self.link.turns
         if self.number not in turns:
             turns.append(self.number)
-        try:
-            yield Pending(lambda: turns[0] == self.number)
-        finally:
-            if self.number in turns:  # an inner block has left it
-                turns.remove(self.number)
+        return Pending(lambda: turns[0] == self.number)
+
+    def end_turn(self) -> None:
+        """Leave the queue of `turn`, if the operation is still in it."""
+        if self.number in self.link.turns:
+            self.link.turns.remove(self.number)
 
     def fail(self, error: Exception | None) -> NoReturn:
         """End the operation on all ranks, which all detect it, with the error of this rank, if it has one."""
