@@ -30,9 +30,11 @@ import sys
 from functools import partial
 from typing import Any
 
-from collectives.planning.formulas import Case
+import numpy as np
+
+from collectives.planning.choice import Case
 from collectives.planning.links import NETWORKS
-from mpicomp_bench.bench.choice import near_best
+from mpicomp_bench.bench.choice import NEAR
 from mpicomp_bench.explain import explained
 from mpicomp_bench.methods import METHODS
 
@@ -46,6 +48,7 @@ import losses
 import results
 from cold import FIRST_STEPS
 from cold import shown as first_steps
+from fit_choice import slowdowns
 from rendering import table
 from tables import table as of_experiment
 
@@ -229,19 +232,22 @@ def parts() -> list[str]:
 
 def choice() -> list[str]:
     """Return in how many places "auto" is near the best algorithm, by ranks and collective."""
-    runs = {size: near_best(loaded(f"choice-{size}")["rows"]) for size in CHOICES}
+    found = slowdowns()
     rows = []
-    for name in next(iter(runs.values())):
-        near = [runs[size][name] for size in CHOICES]
-        whole = sum(found for found, _ in near) / sum(count for _, count in near)
+    for name in dict.fromkeys(name for name, _ in found):
+        runs = [np.array(found[name, size]) for size in CHOICES]
+        whole = np.concatenate(runs)
+        near = [f"{np.sum(run <= NEAR)} of {run.size}" for run in runs]
         rows.append(
             [
                 f"`{name}`",
-                *(f"{found} of {count}" for found, count in near),
-                f"{100 * whole:.0f} %",
+                *near,
+                f"{100 * np.mean(whole <= NEAR):.0f} %",
+                f"{whole.max():.1f}",
             ]
         )
-    return table(['"auto" of', *(f"P = {size}" for size in CHOICES), "together"], rows)
+    heads = ['"auto" of', *(f"P = {size}" for size in CHOICES), "together", "worst"]
+    return table(heads, rows)
 
 
 def short() -> list[str]:

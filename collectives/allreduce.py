@@ -22,7 +22,6 @@ import numpy as np
 from collectives.agreement.metadata import Metadata, exchange_metadata, is_short
 from collectives.agreement.votes import gather_votes
 from collectives.planning.choice import algorithm_for
-from collectives.planning.formulas import LONG_NBYTES
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import scatter, sum_of_share
 from collectives.runtime.collective import Call, Codec, Sum, collective
@@ -79,7 +78,7 @@ def sparse_allreduce(
     number of entries, also none. algorithm: "allgather", "recursive_doubling",
     "split_allgather", or "dense_mpi": MPI's own allreduce of the filled vector, which
     adds in MPI's order (see `dense_allreduce`); for several ranks on a node
-    "node_lanes"; or "auto", the fastest one by the formulas of `collectives.planning.choice`.
+    "node_lanes"; or "auto", the fastest one by the estimates of `collectives.planning.choice`.
     votes: also count the ranks that contribute each entry (`collectives.agreement.votes`); the
     same on all ranks.
 
@@ -101,6 +100,9 @@ sparse_iallreduce = sparse_allreduce.nonblocking
 Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
 Choose = Callable[[SparseVector, Group], Steps[Choice]]
 Summing = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
+# of all other ranks' vectors: calls like one that gathered so few send them in the
+# place of the metadata
+LONG_NBYTES = 1 << 22
 # of sums that are remembered, apart by powers of two of their entries and bits
 MOST_KINDS = 1024
 UNSAMPLED = ("allgather", "recursive_doubling", "dense_mpi")  # they have no shares

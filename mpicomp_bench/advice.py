@@ -8,7 +8,7 @@ ranks or local steps they grow as on the small model of its map, and for a model
 they are those of the map. Compression: seconds measured
 on one core, counted in copies of the vector in the same run, each a read and a write at
 the memory rate of a rank.
-Messages: by the formulas of algorithm="auto" (`collectives.planning.choice`), which add and copy
+Messages: by `mpicomp_bench.formulas`, which add and copy
 inside a node at that rate as well. Nothing overlaps; for PyTorch's own methods
 `overlapped` is the least time if their sums are hidden behind the backward pass.
 `mpicomp explain` predicts an exchange by the same functions.
@@ -25,15 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.planning.choice import (
-    choose,
-    constants_of,
-    dense_seconds,
-    predicted,
-)
-from collectives.planning.formulas import Case, upper
+from collectives.planning.choice import Case, choose, constants_of, upper
 from collectives.planning.links import NETWORKS, Links
 from mpicomp_bench import recipes
+from mpicomp_bench.formulas import dense_seconds, predicted
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import outer_settings
 

@@ -83,7 +83,7 @@ do not count as hidden. rate: the tuned learning rate over that of dense. Here {
 Measured: steps, on {ranks} ranks, {parameters} parameters, {steps} steps with {optimizer}, {seeds} seeds, best of
 {trials} rates, the mean of those on each model, times their growth with ranks and local steps on a smaller one;
 compression, on one core; here at {memory:g} GB/s (--memory).
-Predicted: messages, by the formulas of algorithm="auto"; dense sums by the faster of a ring over ranks and one over
+Predicted: messages, by formulas; dense sums by the faster of a ring over ranks and one over
 nodes. Longer trainings, larger models and other optimisers may rank otherwise: compare the losses of the first two in
 a short training of your own.
 """

@@ -9,13 +9,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from collectives.planning import formulas
-from collectives.planning.choice import constants_of, dense_seconds, predicted
-from collectives.planning.formulas import Case, upper
+from collectives.planning.choice import Case, constants_of, upper
 from collectives.planning.links import NETWORKS, Cost, Links, links_of, seconds
 from collectives.runtime.collective import COLLECTIVES, Collective
 from mpicomp.vector import MAX_LENGTH, SparseVector
-from mpicomp_bench import answer
+from mpicomp_bench import answer, formulas
 from mpicomp_bench.advice import (
     MEMORY,
     SIXTEEN,
@@ -28,13 +26,14 @@ from mpicomp_bench.advice import (
     with_memory,
 )
 from mpicomp_bench.bounds import least_nbytes
+from mpicomp_bench.formulas import dense_seconds, predicted
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.network import Network
 from mpicomp_bench.options import above_zero, positive, share
 
 ABOUT = """\
 For every algorithm: seconds, bytes that the busiest rank sends, rounds; beside the least bytes, the
-entropy of what has to be sent. The formulas are those of algorithm="auto"; no MPI is started. Every
+entropy of what has to be sent. "auto" chooses by estimates with fewer terms; no MPI is started. Every
 rank has a core of its own. Where ranks share a node, algorithms that ignore nodes count its link as
 shared by all of them; a dense sum is the faster of a ring over the ranks and one over the nodes.
 
@@ -377,7 +376,7 @@ def counted(collective: Collective[..., Any], name: str, case: Case) -> Cost:
 
     network = Network(case.ranks, nodes)
     _, rounds = network.run(run, length=length, dtype="float32", **arguments)
-    return rounds, rounds, max(link.traffic.nbytes for link in network.links) / scale, 0
+    return rounds, 0, max(link.traffic.nbytes for link in network.links) / scale, 0
 
 
 def table(case: Case, found: list[Row]) -> str:

@@ -95,7 +95,7 @@ MUTANTS = [
     ),
     Mutant(
         "cost: a gather sends one message too many",
-        "collectives/planning/formulas.py",
+        "mpicomp_bench/formulas.py",
         "return in_rounds(upper(case.ranks), (case.ranks - 1) * nbytes, merged)",
         "return in_rounds(upper(case.ranks), case.ranks * nbytes, merged)",
         "tests/test_choice.py -k formulas",

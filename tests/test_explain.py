@@ -18,13 +18,13 @@ from commands import left
 from test_pages import bound
 
 from collectives import gtopk_allreduce, quantised_allreduce
-from collectives.planning.choice import dense_seconds
-from collectives.planning.formulas import FORMULAS, ON_NODES, Case
+from collectives.planning.choice import Case
 from collectives.planning.links import NETWORKS, links_of
 from mpicomp import SparseVector
 from mpicomp.coded import Uncoded
 from mpicomp_bench import advice, main
 from mpicomp_bench.explain import COMPUTES, FEW_BITS, HALVED
+from mpicomp_bench.formulas import FORMULAS, ON_NODES, dense_seconds
 from mpicomp_bench.network import Network
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -155,15 +155,15 @@ def code_of(*folders):
 # Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
 # use the slack of 3 %, a feature may not.
 BUDGET = {
-    "tokens": 89700,
+    "tokens": 88100,
     "density": 7.9,
     "wide assignments": 1,
-    "tool tokens": 22000,
+    "tool tokens": 23500,
     "classes": 102,
-    "functions": 1520,
+    "functions": 1500,
     "private nouns": 39,
-    "closure modules": 21,
-    "closure tokens": 26880,
+    "closure modules": 20,
+    "closure tokens": 25310,
 }
 SLACK = 1.03
 

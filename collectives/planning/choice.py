@@ -1,27 +1,52 @@
 """The choice of the algorithm of a collective called with "auto" (docs/collectives.md, "Costs").
 
-Pure functions of values known to all ranks, so all ranks make the same choice: formulas
-give the cost of each algorithm, the constants of links, memory and cores turn it into
-seconds, and the fastest is taken.
+Pure functions of values known to all ranks, so all ranks make the same choice. The
+estimates have the terms that separate the algorithms, and no more: on the same places
+`mpicomp_bench.formulas` predicts the times themselves.
 """
 
-from dataclasses import replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from collectives.planning.formulas import (
-    FORMULAS,
-    ON_NODES,
-    Case,
-    dense_mpi,
-    metadata_cost,
-    plus,
-)
 from collectives.planning.links import Constants, Cost, Links, seconds
+from mpicomp.arrays import index_dtype
 
 if TYPE_CHECKING:
     from collectives.runtime.group import Group
     from mpicomp.vector import SparseVector
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sum: `ranks` vectors of `length` with `entries` entries each.
+
+    per_node: ranks on a node. value_nbytes: bytes of an entry's values in memory. bits:
+    bits of an entry's values as coded; None for float values that were selected by
+    magnitude.
+    """
+
+    ranks: int
+    length: int
+    entries: float
+    per_node: int = 1
+    value_nbytes: int = 4
+    bits: float | None = None
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes; between several, the codec of messages is `smallest`, else `quick`."""
+        return -(-self.ranks // self.per_node)
+
+    def union(self, ranks: float) -> float:
+        """Return the expected number of entries of the sum of `ranks` vectors with independent supports."""
+        if self.entries >= self.length:
+            return float(self.length)
+        return self.length * -math.expm1(
+            ranks * math.log1p(-self.entries / self.length)
+        )
 
 
 def algorithm_for(
@@ -34,63 +59,30 @@ def algorithm_for(
     **about: Any,
 ) -> str:
     """Return the algorithm for a vector and a group, with so many entries of each rank; see `choose` and `Case`."""
-    per_node = -(-group.size // len(group.nodes))
     case = Case(
         group.size,
         vector.length,
         entries,
-        per_node,
+        -(-group.size // len(group.nodes)),
         value_nbytes=vector.value_nbytes,
         **about,
     )
-    return _chosen(collective, case, group.link.choice, of_all_ranks)
-
-
-@lru_cache(maxsize=1024)
-# rounding takes 3 us
-def _chosen(collective: str, case: Case, links: Links, of_all_ranks: bool) -> str:
-    return choose(collective, case.rounded(), links, of_all_ranks=of_all_ranks)
+    return choose(collective, case, group.link.choice, of_all_ranks=of_all_ranks)
 
 
 @lru_cache(maxsize=1024)
 def choose(
     collective: str, case: Case, links: Links, *, of_all_ranks: bool = True
 ) -> str:
-    """Return the algorithm with the shortest predicted time, of equally fast ones the first.
+    """Return the algorithm with the shortest estimate, of equally fast ones the first.
 
     of_all_ranks: these are all ranks of the communicator, so MPI's own allreduce is a
     candidate.
     """
-    taken = predicted(collective, case, links)
-    names = [
-        name
-        for name in taken
-        if name != "dense_mpi" or (of_all_ranks and case.value_nbytes)
-    ]
-    return min(names, key=lambda name: taken[name][0])
-
-
-def predicted(
-    collective: str, case: Case, links: Links
-) -> dict[str, tuple[float, Cost]]:
-    """Return seconds and cost of each algorithm that has a formula, for a node's link that all of its ranks share."""
-    constants = constants_of(case, links)
-    costs = {name: formula(case) for name, formula in FORMULAS[collective].items()}
-    taken = {name: (seconds(cost, constants), cost) for name, cost in costs.items()}
-    if "dense_mpi" in costs:
-        taken["dense_mpi"] = dense_seconds(case, links), costs["dense_mpi"]
-    if 1 < case.nodes < case.ranks:
-        for name, formula in ON_NODES[collective].items():
-            inner, outer, lanes = formula(case, links)
-            taken[name] = (
-                seconds(inner, links.inside()) + seconds(outer, links.between(lanes)),
-                plus(inner, outer),
-            )
-    if collective == "sparse_allreduce":
-        for name, (its_own, cost) in taken.items():
-            first = metadata_cost(case, name)
-            taken[name] = seconds(first, constants) + its_own, plus(first, cost)
-    return taken
+    taken = ESTIMATES[collective](case, links)
+    if not (of_all_ranks and case.value_nbytes):
+        taken.pop("dense_mpi", None)
+    return min(taken, key=taken.__getitem__)
 
 
 def constants_of(case: Case, links: Links) -> Constants:
@@ -98,18 +90,107 @@ def constants_of(case: Case, links: Links) -> Constants:
     return links.inside() if case.nodes == 1 else links.between(case.per_node)
 
 
-def dense_seconds(case: Case, links: Links) -> float:
-    """Return the seconds of a dense sum by MPI or NCCL: the faster of a ring over the ranks and one over the nodes.
+def upper(ranks: int) -> int:
+    """Return ceil(lg ranks)."""
+    return (ranks - 1).bit_length()
 
-    Neighbours in the ring share a node, whose link carries the messages of one rank;
-    over the nodes it carries those of all its ranks, each of its share.
-    """
-    if not 1 < case.nodes < case.ranks:
-        return seconds(dense_mpi(case), constants_of(case, links))
-    ring = seconds(dense_mpi(case), links.between(1))
-    share = -(-case.length // case.per_node)
-    inside = dense_mpi(replace(case, ranks=case.per_node))
-    between = dense_mpi(replace(case, ranks=case.nodes, per_node=1, length=share))
-    lanes = seconds(inside, links.inside())
-    lanes += seconds(between, links.between(case.per_node))
-    return min(ring, lanes)
+
+def _sparse_allreduce(case: Case, links: Links) -> dict[str, float]:
+    taken = _exact_sums(case, constants_of(case, links))
+    if 1 < case.nodes < case.ranks:
+        lanes = case.per_node
+        shares = replace(
+            case,
+            ranks=case.nodes,
+            length=case.length // lanes,
+            entries=case.union(lanes) / lanes,
+            per_node=1,
+            bits=None,
+        )
+        between = links.between(lanes)
+        moved = case.entries + case.union(case.ranks)
+        taken["node_lanes"] = (
+            seconds((3, 2 * lanes, 8 * moved, moved), links.inside())
+            + upper(case.ranks) * between[0]
+            + min(_exact_sums(shares, between).values())
+        )
+    return taken
+
+
+def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
+    """Return the seconds of the algorithms that ignore nodes, with the metadata before them."""
+    rounds = upper(case.ranks)
+    union = case.union(case.ranks)
+    gathered = case.ranks * case.entries
+    value = case.value_nbytes if case.bits is None else case.bits / 8
+    sent = value + _index_nbytes(case, case.entries)
+    # sums of values of a few bits need all bits of a float
+    summed = (value if value > 1 else case.value_nbytes) + _index_nbytes(case, union)
+    costs: dict[str, Cost] = {
+        "allgather": (rounds, 0, gathered * sent, 2.5 * gathered),
+        "split_allgather": (
+            2 * rounds + 1,
+            case.ranks,
+            case.entries * sent + union * summed,
+            0.6 * (case.entries + union),
+        ),
+    }
+    dense = 2 * case.length * case.value_nbytes
+    if case.nodes == 1:
+        doubled = min(gathered, rounds * union)
+        costs["recursive_doubling"] = 2 * rounds, 0, doubled * summed, 1.5 * doubled
+        costs["dense_mpi"] = rounds, 0, dense, case.length / 6
+    else:
+        # neighbours in a ring over the ranks share a node
+        costs["dense_mpi"] = 3 * rounds, 0, dense / case.per_node, case.length / 6
+    start, message, byte, added = constants
+    # a rank sends nothing to itself
+    byte *= 1 - 1 / case.ranks
+    return {
+        name: seconds(cost, (start, message, byte, added))
+        for name, cost in costs.items()
+    }
+
+
+def _index_nbytes(case: Case, entries: float) -> float:
+    """Return the bytes of an index in memory, or of Elias-Fano between nodes."""
+    if case.nodes == 1:
+        return index_dtype(case.length).itemsize
+    return (2 + math.log2(max(1.0, case.length / max(1.0, entries)))) / 8
+
+
+def _gtopk_allreduce(case: Case, links: Links) -> dict[str, float]:
+    rounds = upper(case.ranks)
+    k = case.entries
+    constants = constants_of(case, links)
+    taken = {
+        "recursive_doubling": rounds * seconds((1, 0, 6 * k, 3 * k), constants),
+        "exact": seconds((rounds + 1, 2 * case.ranks, 12 * k, 9 * k), constants),
+    }
+    if 1 < case.nodes < case.ranks:
+        union = case.union(case.per_node)
+        gathered = upper(case.per_node) * union
+        taken["node_leaders"] = seconds(
+            (2 * rounds, 0, 8 * gathered, 3 * gathered), links.inside()
+        ) + seconds((rounds + 3, 0, 4.5 * union, 0), links.between(1))
+    return taken
+
+
+def _quantised_allreduce(case: Case, links: Links) -> dict[str, float]:
+    coded = case.length * (case.bits or 4) / 4
+    direct = 2, 2 * case.ranks, coded, 0
+    taken = {"direct": seconds(direct, constants_of(case, links))}
+    if 1 < case.nodes < case.ranks:
+        inside = seconds((2, 0, 6 * case.length, 0), links.inside())
+        taken["node_lanes"] = inside + seconds((4, 0, coded, 0), links.between(1))
+    return taken
+
+
+# rounds, further messages, bytes and merged entries are those by which the algorithms
+# differ; the factors are fitted to docs/results/choice-*.json and to the predictions of
+# `mpicomp explain`
+ESTIMATES: dict[str, Callable[[Case, Links], dict[str, float]]] = {
+    "sparse_allreduce": _sparse_allreduce,
+    "gtopk_allreduce": _gtopk_allreduce,
+    "quantised_allreduce": _quantised_allreduce,
+}

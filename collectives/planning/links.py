@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# rounds, messages, bytes and merged entries of the busiest rank
+# rounds, further messages in them, bytes and merged entries of the busiest rank
 Cost = tuple[float, float, float, float]
 # seconds of a round, of a further message of it, a byte, an entry
 Constants = tuple[float, float, float, float]
@@ -91,8 +91,7 @@ NETWORKS = {
 
 def seconds(cost: Cost, constants: Constants) -> float:
     """Return the seconds of a cost."""
-    rounds, messages, nbytes, merged = cost
-    return float(sum(map(mul, constants, (rounds, messages - rounds, nbytes, merged))))
+    return float(sum(map(mul, constants, cost)))
 
 
 def links_of(text: str) -> Links:

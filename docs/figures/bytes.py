@@ -2,8 +2,7 @@
 
     python docs/figures/bytes.py          # needs matplotlib; writes bytes.svg beside this file
 
-The bytes are those of the closed formulas of `collectives.planning.choice`, by which
-algorithm="auto" goes.
+The bytes are those of the closed formulas by which `mpicomp explain` predicts.
 """
 
 import sys
@@ -14,8 +13,8 @@ from style import target
 sys.path[:0] = [str(Path(__file__).parents[2] / name) for name in ("", "benchmarks")]
 from rendering import draw
 
-from collectives.planning import formulas
-from collectives.planning.formulas import Case
+from collectives.planning.choice import Case
+from mpicomp_bench import formulas
 
 LENGTH, DENSITY = 25_000_000, 0.001
 RANKS = [2**power for power in range(1, 11)]

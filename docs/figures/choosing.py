@@ -27,7 +27,7 @@ from losses import SCHEDULED, STEPS, grouped, of, rows_at_best_rate
 from rendering import draw
 from rendering import table as lines_of
 
-from collectives.planning.formulas import Case
+from collectives.planning.choice import Case
 from collectives.planning.links import NETWORKS, Links, links_of
 from mpicomp_bench import advice, answer, explain
 

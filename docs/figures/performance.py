@@ -20,8 +20,7 @@ import numpy as np
 from style import save
 
 from collectives.agreement.metadata import WHOLE_NBYTES
-from collectives.planning.choice import choose
-from collectives.planning.formulas import Case
+from collectives.planning.choice import Case, choose
 from collectives.planning.links import NETWORKS, Links
 from mpicomp_bench import explain
 

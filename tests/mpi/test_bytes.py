@@ -17,7 +17,7 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from collectives.planning.formulas import Case
+from collectives.planning.choice import Case
 from collectives.planning.partition import likely
 from mpicomp import SparseVector
 

@@ -1,4 +1,7 @@
-"""The formulas of the choice: rounds, messages, bytes and merged entries of each algorithm.
+"""The predictions of `mpicomp explain`: rounds, messages, bytes and merged entries of each algorithm, and its seconds.
+
+`collectives.planning.choice`, by which "auto" goes, has an estimate with fewer terms;
+tests/test_choice.py compares the two.
 
 The union of j independent supports has n (1 - (1 - k/n)^j) entries. Those of gradients
 count as independent: at P = 16 the union of Top-k has 12.7 k entries, of at most 16 k
@@ -7,17 +10,16 @@ count as independent: at P = 16 the union of Top-k has 12.7 k entries, of at mos
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from collectives.allreduce import LONG_NBYTES
+from collectives.planning.choice import Case, constants_of, upper
 from collectives.planning.links import Cost, Links, seconds
 from collectives.planning.partition import likely
 from collectives.planning.schedule import core_size
 from collectives.runtime.group import SHORT_NBYTES
 from collectives.runtime.messages import LINE
 from mpicomp.arrays import index_dtype
-
-# of all other ranks' vectors, from which a round of small messages is no matter
-LONG_NBYTES = 1 << 22
 
 # benchmarks/fit_choice.py prints what the codec and docs/results/choice-*.json give for
 # each of these. Bits of a value as `smallest` codes it, over those in memory: of floats
@@ -36,89 +38,50 @@ ADDED = 0.125
 OnNodes = tuple[Cost, Cost, int]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A sum to predict: `ranks` vectors of `length` with `entries` entries each.
+def value_bits(case: Case, *, summed: bool) -> float:
+    """Return the bits of the values of an entry as `smallest` codes them."""
+    plain = 8.0 * case.value_nbytes
+    own = FLOATS * plain if case.bits is None else min(plain, case.bits)
+    return (
+        max(own, (HALF_SUMS if 0.4 * plain < own < 0.6 * plain else SUMS) * plain)
+        if summed
+        else own
+    )
 
-    per_node: ranks on a node. value_nbytes: bytes of an entry's values in memory. bits:
-    bits of an entry's values as coded; None for float values that were selected by
-    magnitude.
-    """
 
-    ranks: int
-    length: int
-    entries: float
-    per_node: int = 1
-    value_nbytes: int = 4
-    bits: float | None = None
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes; between several, the codec of messages is `smallest`, else `quick`."""
-        return -(-self.ranks // self.per_node)
-
-    def rounded(self) -> "Case":
-        """Return the case with entries in steps of 9 %, and whole bits: few cases differ."""
-        entries = (
-            min(self.length, 2 ** (round(8 * math.log2(self.entries)) / 8))
-            if self.entries > 0
-            else 0.0
-        )
-        return replace(
-            self, entries=entries, bits=self.bits and float(round(self.bits))
-        )
-
-    def union(self, ranks: float) -> float:
-        """Return the expected number of entries of the sum of `ranks` vectors."""
-        density = min(1.0, self.entries / self.length) if self.length else 1.0
-        return (
-            self.length * -math.expm1(ranks * math.log1p(-density))
-            if density < 1
-            else float(self.length)
-        )
-
-    def value_bits(self, *, summed: bool) -> float:
-        """Return the bits of the values of an entry as `smallest` codes them."""
-        plain = 8.0 * self.value_nbytes
-        own = FLOATS * plain if self.bits is None else min(plain, self.bits)
-        return (
-            max(own, (HALF_SUMS if 0.4 * plain < own < 0.6 * plain else SUMS) * plain)
-            if summed
-            else own
-        )
-
-    def message(
-        self, entries: float, share: float = 1.0, *, summed: bool = False
-    ) -> float:
-        """Return the bytes of a message with `entries` entries in a share of the index space."""
-        span = share * self.length
-        indices = index_dtype(self.length).itemsize * entries
-        values = entries * self.value_nbytes
-        is_coded = self.nodes > 1 and indices + values > SHORT_NBYTES
+def message(
+    case: Case, entries: float, share: float = 1.0, *, summed: bool = False
+) -> float:
+    """Return the bytes of a message with `entries` entries in a share of the index space."""
+    span = share * case.length
+    indices = index_dtype(case.length).itemsize * entries
+    values = entries * case.value_nbytes
+    is_coded = case.nodes > 1 and indices + values > SHORT_NBYTES
+    if is_coded:
+        values = entries * value_bits(case, summed=summed) / 8
+    if entries > span - 0.5 and case.value_nbytes:
+        indices = 8
+        values = span * case.value_nbytes
+    elif entries >= 1:
+        # from the first entry to the last one
+        extent = span * (entries - 1) / (entries + 1) + 1
+        bitmap = 16 + extent / 8
+        low = max(0, int(extent / entries).bit_length() - 1)
         if is_coded:
-            values = entries * self.value_bits(summed=summed) / 8
-        if entries > span - 0.5 and self.value_nbytes:
-            indices = 8
-            values = span * self.value_nbytes
-        elif entries >= 1:
-            # from the first entry to the last one
-            extent = span * (entries - 1) / (entries + 1) + 1
-            bitmap = 16 + extent / 8
-            low = max(0, int(extent / entries).bit_length() - 1)
-            if is_coded:
-                # Elias-Fano
-                indices = min(
-                    indices, bitmap, 28 + (entries * (low + 1) + extent / 2**low) / 8
-                )
-            elif 4 * bitmap <= indices:
-                indices = bitmap
-        return LINE * math.ceil((LINE + indices + values) / LINE)
+            # Elias-Fano
+            indices = min(
+                indices, bitmap, 28 + (entries * (low + 1) + extent / 2**low) / 8
+            )
+        elif 4 * bitmap <= indices:
+            indices = bitmap
+    return LINE * math.ceil((LINE + indices + values) / LINE)
 
-    def few_bits(self) -> float:
-        """Return the bytes of all values in `bits` bits each, with scales of blocks of 256."""
-        bits = self.bits or 4.0
-        scales = (2 if bits == 2 else 1) * max(2, self.value_nbytes // 2)
-        return self.length * (bits / 8 + scales / 256)
+
+def few_bits(case: Case) -> float:
+    """Return the bytes of all values in `bits` bits each, with scales of blocks of 256."""
+    bits = case.bits or 4.0
+    scales = (2 if bits == 2 else 1) * max(2, case.value_nbytes // 2)
+    return case.length * (bits / 8 + scales / 256)
 
 
 def plus(*costs: Cost) -> Cost:
@@ -129,12 +92,7 @@ def plus(*costs: Cost) -> Cost:
 
 def in_rounds(rounds: float, nbytes: float = 0.0, merged: float = 0.0) -> Cost:
     """Return the cost of rounds of one message each."""
-    return rounds, rounds, nbytes, merged
-
-
-def upper(ranks: int) -> int:
-    """Return ceil(lg ranks)."""
-    return (ranks - 1).bit_length()
+    return rounds, 0.0, nbytes, merged
 
 
 def gather(case: Case, nbytes: float, merged: float = 0.0) -> Cost:
@@ -143,7 +101,7 @@ def gather(case: Case, nbytes: float, merged: float = 0.0) -> Cost:
 
 
 def _allgather(case: Case) -> Cost:
-    return gather(case, case.message(case.entries), SUMMED * case.ranks * case.entries)
+    return gather(case, message(case, case.entries), SUMMED * case.ranks * case.entries)
 
 
 def _recursive_doubling(case: Case, most: float = math.inf) -> Cost:
@@ -156,25 +114,25 @@ def _recursive_doubling(case: Case, most: float = math.inf) -> Cost:
     merged = 0.0
     for block in [1 << step for step in range(rounds)]:
         held = min(most, case.union(block + min(block, beyond)))
-        nbytes = nbytes + case.message(held, summed=block + beyond > 1)
+        nbytes = nbytes + message(case, held, summed=block + beyond > 1)
         merged = merged + 2 * held
     if not beyond:
         return in_rounds(rounds, nbytes, merged)
-    unfolded = case.message(min(most, case.union(case.ranks)), summed=True)
+    unfolded = message(case, min(most, case.union(case.ranks)), summed=True)
     return in_rounds(rounds + 2, nbytes + unfolded, merged + 2 * case.entries)
 
 
 def split(case: Case) -> Cost:
     """Return the cost of summing every share on its owner."""
     others = case.ranks - 1
-    part = case.message(case.entries / case.ranks, 1 / case.ranks)
-    return min(1, others), others, others * part, case.entries
+    part = message(case, case.entries / case.ranks, 1 / case.ranks)
+    return min(1, others), max(0, others - 1), others * part, case.entries
 
 
 def gather_shares(case: Case, entries: float, merged: float) -> Cost:
     """Return the cost of gathering the sums of the shares, which have so many entries together."""
     return gather(
-        case, case.message(entries / case.ranks, 1 / case.ranks, summed=True), merged
+        case, message(case, entries / case.ranks, 1 / case.ranks, summed=True), merged
     )
 
 
@@ -214,8 +172,8 @@ def quantised_direct(case: Case) -> Cost:
     others = case.ranks - 1
     return (
         2 * min(1, others),
-        2 * others,
-        2 * others * case.few_bits() / case.ranks,
+        2 * max(0, others - 1),
+        2 * others * few_bits(case) / case.ranks,
         FILLED * case.length,
     )
 
@@ -253,7 +211,7 @@ def _node_lanes(case: Case, links: Links) -> OnNodes:
     union = case.union(case.ranks)
     node = replace(case, ranks=case.per_node)
     inner = plus(
-        split(node), gather(node, node.message(union / lanes, 1 / lanes), union)
+        split(node), gather(node, message(node, union / lanes, 1 / lanes), union)
     )
     return inner, _sum_between(case, lanes, links), lanes
 
@@ -289,10 +247,10 @@ def _gtopk_node_leaders(case: Case, links: Links) -> OnNodes:
         split(replace(between, entries=entries, bits=bits))
         for entries, bits in exchanged
     ]
-    gathered = gather(between, between.message(sent, summed=True), 2 * nodes * sent)
+    gathered = gather(between, message(between, sent, summed=True), 2 * nodes * sent)
     inner = in_rounds(
         2 * rounds,
-        rounds * replace(case, ranks=case.per_node).message(case.entries),
+        rounds * message(replace(case, ranks=case.per_node), case.entries),
         2 * rounds * union,
     )
     return inner, plus(gathered, *splits, _compared(case)), 1
@@ -301,11 +259,9 @@ def _gtopk_node_leaders(case: Case, links: Links) -> OnNodes:
 def _quantised_node_lanes(case: Case, links: Links) -> OnNodes:
     lanes = case.per_node
     sent = (
-        (lanes - 1)
-        * (case.length * max(case.value_nbytes, 4) + case.few_bits())
-        / lanes
+        (lanes - 1) * (case.length * max(case.value_nbytes, 4) + few_bits(case)) / lanes
     )
-    inner: Cost = (2, 2 * (lanes - 1), sent, FILLED * case.length)
+    inner: Cost = (2, 2 * (lanes - 2), sent, FILLED * case.length)
     between = replace(
         case, ranks=case.nodes, per_node=1, length=max(1, case.length // lanes)
     )
@@ -321,3 +277,43 @@ ON_NODES: dict[str, dict[str, Callable[[Case, Links], OnNodes]]] = {
     "gtopk_allreduce": {"node_leaders": _gtopk_node_leaders},
     "quantised_allreduce": {"node_lanes": _quantised_node_lanes},
 }
+
+
+def predicted(
+    collective: str, case: Case, links: Links
+) -> dict[str, tuple[float, Cost]]:
+    """Return seconds and cost of each algorithm that has a formula, for a node's link that all of its ranks share."""
+    constants = constants_of(case, links)
+    costs = {name: formula(case) for name, formula in FORMULAS[collective].items()}
+    taken = {name: (seconds(cost, constants), cost) for name, cost in costs.items()}
+    if "dense_mpi" in costs:
+        taken["dense_mpi"] = dense_seconds(case, links), costs["dense_mpi"]
+    if 1 < case.nodes < case.ranks:
+        for name, formula in ON_NODES[collective].items():
+            inner, outer, lanes = formula(case, links)
+            taken[name] = (
+                seconds(inner, links.inside()) + seconds(outer, links.between(lanes)),
+                plus(inner, outer),
+            )
+    if collective == "sparse_allreduce":
+        for name, (its_own, cost) in taken.items():
+            first = metadata_cost(case, name)
+            taken[name] = seconds(first, constants) + its_own, plus(first, cost)
+    return taken
+
+
+def dense_seconds(case: Case, links: Links) -> float:
+    """Return the seconds of a dense sum by MPI or NCCL: the faster of a ring over the ranks and one over the nodes.
+
+    Neighbours in the ring share a node, whose link carries the messages of one rank;
+    over the nodes it carries those of all its ranks, each of its share.
+    """
+    if not 1 < case.nodes < case.ranks:
+        return seconds(dense_mpi(case), constants_of(case, links))
+    ring = seconds(dense_mpi(case), links.between(1))
+    share = -(-case.length // case.per_node)
+    inside = dense_mpi(replace(case, ranks=case.per_node))
+    between = dense_mpi(replace(case, ranks=case.nodes, per_node=1, length=share))
+    lanes = seconds(inside, links.inside())
+    lanes += seconds(between, links.between(case.per_node))
+    return min(ring, lanes)
