@@ -172,14 +172,6 @@ __device__ inline double with_low_byte(u64 number, u32 word, int i) {
 __device__ inline u32 top_word(Single value) { return bits_of(value); }
 __device__ inline u32 top_word(double value) { return (u32)(bits_of(value) >> 32); }
 
-// Put bit i of 16 at place 2 i.
-__device__ inline u32 spread(u32 bits) {
-    bits = (bits | bits << 8) & 0x00ff00ffu;
-    bits = (bits | bits << 4) & 0x0f0f0f0fu;
-    bits = (bits | bits << 2) & 0x33333333u;
-    return (bits | bits << 1) & 0x55555555u;
-}
-
 // The codes of the values of a lane, in words: fields of a whole byte each, or bits 2 group and 2 group + 1 of a byte.
 template <int BITS>
 struct Codes {
@@ -241,36 +233,46 @@ __device__ inline Key largest_of_team(Key value, i32 lanes) {
     return value;
 }
 
-// Sums over a block, and how many are above a threshold. A sum has lanes j, j + block / 2, which are folded by halves.
-// Two lanes of a team share the four sums of both at first, and exchange what they have at last. term(k): of value k.
-template <typename T, typename Term>
-__device__ inline T sum_of_team(const Term& term, i32 lanes, i32 q) {
+// A sum over a block has lanes j, j + block / 2, which are folded by halves. Two lanes of a team share the four sums of
+// both at first, and four those of four; they exchange what they have at last. both(k): terms k and k + 8 together.
+template <typename T, typename Both>
+__device__ inline T sum_of_team(const Both& both, i32 lanes, i32 q) {
     T sums[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const T first = term(i) + term(8 + i);
-        sums[i] = first + (term(4 + i) + term(12 + i));
-    }
-    const int half = lanes / 2;
-    const bool is_second = q & half;
+    for (int i = 0; i < 4; ++i) sums[i] = both(i) + both(4 + i);
+    const int half = lanes / 2, quarter = lanes / 4;
+    const bool is_second = q & half, is_odd = q & quarter;
     T a = is_second ? sums[2] : sums[0], b = is_second ? sums[3] : sums[1];
     a = a + exchanged(is_second ? sums[0] : sums[2], half);
     b = b + exchanged(is_second ? sums[1] : sums[3], half);
+    if (lanes == 2) return (a + exchanged(a, half)) + (b + exchanged(b, half));
+    T sum = is_odd ? b : a;
+    sum = sum + exchanged(is_odd ? a : b, quarter);
 #pragma unroll
-    for (int by = 4; by; by /= 2)
-        if (by < half) {
-            a = a + exchanged(a, by);
-            b = b + exchanged(b, by);
-        }
-    a = a + exchanged(a, half);
-    return a + (b + exchanged(b, half));
+    for (int by = 2; by; by /= 2)
+        if (by < quarter) sum = sum + exchanged(sum, by);
+    sum = sum + exchanged(sum, half);
+    return sum + exchanged(sum, quarter);
 }
 
-__device__ inline u32 count_of_team(u32 value, i32 lanes) {
+// 1 for a number up to a threshold in magnitude, else 0.
+__device__ inline Single is_within(Single value, Single threshold) {
+    INSTRUCTION("{.reg .f32 m; abs.f32 m, %1; set.le.f32.f32 %0, m, %2;}",
+        (float)(magnitude(value) <= bits_of(threshold)), value.value, value.value, threshold.value);
+    return value;
+}
+__device__ inline double is_within(double value, double threshold) {
+    return magnitude(value) <= bits_of(threshold) ? 1.0 : 0.0;
+}
+
+// How many numbers of a team are 1, from the sum of the top words of a lane's, which are 1 or 0: up to 256. That of 1 is
+// a power of two times BIAS, whose inverse modulo 512 is -(BIAS + 2).
+template <typename T>
+__device__ inline i32 ones_of_team(u32 sum, i32 lanes) {
 #pragma unroll
     for (int by = 8; by; by /= 2)
-        if (by < lanes) value += exchanged(value, by);
-    return value;
+        if (by < lanes) sum += exchanged(sum, by);
+    return (i32)((sum >> Few<T>::DIGITS % 32) * -(Few<T>::BIAS + 2) & 511);
 }
 
 // The smaller of two numbers that are not negative; the second one if one is NaN.
@@ -294,21 +296,22 @@ __device__ inline void magnitudes_of_team(
     T shares[LANE_VALUES];
 #pragma unroll
     for (int k = 0; k < LANE_VALUES; ++k) shares[k] = number_of(magnitude(values[k])) * share;
-    const T total = sum_of_team<T>([&](int k) { return shares[k]; }, lanes, q);
+    const T total = sum_of_team<T>([&](int k) { return shares[k] + shares[k + 8]; }, lanes, q);
     low = high = size == lanes * LANE_VALUES ? total : total / (integer<T>(size) * share);
 #pragma unroll
     for (int round = 0; round < 2 * (BITS - 1); ++round) {
         const T threshold = half * low + half * high;
-        u32 above = 0;  // a bit for each value
-        T up_to[LANE_VALUES];
+        T within[LANE_VALUES];  // 1 or 0, so that products with it are exact
+        u32 ones = 0;
 #pragma unroll
         for (int k = 0; k < LANE_VALUES; ++k) {
-            const bool is_above = magnitude(values[k]) > bits_of(threshold);
-            above |= (u32)is_above << k;
-            up_to[k] = is_above ? T(0.0f) : shares[k];
+            within[k] = is_within(values[k], threshold);
+            ones += top_word(within[k]);
         }
-        const T below = sum_of_team<T>([&](int k) { return up_to[k]; }, lanes, q);
-        improve(threshold, below, total, count_of_team(__popc(above), lanes), size, share, low, high);
+        const T below = sum_of_team<T>(
+            [&](int k) { return fused(shares[k], within[k], shares[k + 8] * within[k + 8]); }, lanes, q);
+        const i32 above = lanes * LANE_VALUES - ones_of_team<T>(ones, lanes);
+        improve(threshold, below, total, above, size, share, low, high);
     }
 }
 
@@ -417,19 +420,19 @@ __device__ inline void quantise_in_registers(
         if (!is_finite) cells[0] = cells[1] = rounding.infinity();
         low = number_of(cells[0]), high = number_of(cells[1]);
         const Key threshold = BITS == 2 ? bits_of(T(0.5f) * low + T(0.5f) * high) : (Key)-1;
-        u32 signs = 0, large = 0;  // a bit for each value in every second one
+        u32 fields = 0;  // of 1 bit in every second one
 #pragma unroll
         for (int i = 3; i >= 0; --i)
 #pragma unroll
             for (int group = 3; group >= 0; --group) {  // fields from the highest bit on
                 const T value = values[4 * group + i], number = value + T(0.0f);  // -0.0 is positive
                 const bool is_large = BITS == 2 && magnitude(value) > threshold;
-                signs = __funnelshift_l(top_word(number), signs, 2);
-                large |= (u32)is_large << (4 * i + group);
+                if (BITS == 2) fields = __funnelshift_l(is_large ? ALL : 0, fields, 1);
+                fields = __funnelshift_l(top_word(number), fields, 3 - BITS);
                 const Key size = bits_of(is_large ? high : low);
                 errors[4 * group + i] = value - number_of((Key)(size | (bits_of(number) & Rounding<T>::SIGN)));
             }
-        found.word[0] = (signs >> 1 & 0x55555555u) | spread(large) << 1;
+        found.word[0] = BITS == 2 ? fields : fields >> 1 & 0x55555555u;
     }
     const bool is_block = c.size > 0;
     found.write(to.codes + coded * (block * BITS / 8), quarter, q, is_block);
