@@ -35,6 +35,8 @@ def average_residuals(exchange: GradientExchange) -> None:
     ...     update = exchange(gradient)
     >>> average_residuals(exchange)
     """
+    if not isinstance(exchange, GradientExchange):
+        raise TypeError(f"exchange is {exchange!r}: expected a GradientExchange")
     buckets = exchange.buckets
     error = None
     with all_or_none(exchange.comm, OPERATION):

@@ -316,11 +316,17 @@ class GradientExchange:
     def ahead(self, parameters: Any) -> Any:
         """Return where to evaluate the next gradient: `parameters` less the residual for `StepAhead`, else as they are.
 
-        parameters: in the form of the gradients: an array, a list, or a dict by name.
+        parameters: in the form of the gradients: an array, a list, or a dict by name;
+        KeyError for a missing one.
         """
         if not self._buckets:
             return parameters
         form, points = by_name(parameters)
+        names = {name for bucket in self.buckets for name in bucket.names_of_tensors}
+        if missing := sorted(names - points.keys()):
+            raise KeyError(
+                f"got no parameter for {missing[:3]}: expected those of all tensors, in the form of the gradients"
+            )
         for bucket in self.buckets:
             points |= bucket.ahead(points)
         return in_form(form, points, points)
@@ -430,6 +436,8 @@ class GradientExchange:
         self, names: Iterable[str], changed: Iterable[str]
     ) -> dict[str, list[str]]:
         """Return the names to hold, and those of them that this rank has to send, in order; KeyError for others."""
+        if not (isinstance(names, Iterable) and isinstance(changed, Iterable)):
+            raise TypeError(f"hold got {names!r}: expected names of tensors")
         held = dict.fromkeys([names] if isinstance(names, str) else names)
         check_same_form(DICT, held, DICT, {*self._order})
         return {"names": sorted(held), "changed": sorted(held.keys() & {*changed})}

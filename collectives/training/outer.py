@@ -248,7 +248,7 @@ class OuterLoop:
                 # with what changed while it was left out
                 self._hold(self._subtract())
                 self._send()
-                kept = self._finish()
+                kept = self._finish("synchronised")
         return kept
 
     def restart(self) -> None:
@@ -491,10 +491,10 @@ class OuterLoop:
                 self.exchange.start_together(replica.deltas)
         self._in_flight = True
 
-    def _finish(self) -> bool:
+    def _finish(self, *how: str) -> bool:
         """Finish the exchange in flight, and take the outer step if it was kept; return whether it was.
 
-        Nothing after the exchange can fail.
+        how: the round ends, the same on all ranks. Nothing after the exchange can fail.
         """
         self._in_flight = False
         try:
@@ -502,7 +502,7 @@ class OuterLoop:
                 self._find_parameters()
         except BaseException as error:
             self.exchange.fail(error)
-        means = self.exchange.finish_vectors(f"rate {self.rate!r}")
+        means = self.exchange.finish_vectors(f"rate {self.rate!r}", *how)
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
         # without those that are held, at the end

@@ -246,6 +246,10 @@ def test_the_point_ahead(comm):
     named({name: gradient(comm.rank, 0, name) for name in SHAPES})
     points = named.ahead(model | {"frozen": zero})
     assert points["frozen"] is zero  # it is not exchanged
+    with pytest.raises(KeyError, match=r"no parameter for \['bias', 'scale'\]"):
+        named.ahead({"weight": zero})
+    with pytest.raises(KeyError, match="in the form of the gradients"):
+        exchange.ahead([x])
     state = named.state_dict()
     np.testing.assert_array_equal(
         points["weight"].reshape(-1), -state["weight/feedback.residual"]

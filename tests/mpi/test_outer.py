@@ -474,6 +474,28 @@ def test_a_parameter_frozen_or_thawed_on_one_rank_is_named_on_all(
 
 
 @pytest.mark.at_least(2)
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_round_that_one_rank_alone_ends_early_raises_on_all(comm, freezes):
+    """Also where a layer is frozen in it, so that all ranks hold the same one in a call that is not of the round."""
+    parameters = {name: array.copy().view(Trained) for name, array in START.items()}
+    _, loop = made(comm, parameters=parameters, compressor=Dense(), every=4)
+    for step in range(5):
+        progress(comm, parameters, START, step)
+        loop.step()
+    before = {name: array.tobytes() for name, array in loop.anchor.items()}
+    parameters["weight"].requires_grad = not freezes
+    loop.step()
+    if comm.rank:
+        loop.step()
+    with pytest.raises(CollectiveError, match=r"synchronised|hold\("):
+        (loop.step if comm.rank else loop.synchronise)()
+    assert {name: array.tobytes() for name, array in loop.anchor.items()} == before
+    for _ in range(4):
+        loop.step()
+    assert same_everywhere(comm, loop.anchor)
+
+
+@pytest.mark.at_least(2)
 def test_a_parameter_frozen_on_one_rank_at_the_start_is_named(comm):
     parameters = {name: array.copy().view(Trained) for name, array in START.items()}
     if comm.rank == 0:
