@@ -36,7 +36,7 @@ MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
 GPU = 3e11  # bytes a second from which a memory is that of a GPU
 FASTEST = NETWORKS["1gbit"].rate  # of the links on which methods were measured
 # times as fast as what is simpler: the least gain for which a method is recommended
-PAYS = 1.1
+PAYS = 1.05
 CASTS = 1.0  # copies of the vector, for one to 16 bits and back; not measured
 DENSE = "dense"
 SIXTEEN = "fp16"

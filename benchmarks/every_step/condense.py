@@ -113,39 +113,50 @@ def measurements(
 def on_the_map(optimizer: str) -> dict[str, list[tuple[int, float]]]:
     """Return for each method on the map pairs of ranks and the steps that make the progress of a dense one.
 
-    What steps are worth is said by dense training with the same optimiser.
+    The steps of local steps grow with the ranks; those of 4 bits in every step do not
+    beyond what differs by text and batch: they are the mean over all cells.
     """
-    rows = loaded("map")
-    worth = cells.worth(rows, optimizer) or math.nan
-    found: dict[str, list[tuple[int, float]]] = {}
-    for method, ranks in product(cells.ON_THE_MAP[1:], cells.RANKS):
-        gap = mean_gap(rows, method, optimizer, ranks)
-        if gap is not None:
-            steps = round(math.exp(gap / worth), 3)
-            found.setdefault(method, []).append((ranks, steps))
+    every = times_by_cell(cells.FEW_BITS, optimizer).values()
+    few_bits = math.exp(fmean(every))
+    found = {cells.FEW_BITS: [(ranks, round(few_bits, 3)) for ranks in cells.RANKS]}
+    for each, ranks in product(cells.EVERY, cells.RANKS):
+        times = mean_times(cells.local(each), optimizer, ranks)
+        if times is not None:
+            steps = round(math.exp(times), 3)
+            found.setdefault(cells.local(each), []).append((ranks, steps))
     return found
 
 
-def mean_gap(
-    rows: Sequence[Any], method: str, optimizer: str, ranks: int
-) -> float | None:
-    """Return the mean of the nats behind dense training over the cells with so many ranks, or None.
+def times_by_cell(method: str, optimizer: str) -> dict[cells.Cell, float]:
+    """Return the logarithm of the steps that make the progress of a dense one, for each cell with the method.
+
+    What steps are worth is said by dense training with the same text and optimiser.
+    """
+    rows = loaded("map")
+    gaps = {cell: cell.gap(rows, method, optimizer) for cell in cells.cells(rows)}
+    worth = {
+        model: cells.worth(rows, optimizer, model) or math.nan for model in cells.MODELS
+    }
+    return {
+        cell: gap / worth[cell.model] for cell, gap in gaps.items() if gap is not None
+    }
+
+
+def mean_times(method: str, optimizer: str, ranks: int) -> float | None:
+    """Return the mean of `times_by_cell` over the cells with so many ranks, or None.
 
     It is that of local steps with H = 10, which were trained in all cells, and the mean
     difference from it in the cells with both.
     """
-    with_ten = cells.local(10)
-    here = [cell for cell in cells.cells(rows) if cell.ranks == ranks]
-    gaps = {
-        name: {cell: cell.gap(rows, name, optimizer) for cell in here}
-        for name in (method, with_ten)
-    }
-    tens = {cell: gap for cell, gap in gaps[with_ten].items() if gap is not None}
-    differences = [
-        gap - tens[cell]
-        for cell, gap in gaps[method].items()
-        if gap is not None and cell in tens
-    ]
+    own, tens = (
+        {
+            cell: times
+            for cell, times in times_by_cell(name, optimizer).items()
+            if cell.ranks == ranks
+        }
+        for name in (method, cells.local(10))
+    )
+    differences = [times - tens[cell] for cell, times in own.items() if cell in tens]
     return fmean(tens.values()) + fmean(differences) if differences else None
 
 
