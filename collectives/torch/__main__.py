@@ -112,39 +112,29 @@ def _wait_for_others(ended: "MPI.Intracomm") -> None:
     nothing = np.empty(0, np.uint8)
     others = {*range(ended.size)} - {ended.rank}
     sent = [ended.Isend(nothing, rank) for rank in others]
-    arrived = {ended.rank}
-    status = mpi().Status()
+    due = {rank: ended.Irecv(nothing, rank) for rank in others}
     spoke = False
-    while len(arrived) < ended.size:
-        if ended.Iprobe(status=status):
-            ended.Recv(nothing, status.Get_source())
-            arrived.add(status.Get_source())
-            continue
+    while due := {rank: request for rank, request in due.items() if not request.Test()}:
         time.sleep(1e-3)
         waited = time.monotonic() - began
         if waited > patience and not spoke:
             spoke = True
+            arrived = {*range(ended.size)} - due.keys()
+            then = "the job waits for ever"
+            if timeout:
+                then = (
+                    f"the job ends when rank {min(arrived)} has waited {timeout:.3g} s"
+                )
             if min(arrived) == ended.rank:
-                _report(arrived, ended.size, waited, timeout)
+                print(
+                    f"collectives.torch: the script ended {waited:.3g} s ago on {named_ranks(arrived)}, and has not on "
+                    f"{named_ranks(due)}, which may wait for a message of the others; {then} ({TIMEOUT})",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if timeout is not None and waited > timeout:
             ended.Abort(1)
     mpi().Request.Waitall(sent)
-
-
-def _report(arrived: set[int], size: int, waited: float, timeout: float | None) -> None:
-    """Say on which ranks the script has ended, and what becomes of the job."""
-    then = (
-        f"the job ends when rank {min(arrived)} has waited {timeout:.3g} s"
-        if timeout
-        else "the job waits for ever"
-    )
-    left = named_ranks(set(range(size)) - arrived)
-    print(
-        f"collectives.torch: the script ended {waited:.3g} s ago on {named_ranks(arrived)}, and has not on {left}, "
-        f"which may wait for a message of the others; {then} ({TIMEOUT})",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def set_variables(reserved: socket.socket) -> None:
@@ -155,7 +145,10 @@ def set_variables(reserved: socket.socket) -> None:
     SO_REUSEADDR, as torch's has, and none of them listens.
     """
     world = mpi().COMM_WORLD
-    if warning := singleton_warning(world.size, _without_torchrun(world.size)):
+    environment = dict(os.environ)
+    if world.size > 1:  # then it is of an earlier job
+        environment.pop("WORLD_SIZE", None)
+    if warning := singleton_warning(world.size, environment):
         sys.exit(warning)
     node = world.Split_type(mpi().COMM_TYPE_SHARED)
     several = node.size > 1
@@ -167,32 +160,17 @@ def set_variables(reserved: socket.socket) -> None:
         address = master_address(
             os.environ, mpi().Get_processor_name(), is_one_node=alone
         )
-        where = (
-            address,
-            int(os.environ.get("MASTER_PORT") or _free_port(reserved)),
-            os.environ.get(TIMEOUT, "600"),
-        )
+        port = os.environ.get("MASTER_PORT")
+        if not port:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("", 0))
+            port = reserved.getsockname()[1]
+        where = address, int(port), os.environ.get(TIMEOUT, "600")
     address, port, timeout = world.bcast(where)
     os.environ.setdefault(TIMEOUT, timeout)
     if several:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(torchrun_variables(world.rank, first_on_node, address, port))
-
-
-def _without_torchrun(size: int) -> dict[str, str]:
-    """Return the environment; without WORLD_SIZE where MPI connects ranks, as it is then of an earlier job."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name != "WORLD_SIZE" or size == 1
-    }
-
-
-def _free_port(reserved: socket.socket) -> int:
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("", 0))
-    port: int = reserved.getsockname()[1]
-    return port
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 import gc
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,6 +15,9 @@ from collectives.training.names import canonical_names
 from mpicomp.arrays import ByName
 from mpicomp.feedback import ErrorFeedback
 from mpicomp.state import check_names
+
+# the name of a parameter, itself and its gradient
+Parts = list[tuple[str, Any, Any]]
 
 
 class ModelParameters:
@@ -31,11 +32,10 @@ class ModelParameters:
         self._model = model
         self._entry = entry
         self._remedy = remedy
-        self._dtypes = [parameter.dtype for parameter in registered.values()]
-        self._ignored = trainable(model).keys() - registered.keys()
-        self._seen: list[Any] = []  # all parameters, in order
-        self._frozen: list[Any] = []  # parameters that the exchange does not have
-        self._look()
+        self._dtypes = {name: parameter.dtype for name, parameter in registered.items()}
+        self._known = {*registered, *trainable(model)}  # by canonical name
+        self._facts: list[Any] = []  # of all parameters, when they were looked at
+        self.frozen()
 
     def frozen(self) -> set[str]:
         """Return the names of the registered parameters that require no gradient now.
@@ -43,12 +43,11 @@ class ModelParameters:
         Raises ValueError if a parameter was replaced or has another dtype, or one that is
         not registered requires a gradient.
         """
-        now = [*self._model.parameters()]
-        dtypes = [parameter.dtype for parameter in self.registered.values()]
-        same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
-        thawed = any([parameter.requires_grad for parameter in self._frozen])
-        if not same or dtypes != self._dtypes or thawed:
+        parameters = self._model.parameters()
+        facts = [(id(one), one.dtype, one.requires_grad) for one in parameters]
+        if facts != self._facts:
             self._look()
+            self._facts = facts
         return {
             name
             for name, parameter in self.registered.items()
@@ -56,39 +55,24 @@ class ModelParameters:
         }
 
     def _look(self) -> None:
-        """Store what the model consists of; raise ValueError unless its parameters are those that are registered."""
+        """Raise ValueError unless the parameters of the model are those that are registered."""
         present = named(self._model)
-        others = {
-            name: parameter
-            for name, parameter in present.items()
-            if name not in self.registered
-        }
         replaced = [
             name
-            for (name, parameter), dtype in zip(
-                self.registered.items(), self._dtypes, strict=True
-            )
-            if parameter.dtype != dtype or not _is_same(present.get(name), parameter)
+            for name, parameter in self.registered.items()
+            if parameter.dtype != self._dtypes[name]
+            or not _is_same(present.get(name), parameter)
         ]
         added = [
             name
-            for name, parameter in others.items()
-            if parameter.requires_grad and name not in self._ignored
+            for name, parameter in present.items()
+            if parameter.requires_grad and name not in self._known
         ]
         if replaced or added:
-            new = (
-                f"{some(replaced)}, as by load_state_dict(assign=True) or .double()"
-                if replaced
-                else "none"
-            )
             raise ValueError(
-                f"the model has other parameters than at {self._entry}: replaced are {new}; unfrozen or added are "
-                f"{some(added)}: {self._remedy}"
+                f"the model has other parameters than at {self._entry}: replaced are {some(replaced)}, as by "
+                f"load_state_dict(assign=True) or .double(); unfrozen or added are {some(added)}: {self._remedy}"
             )
-        self._seen = [*self._model.parameters()]
-        self._frozen = [
-            parameter for name, parameter in others.items() if name not in self._ignored
-        ]
 
 
 def _is_same(present: Any, registered: Any) -> bool:
@@ -144,7 +128,10 @@ class Handle:
         try:
             # the order of the backward pass
             self.exchange.register(
-                dict(reversed(_shards(parameters.registered).items()))
+                {
+                    name: local_shard(parameter.detach())
+                    for name, parameter in reversed(parameters.registered.items())
+                }
             )
         except RuntimeError as error:
             raise RuntimeError(
@@ -245,19 +232,21 @@ class Handle:
             "backward(), and not in register_post_accumulate_grad_hook"
         )
 
-    def _start(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _exchanged(self, parts: Iterable[tuple[Any, Any]]) -> Parts:
+        """Return the names of parameters, themselves and their gradients, without those that are left out."""
+        named_parts = [
+            (self._names[parameter], parameter, part) for parameter, part in parts
+        ]
+        return [part for part in named_parts if part[0] not in self._held]
+
+    def _start(self, parts: Parts) -> None:
         """Start the exchange of the gradients of some parameters, which the end of the step overwrites.
 
         An error is raised at the end of the step, and nothing is started until then.
         """
         if self._own_error is not None or self._raised is not None:
             return
-        arrays = {self._names[parameter]: gradient for parameter, gradient in parts}
-        arrays = {
-            name: gradient
-            for name, gradient in arrays.items()
-            if name not in self._held
-        }
+        arrays = {name: gradient for name, _, gradient in parts}
         outs = {
             name: gradient
             for name, gradient in arrays.items()
@@ -291,13 +280,13 @@ class Handle:
         # NaN: the scaler skips the step as well
         return means, self._scale if self.exchange.finite else math.nan
 
-    @property
-    def _drops(self) -> bool:
-        """Whether the last step was skipped and no scaler looks for NaN: there are no gradients then."""
-        return self._scaler is None and not self.exchange.finite
-
     def _drop_gradients(self) -> None:
-        """Set `.grad` to None; raise RuntimeError if a GradScaler that is not known here would look for gradients."""
+        """Set `.grad` to None if the last step was skipped, and no scaler looks for NaN.
+
+        Raises RuntimeError if a GradScaler that is not known here would look for gradients.
+        """
+        if self._scaler is not None or self.exchange.finite:
+            return
         for parameter, name in self._names.items():
             if name not in self._held:
                 parameter.grad = None
@@ -381,28 +370,9 @@ def is_scaling(scaler: Any) -> bool:
 
 def living(kind: type, condition: Callable[[Any], bool]) -> list[Any]:
     """Return the objects of a kind in this process for which a condition holds, after those not in use are deleted."""
-
-    def living_now() -> list[Any]:
-        objects = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
-        return [thing for thing in objects if condition(thing)]
-
-    if not living_now():
-        return []
     gc.collect()
-    return living_now()
-
-
-def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a module's output in which DDP and FSDP2 look for them."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from tensors_of([*output.values()])
-    elif is_dataclass(output) and not isinstance(output, type):
-        yield from tensors_of([getattr(output, field.name) for field in fields(output)])
-    elif isinstance(output, list | tuple):
-        for part in output:
-            yield from tensors_of(part)
+    objects = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+    return [thing for thing in objects if condition(thing)]
 
 
 def parts_of(model: Any, kind: type) -> list[Any]:
@@ -433,10 +403,3 @@ def trainable(model: Any) -> dict[str, Any]:
 def local_shard(tensor: Any) -> Any:
     """Return this rank's shard of a DTensor; other tensors, and None, as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _shards(parameters: ByName) -> dict[str, Any]:
-    """Return this rank's shards of parameters by name, detached."""
-    return {
-        name: local_shard(parameter.detach()) for name, parameter in parameters.items()
-    }

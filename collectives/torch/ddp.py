@@ -23,12 +23,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from collectives.agreement.all_or_none import check_same, gather_results
 from collectives.agreement.state import named_ranks
 from collectives.torch.common import (
     Handle,
     ModelParameters,
+    Parts,
     after_backward,
     check_settings,
     comm_of,
@@ -36,7 +38,6 @@ from collectives.torch.common import (
     parts_of,
     raise_after_backward,
     some,
-    tensors_of,
     trainable,
 )
 from collectives.torch.start import check_launcher
@@ -116,9 +117,6 @@ _ANEW = (
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-# of a bucket: each parameter, and the view of its gradient
-_Parts = list[tuple[torch.Tensor, torch.Tensor]]
-
 
 class DDPHandle(Handle):
     """The hooks of a DistributedDataParallel model; made by `attach`."""
@@ -130,7 +128,13 @@ class DDPHandle(Handle):
         clip: float | None,
         scaler: Any,
     ) -> None:
-        known = ModelParameters(model.module, _registered(model), "attach", _ANEW)
+        inside = _reduced(model)
+        registered = {
+            name: parameter
+            for name, parameter in named(model.module).items()
+            if parameter in inside
+        }
+        known = ModelParameters(model.module, registered, "attach", _ANEW)
         super().__init__(exchange, known, scaler, _ANEW)
         self._ddp = model
         self._views = model.gradient_as_bucket_view
@@ -140,13 +144,15 @@ class DDPHandle(Handle):
         self.norm: float | None = None
         # of this step
         self._buckets: list[
-            tuple[torch.futures.Future[torch.Tensor], torch.Tensor, _Parts]
+            tuple[torch.futures.Future[torch.Tensor], torch.Tensor, Parts]
         ] = []
         self._gradients: list[Any] = []  # what is in `.grad` before the pass
         model.register_forward_pre_hook(self)
         model.register_forward_hook(self)
         # weakly: a model that is dropped is deleted, and its hooks of the parameters
-        model.register_comm_hook(weakref.ref(self), _take)
+        model.register_comm_hook(
+            weakref.ref(self), lambda handle, bucket: handle()._take(bucket)
+        )
         # only its class is looked at: copies of the model have no hook
         model._comm_hooks[:] = [self]
 
@@ -163,7 +169,7 @@ class DDPHandle(Handle):
             self._check_interrupted()
             if "reducer" not in vars(self._ddp):
                 raise RuntimeError(f"this model cannot go on: {_ANEW}")
-        for tensor in tensors_of(output):
+        for tensor in _find_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_at_outputs)
 
@@ -223,7 +229,7 @@ class DDPHandle(Handle):
         self._raised = None
         if raised is not None:
             raise_after_backward(raised)
-        elif self._has_ended and self._drops:
+        elif self._has_ended:
             self._drop_gradients()
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -233,9 +239,11 @@ class DDPHandle(Handle):
                 self._begin_pass()
         if not self._buckets:
             self._begin_step()
-        parts = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
+        parts = self._exchanged(
+            zip(bucket.parameters(), bucket.gradients(), strict=True)
+        )
         buffer = bucket.buffer()
-        future = _future(bucket.buffer())
+        future = _future(buffer)
         self._buckets.append((future, buffer, parts))
         if self._scale != 1:
             self._multiply(buffer, parts, 1 / self._scale)
@@ -263,9 +271,9 @@ class DDPHandle(Handle):
         except Exception as error:
             self._raised = error
         for future, buffer, parts in buckets:
-            for parameter, part in parts if means else []:
-                if part.dtype == torch.bfloat16 and self._names[parameter] in means:
-                    part.copy_(means[self._names[parameter]])
+            for name, _, part in parts:
+                if part.dtype == torch.bfloat16 and name in means:
+                    part.copy_(means[name])
             if factor != 1:
                 self._multiply(buffer, parts, factor)
             if self._may_skip:
@@ -274,11 +282,9 @@ class DDPHandle(Handle):
         if not self._in_pass:  # on a rank that has joined
             self._conclude_pass()
 
-    def _set_unused(self, parts: _Parts) -> None:
+    def _set_unused(self, parts: Parts) -> None:
         """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""
-        for parameter, part in parts:
-            if self._names[parameter] in self._held:
-                continue
+        for _, parameter, part in parts:
             mean = _in_layout_of(parameter, part)
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)
@@ -286,27 +292,22 @@ class DDPHandle(Handle):
                 parameter.grad = mean if self._views else mean.clone()
 
     def _clip_gradient(
-        self, buckets: list[tuple[torch.Tensor, _Parts]], clip: float
+        self, buckets: list[tuple[torch.Tensor, Parts]], clip: float
     ) -> None:
         """Scale this rank's gradient to a norm of at most clip / sqrt(P), and start the exchange.
 
         The bits do not depend on the buckets.
         """
-        gradients = {
-            self._names[parameter]: part
-            for _, parts in buckets
-            for parameter, part in parts
-        }
-        names = [
-            name
-            for name in self._names.values()
-            if name in gradients and name not in self._held
-        ]
+        gradients = {name: part for _, parts in buckets for name, _, part in parts}
+        names = [name for name in self._names.values() if name in gradients]
         norms = [
             torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
             for name in names
         ]
-        self.norm = norm = math.hypot(*_in_host_memory(norms))
+        # of parameters on devices by one copy
+        together = [norm.to(norms[0].device) for norm in norms]
+        in_host_memory = torch.stack(together).tolist() if norms else []
+        self.norm = norm = math.hypot(*in_host_memory)
         limit = clip / math.sqrt(self.exchange.comm.size)
         for buffer, parts in buckets:
             # what is not finite is left for the exchange to find
@@ -314,30 +315,13 @@ class DDPHandle(Handle):
                 self._multiply(buffer, parts, limit / norm)
             self._start(parts)
 
-    def _multiply(self, buffer: torch.Tensor, parts: _Parts, factor: float) -> None:
+    def _multiply(self, buffer: torch.Tensor, parts: Parts, factor: float) -> None:
         """Multiply the gradients of a bucket, except those of frozen parameters."""
-        for gradient in (
-            [
-                part
-                for parameter, part in parts
-                if self._names[parameter] not in self._held
-            ]
-            if self._held
-            else [buffer]
-        ):
+        gradients = [buffer]
+        if self._held:
+            gradients = [part for _, _, part in parts]
+        for gradient in gradients:
             gradient.mul_(factor)
-
-
-def _in_host_memory(numbers: list[torch.Tensor]) -> list[float]:
-    """Return numbers of tensors, which may be on devices, by one copy."""
-    if not numbers:
-        return []
-    together = torch.stack([number.to(numbers[0].device) for number in numbers])
-    return together.tolist()  # type: ignore[no-any-return]
-
-
-def _take(handle: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return handle()._take(bucket)
 
 
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -458,16 +442,6 @@ def _reduced(model: DistributedDataParallel) -> set[Any]:
         parameter
         for bucket in model.reducer._get_zeros_like_grad_buckets()
         for parameter in bucket.parameters()
-    }
-
-
-def _registered(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return the parameters that are exchanged, by canonical name."""
-    inside = _reduced(model)
-    return {
-        name: parameter
-        for name, parameter in named(model.module).items()
-        if parameter in inside
     }
 
 

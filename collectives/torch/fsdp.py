@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel.distributed import _find_tensors
 
 from collectives.agreement.all_or_none import check_same, gather_results
 from collectives.torch.common import (
@@ -35,7 +36,6 @@ from collectives.torch.common import (
     named,
     parts_of,
     raise_after_backward,
-    tensors_of,
     trainable,
 )
 from collectives.torch.start import check_launcher
@@ -141,7 +141,7 @@ class FSDPHandle(Handle):
 
     def _watch(self, module: Any, inputs: Any, output: Any) -> None:
         """Have the backward pass of an output queue its end, and count the calls of the module."""
-        tensors = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        tensors = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
         for tensor in tensors:
             tensor.register_hook(lambda _: self._begin_pass())
         if tensors and not self._in_pass:  # else checkpointing computes it again
@@ -181,18 +181,10 @@ class FSDPHandle(Handle):
         """Start the exchange of gradients; the first one of a step begins it."""
         if not self.exchange.is_in_step:
             self._begin_step()
-        exchanged = [
-            parameter
-            for parameter in parameters
-            if self._names[parameter] not in self._held
-        ]
-        parts = [
-            (parameter, self._taken[parameter])
-            for parameter in exchanged
-            if self._taken[parameter] is not None
-        ]
+        taken = [(parameter, self._taken[parameter]) for parameter in parameters]
+        parts = [part for part in self._exchanged(taken) if part[2] is not None]
         if self._scale != 1:
-            for _, gradient in parts:
+            for _, _, gradient in parts:
                 gradient.div_(self._scale)
         self._start(parts)
 
@@ -231,8 +223,7 @@ class FSDPHandle(Handle):
                     parameter.grad = _like_parameter(mean, parameter)
             elif parameter.dtype == torch.bfloat16:
                 local_shard(parameter.grad).copy_(mean)
-        if self._drops:
-            self._drop_gradients()
+        self._drop_gradients()
 
     def _has_step(self) -> bool:
         """Return whether this backward pass synchronises gradients; with one of a sharded parameter it does."""
