@@ -178,18 +178,14 @@ class Replica:
         factor = rate * self.momentum if nesterov else rate
         _add(velocity, -factor, anchor)
 
-    def arrays(self, *, in_flight: bool) -> dict[str, Array]:
-        """Return the arrays to save as "part/tensor", not copied."""
-        vectors = {"anchor": self.anchor} | (
-            {} if self.velocity is None else {"momentum": self.velocity}
-        )
-        vectors |= {"delta": self.delta} if in_flight else {}
-        pairs = [*zip(self.tensors, self._spans, strict=True)]
-        return {
-            f"{part}/{tensor.name}": array[span]
-            for part, array in vectors.items()
-            for tensor, span in pairs
-        }
+    def vectors(self, *, in_flight: bool) -> dict[str, Array]:
+        """Return the vectors to save, not copied."""
+        vectors = {"anchor": self.anchor}
+        if self.velocity is not None:
+            vectors["momentum"] = self.velocity
+        if in_flight:
+            vectors["delta"] = self.delta
+        return vectors
 
 
 def untied(arrays: ByName) -> dict[str, str]:

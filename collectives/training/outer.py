@@ -34,7 +34,7 @@ the residuals.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import isroutine
 from typing import Any
 
@@ -46,7 +46,7 @@ from collectives.agreement.interrupts import defer_interrupt
 from collectives.runtime import staging
 from collectives.training import GradientExchange
 from collectives.training.forms import by_name, in_form
-from collectives.training.names import canonical, canonical_names
+from collectives.training.names import canonical_names
 from collectives.training.redistribution import EXCHANGE
 from mpicomp import checking
 from mpicomp.arrays import Array, ByName, digest, read_only, to_numpy
@@ -149,7 +149,7 @@ class OuterLoop:
             self.momentum = to_number("momentum", momentum, least=0, below=1)
             self.nesterov = to_bool("nesterov", nesterov)
             self._check_settings()
-            self._form, current = self._named_parameters()
+            current = self._named_parameters()
             self._first.update(untied(current))
             self._trained = {
                 name
@@ -160,15 +160,11 @@ class OuterLoop:
             return self._settings() | trained
 
         def copy_parameters() -> str:
-            _, current = self._named_parameters()
-            self._replicas = [
-                Replica(bucket.tensors, current, self.momentum)
-                for bucket in exchange.buckets
-            ]
+            self._replicas = self._new_replicas()
             return self._digest()
 
         check_same(f"settings of {OPERATION}", self._gather(settings))
-        _, current = self._named_parameters()
+        current = self._named_parameters()
         exchange.register(
             {
                 name: current[name]
@@ -261,7 +257,7 @@ class OuterLoop:
             raise RuntimeError(
                 f"got restart() after step {self.count}: expected it before the first one"
             )
-        _, parameters = self._named_parameters()
+        parameters = self._named_parameters()
         for replica in self._replicas:
             replica.take_anchor(parameters)
 
@@ -273,18 +269,17 @@ class OuterLoop:
         contains the settings of the loop, as text.
         """
         names = canonical_names(self._first)
-        state = {
+        arrays = self._arrays(in_flight=self._in_flight)
+        return {
             "count": np.array(self.count),
             "rounds": np.array(self.rounds),
             TABLE: to_table(self._settings()),
             HELD: to_table({names[name]: "" for name in self._held}),
-        }
-        for key, array in self._arrays(in_flight=self._in_flight).items():
-            part, _, name = key.partition("/")
-            state[f"{part}/{names[name]}"] = np.array(to_numpy(array))
-        return state | {
-            f"{EXCHANGE}{name}": array
-            for name, array in self.exchange.state_dict().items()
+            **{key: np.array(to_numpy(array)) for key, array in arrays.items()},
+            **{
+                f"{EXCHANGE}{key}": array
+                for key, array in self.exchange.state_dict().items()
+            },
         }
 
     @defer_interrupt
@@ -333,9 +328,7 @@ class OuterLoop:
             }
             self.exchange.load_state_dict(of_exchange, same_settings=same_settings)
             anchors = [
-                loaded[f"anchor/{tensor.name}"]
-                for replica in self._replicas
-                for tensor in replica.tensors
+                array for key, array in loaded.items() if key.startswith("anchor/")
             ]
             return {
                 "count": str(loaded["count"]),
@@ -354,8 +347,8 @@ class OuterLoop:
         self.count = loaded["count"]
         self.rounds = loaded["rounds"]
         is_in_flight = _is_in_flight(loaded)
-        for name, array in self._arrays(in_flight=is_in_flight).items():
-            copy_from_host(loaded[name], array)
+        for key, array in self._arrays(in_flight=is_in_flight).items():
+            copy_from_host(loaded[key], array)
         if is_in_flight:
             self._send()
         elif self.count % self.every == 0:
@@ -373,16 +366,15 @@ class OuterLoop:
             raise ValueError(
                 "nesterov is set and momentum is 0: expected a momentum above 0"
             )
-        feedback = self.exchange.feedback
         exchange = self.exchange
         if exchange.basis is not None or exchange.average == "sign":
             raise ValueError(
                 f"the exchange has basis={exchange.basis!r} and average={exchange.average!r}: expected no basis, and a "
                 "mean; neither has been measured with local steps"
             )
-        if not feedback.has_gradient_units:
+        if not exchange.feedback.has_gradient_units:
             raise ValueError(
-                f"the feedback of the exchange is {feedback!r}: expected one such as ErrorFeedback()"
+                f"the feedback of the exchange is {exchange.feedback!r}: expected one such as ErrorFeedback()"
             )
 
     def _settings(self) -> dict[str, str]:
@@ -391,10 +383,11 @@ class OuterLoop:
             for name in ("every", "rate", "momentum", "nesterov", "delay")
         }
 
-    def _named_parameters(self) -> tuple[str, dict[str, Any]]:
-        """Return the form of the parameters, and those of this round by name; ValueError for others than at first."""
-        form, current = by_name(
-            self._parameters() if isroutine(self._parameters) else self._parameters
+    def _named_parameters(self) -> dict[str, Any]:
+        """Return the parameters of this round by name; ValueError for others than at first."""
+        is_function = isroutine(self._parameters)
+        self._form, current = by_name(
+            self._parameters() if is_function else self._parameters
         )
         others = sorted(current.keys() ^ self._first.keys(), key=str)
         if self._first and others:
@@ -402,10 +395,10 @@ class OuterLoop:
                 f"{others[:3]} are parameters now and were none at the start, or the reverse: expected the same ones; "
                 "make a new exchange and loop for others"
             )
-        return form, current
+        return current
 
     def _find_parameters(self) -> None:
-        _, parameters = self._named_parameters()
+        parameters = self._named_parameters()
         for replica in self._replicas:
             replica.find_parameters(parameters)
 
@@ -443,7 +436,7 @@ class OuterLoop:
         if self._checked or not self.rounds:
             self._check_anchors(self._gather(self._digest))
         try:
-            _, parameters = self._named_parameters()
+            parameters = self._named_parameters()
             for replica in self._replicas:
                 replica.subtract(parameters)
             frozen = {
@@ -467,16 +460,10 @@ class OuterLoop:
         """Leave out parameters, as the exchange does now."""
         if held == self._held:
             return
-        _, parameters = self._named_parameters()
         before = self._arrays(in_flight=True)
         replicas = list[Replica]()
         try:
-            self._gather(
-                lambda: replicas.extend(
-                    Replica(bucket.tensors, parameters, self.momentum)
-                    for bucket in self.exchange.buckets
-                )
-            )
+            self._gather(lambda: replicas.extend(self._new_replicas()))
         except Exception:
             self.exchange.hold(self._held)
             raise
@@ -484,6 +471,14 @@ class OuterLoop:
         self._held = held
         for name, array in self._arrays(in_flight=True).items():
             array[...] = before[name]
+
+    def _new_replicas(self) -> list[Replica]:
+        """Return a replica for each bucket of the exchange, whose anchor are the parameters."""
+        parameters = self._named_parameters()
+        return [
+            Replica(bucket.tensors, parameters, self.momentum)
+            for bucket in self.exchange.buckets
+        ]
 
     def _send(self) -> None:
         for replica in self._replicas:
@@ -520,47 +515,39 @@ class OuterLoop:
         return True
 
     def _arrays(self, *, in_flight: bool) -> dict[str, Array]:
-        """Return the arrays of each tensor to save, by name; not copied."""
+        """Return the arrays of each tensor to save, by their keys in a state; not copied."""
+        names = canonical_names(self._first)
         return {
-            key: array
+            f"{part}/{names[name]}": array
             for replica in self._replicas
-            for key, array in replica.arrays(in_flight=in_flight).items()
+            for part, vector in replica.vectors(in_flight=in_flight).items()
+            for name, array in replica.by_tensor(vector).items()
         }
 
     def _checked_state(self, state: ByName) -> dict[str, Any]:
         """Return the checked values of a saved state, except that of the exchange; see `mpicomp.state.checked`."""
-        names = {saved: name for name, saved in canonical_names(self._first).items()}
-        own = {
-            _own_key(key, names): array
-            for key, array in state.items()
-            if key not in (TABLE, HELD) and not key.startswith(EXCHANGE)
-        }
-        arrays = self._arrays(in_flight=_is_in_flight(own))
-        known = {"count", "rounds", *arrays}
-        if not own.keys() <= known:
+        arrays = self._arrays(in_flight=_is_in_flight(state))
+        own = {key for key in state if not key.startswith(EXCHANGE)}
+        known = {"count", "rounds", TABLE, HELD, *arrays}
+        if not own <= known:
             raise ValueError(
                 f"the state has {sorted(own)}: expected {sorted(known)} at most"
             )
-        loaded = {
-            name: checked(own, name, array, "the state")
-            for name, array in arrays.items()
+        loaded: dict[str, Any] = {
+            key: checked(state, key, array, "the state")
+            for key, array in arrays.items()
         }
-        for name in "count", "rounds":
-            loaded[name] = checked(own, name, 0, "the state", (0, 2**62))
-        if _is_in_flight(own) and not loaded["count"] % self.every < self.delay:
+        for key in "count", "rounds":
+            loaded[key] = checked(state, key, 0, "the state", (0, 2**62))
+        if _is_in_flight(state) and not loaded["count"] % self.every < self.delay:
             raise ValueError(
                 f"the state is of step {loaded['count']}, with an exchange in flight: expected the every and delay "
                 f"with which it was saved, got every={self.every} and delay={self.delay}"
             )
         held = from_table(state.get(HELD, ()))
-        loaded[HELD] = {names.get(name, name) for name in held}
+        names = canonical_names(self._first)
+        loaded[HELD] = {name for name, saved in names.items() if saved in held}
         return loaded
-
-
-def _own_key(key: str, names: Mapping[str, str]) -> str:
-    """Return a key of a state as that of this loop, whatever wrapped the model that saved it."""
-    part, slash, name = key.partition("/")
-    return part + slash + names.get(name, names.get(canonical(name), name))
 
 
 def _is_in_flight(state: ByName) -> bool:

@@ -10,12 +10,11 @@ velocities, so the sums develop as on P ranks.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
 from collectives.training.checkpoint import COMPRESSOR, FEEDBACK, TABLE
-from mpicomp.arrays import Array, ByName, Dtype, converted, to_numpy
+from mpicomp.arrays import Array, ByName, converted, to_numpy
 from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.settings import to_choice, to_integer
 from mpicomp.state import check_table, from_table, to_table
@@ -60,47 +59,45 @@ def redistribute_state(
     if state is None:
         raise ValueError(f"load returned no state of {saved} ranks: expected one")
     _check_between_rounds(state)
-    dtypes = {
-        key: state[key].dtype for key in _of_exchange(state) if _differs(key, state)
-    }
+    dtypes = {key: state[key].dtype for key in state if _differs(key, state)}
     start = np.array if source == rank else np.zeros_like
     for key, dtype in dtypes.items():
         state[key] = start(state[key], accumulation_dtype(dtype))
     for source in range(rank + ranks, saved, ranks):
         other = _loaded(load, source, saved)
         if other is not None:
-            _check_same_step(state, other, rank, source, differing=dtypes.keys())
+            _check_same_step(state, other, rank, source)
             for key in dtypes:
                 state[key] = state[key] + other[key]
     for key, dtype in dtypes.items():
         total = state[key]
         if conserve == "mean" and ranks != saved:
             total = total * ranks / saved
-        state[key] = _narrowed(key, total, dtype, rank)
+        state[key] = converted(total, dtype)
+        if not np.isfinite(state[key]).all():
+            raise OverflowError(
+                f"{key} of rank {rank}: the sum over the ranks it continues leaves the range of {dtype}"
+            )
     for key in _tables(state):
         table = from_table(state[key])
         state[key] = to_table({**table, "rank": rank, "ranks": ranks})
     return state
 
 
-def _of_exchange(state: ByName) -> list[str]:
-    """Return the keys of the exchange: in the state of a loop parameters may have any name."""
+def _part(key: str, state: ByName) -> str:
+    """Return the part of an exchange's state; in the state of a loop parameters may have any name."""
     prefix = EXCHANGE if "count" in state else ""
-    return [key for key in state if key.startswith(prefix)]
+    return key.rpartition("/")[2].partition(".")[0] if key.startswith(prefix) else ""
 
 
 def _tables(state: ByName) -> list[str]:
     """Return the keys of the tables of segments."""
-    return [key for key in _of_exchange(state) if key.endswith(f"/{TABLE}")]
-
-
-def _part(key: str) -> str:
-    return key.rpartition("/")[2].partition(".")[0]
+    return [key for key in state if _part(key, state) == TABLE]
 
 
 def _differs(key: str, state: Mapping[str, Array]) -> bool:
     """Return whether an array of an exchange differs by rank: all of a feedback do, its numbers do not."""
-    return _part(key) == FEEDBACK and state[key].ndim > 0
+    return _part(key, state) == FEEDBACK and state[key].ndim > 0
 
 
 def _check_between_rounds(state: Mapping[str, Array]) -> None:
@@ -134,12 +131,7 @@ def _loaded(load: Load, rank: int, ranks: int) -> dict[str, Array] | None:
 
 
 def _check_same_step(
-    state: Mapping[str, Array],
-    other: Mapping[str, Array],
-    rank: int,
-    source: int,
-    *,
-    differing: Any,
+    state: Mapping[str, Array], other: Mapping[str, Array], rank: int, source: int
 ) -> None:
     """Raise ValueError if two states differ in an array that is the same on all ranks in one step."""
     remedy = "expected states that all ranks saved after the same step"
@@ -148,30 +140,15 @@ def _check_same_step(
             f"the states of ranks {rank} and {source} have different arrays: {remedy}"
         )
     for key in _tables(state):
-        check_table(
-            f"the state of rank {source}",
-            other[key],
-            {"steps": from_table(state[key]).get("steps")},
-            remedy,
-        )
-    by_rank = [key for key in _of_exchange(state) if _part(key) in _BY_RANK]
-    for key in state.keys() - differing - {*by_rank}:
-        if not np.array_equal(state[key], other[key]):
+        steps = {"steps": from_table(state[key]).get("steps")}
+        check_table(f"the state of rank {source}", other[key], steps, remedy)
+    for key, array in state.items():
+        if _differs(key, state):
+            is_same = array.shape == other[key].shape
+        else:
+            is_by_rank = _part(key, state) in _BY_RANK
+            is_same = is_by_rank or np.array_equal(array, other[key])
+        if not is_same:
             raise ValueError(
                 f"{key} differs between the states of ranks {rank} and {source}: {remedy}"
             )
-    for key in differing:
-        if state[key].shape != other[key].shape:
-            shapes = f"{state[key].shape} and {other[key].shape}"
-            raise ValueError(
-                f"{key} has the shapes {shapes} in the states of ranks {rank} and {source}: {remedy}"
-            )
-
-
-def _narrowed(key: str, total: Array, dtype: Dtype, rank: int) -> Array:
-    narrow = converted(total, dtype)
-    if not np.isfinite(narrow).all():
-        raise OverflowError(
-            f"{key} of rank {rank}: the sum over the ranks it continues leaves the range of {dtype}"
-        )
-    return narrow

@@ -659,7 +659,7 @@ def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
         ({"momentum/weight": np.zeros(600)}, "the state has .*momentum/weight.*: expected .* at most"),
         ({"count": np.array(0.5)}, r"has array\(0\.5\) as count: expected an integer from 0"),
         ({"exchange/weight/feedback.residual": np.zeros(3)}, "600"),
-        ({f"delta/{name}": np.zeros(np.prod(SHAPES[name]))
+        ({f"delta/{name}": np.zeros(SHAPES[name])
           for name in SHAPES}, "the every and delay with which it was saved"),
     ):  # fmt: skip
         with pytest.raises(ValueError if last else CollectiveError, match=match):
