@@ -50,16 +50,15 @@ import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce
 from collectives.agreement.all_or_none import all_or_none
 from collectives.runtime.collective import Collective, Sum
-from collectives.training.step import Finished, Started, Step
+from collectives.training.step import Started, Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
-from mpicomp.bucket import Compressed
 
 LENGTH = 1_000_000
 ROOTS = {
     Path(package.__file__).parent: package.__name__
     for package in (mpicomp, collectives)
 }
-CARRIERS = np.ndarray, SparseVector, Step, Compressed, Started, Sum, Finished
+CARRIERS = np.ndarray, SparseVector, Step, Started, Sum
 # the form in which the exchange calls gtopk_allreduce
 COLLECTIVE = gtopk_iallreduce.__code__
 LEAVES = "mpicomp/arrays.py", "mpicomp/vector.py", "mpicomp/kernels/"

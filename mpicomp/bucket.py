@@ -5,9 +5,10 @@ list, or one array, is one segment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +20,16 @@ from mpicomp.arrays import (
     concatenated,
     converted,
     flat,
+    kernels_for,
     like,
     to_values,
+    views_between,
     widened_values,
 )
 from mpicomp.bases import Basis, Coefficients, runs
 from mpicomp.coded import CodedSum, Uncoded
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.base import Summands, write_sum
+from mpicomp.compressors.base import write_sum
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
 from mpicomp.tensors import ALONE, Tensor, device_arrays
@@ -35,27 +38,6 @@ from mpicomp.vector import SparseVector, check_range
 Mean = SparseVector | Array | CodedSum
 Written = CodedSum | Coefficients | SparseVector  # by its `writer`
 Write = Callable[[], None]  # allocates nothing, and cannot fail
-
-
-class Compressed(NamedTuple):
-    """What a step sends of a bucket.
-
-    corrected: the gradient with the residual added; the buffer for it, of what is still
-    to be coded. sent: the selected entries; or all values, as an array or to be coded.
-    own: entries of them that this rank sums itself.
-    """
-
-    corrected: Array
-    sent: SparseVector | Array | Uncoded
-    own: int = 0
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Number and bytes of the entries to send."""
-        if not isinstance(self.sent, SparseVector):
-            return self.corrected.size, self.corrected.nbytes
-        entries = self.sent.nnz - self.own
-        return entries, self.sent.nbytes * entries // max(self.sent.nnz, 1)
 
 
 class Bucket:
@@ -91,62 +73,57 @@ class Bucket:
         # of a list of arrays that are one segment
         self._buffer: Array | None = None
 
-    def gradient(self, arrays: ByName) -> Sequence[Array]:
-        """Return the gradients, by tensor name, as vectors; by segment if there is a basis.
+    def gradient(self, arrays: ByName, *, by_tensor: bool = False) -> Sequence[Array]:
+        """Return the gradients, by tensor name, as vectors: one for each segment.
 
-        A tensor without an array counts as zero. Raises TypeError or ValueError for a
-        bad gradient.
+        A tensor without an array counts as zero. by_tensor: without a basis, one for each
+        tensor. Raises TypeError or ValueError for a bad gradient.
         """
         vectors = self.feedback.vectors(self.tensors, arrays)
-        if self.basis is None:
+        if self.basis is not None:
+            # coefficients of float16 may be out of its range
+            vectors = [widened_values(vector) for vector in vectors]
+            by_tensor = False
+        if by_tensor or len(self.names) > 1:
             return vectors
-        # coefficients of float16 may be out of its range
-        return self._by_segment([widened_values(vector) for vector in vectors])
+        joined = adjacent(vectors)
+        if joined is None:
+            joined = self._buffer = concatenated(vectors, self._buffer)
+        return [joined]
 
-    def compress(self, gradient: Sequence[Array], own: tuple[int, int]) -> Compressed:
-        """Return the entries to send of a gradient and the residual. own: a range of which all values are sent."""
-        corrected, summands = self._summands(gradient)
+    def compress(
+        self, arrays: ByName, own: tuple[int, int]
+    ) -> tuple[Array, SparseVector]:
+        """Return the gradients with the residual added, and the entries to send.
+
+        arrays: the gradients by tensor name. own: a range of which all values are sent.
+        """
+        gradient = self.gradient(arrays)
+        corrected, summands = self.feedback.summands(*gradient, basis=self.basis)
         if own[0] == own[1]:
-            return Compressed(corrected, self.selection.select(corrected, summands))
-        sent = self.selection.select_outside(corrected, summands, *own)
-        return Compressed(corrected, sent, own[1] - own[0])
+            return corrected, self.selection.select(corrected, summands)
+        return corrected, self.selection.select_outside(corrected, summands, *own)
 
-    def correct(self, gradient: Sequence[Array]) -> Compressed:
-        """Return all values of a gradient and the residual; raises ValueError if one is not finite."""
-        corrected, summands = self._summands(gradient)
+    def correct(self, arrays: ByName) -> tuple[Array, Array]:
+        """Return the gradients with the residual added, twice; raises ValueError if a value is not finite."""
+        gradient = self.gradient(arrays)
+        corrected, summands = self.feedback.summands(*gradient, basis=self.basis)
         write_sum(summands, corrected)
         self.selection.check_finite(corrected)
-        return Compressed(corrected, corrected)
+        return corrected, corrected
 
-    def code(self, gradient: Sequence[Array], arrays: ByName) -> Compressed:
-        """Return all values of a gradient and the residual, to be coded; each tensor in blocks of its own.
-
-        arrays: the gradients by tensor name, of which an error names one.
-        """
+    def code(self, arrays: ByName) -> tuple[Array, Uncoded]:
+        """Return the buffer for the gradients and the residual, and their sum to be coded; tensors begin new blocks."""
+        gradient = self.gradient(arrays, by_tensor=True)
         corrected, uncoded = self.feedback.uncoded(*gradient, basis=self.basis)
         check = partial(self._check_values, arrays)
-        values = uncoded.parts, uncoded.errors, uncoded.residual, uncoded.decay
-        return Compressed(corrected, Uncoded(*values, check))
+        return corrected, replace(uncoded, check=check)
 
     def _check_values(self, arrays: ByName, values: Array) -> None:
         """Raise ValueError that names a value that is not finite, of a gradient rather than a coefficient."""
         if self.basis is not None:
             self.check_finite(arrays, ValueError)
         self.selection.check_finite(values)
-
-    def _summands(self, gradient: Sequence[Array]) -> tuple[Array, Summands | None]:
-        """Return the vector to compress of a gradient, and what it is the sum of."""
-        by_segment = self._by_segment(gradient)
-        return self.feedback.summands(*by_segment, basis=self.basis)
-
-    def _by_segment(self, vectors: Sequence[Array]) -> Sequence[Array]:
-        """Return vectors of the tensors as one for each segment."""
-        if len(self.names) > 1:
-            return vectors
-        joined = adjacent(vectors)
-        if joined is None:
-            joined = self._buffer = concatenated(vectors, self._buffer)
-        return [joined]
 
     def out_of_basis(self, mean: Mean) -> Mean | Coefficients:
         """Return a mean of coefficients as one of values; of a sparse one, they are transformed where they are written.
@@ -172,21 +149,28 @@ class Bucket:
 
         On a device they may have the shapes of the tensors.
         """
-        if outs and (found := device_arrays(self.tensors, outs)):
+        if not outs:
+            return {}
+        found = device_arrays(self.tensors, outs)
+        if found:
             return dict(zip(self.names_of_tensors, found, strict=True))
-        pairs = (
-            [(tensor, outs.get(tensor.name)) for tensor in self.tensors] if outs else []
-        )
         return {
-            tensor.name: tensor.writable(out, f"out for {tensor.name}")
-            for tensor, out in pairs
-            if out is not None
+            tensor.name: tensor.writable(outs[tensor.name], f"out for {tensor.name}")
+            for tensor in self.tensors
+            if tensor.name in outs
         }
 
     def dense_results(
-        self, mean: Mean | Coefficients, outs: Mapping[str, Array]
+        self, mean: Any, outs: Mapping[str, Array], *, is_sign: bool
     ) -> tuple[dict[str, Any], list[Write]]:
-        """Return new arrays by tensor name, and functions that write to them and to the buffers that are given."""
+        """Return new arrays by tensor name, and functions that write to them and to the buffers that are given.
+
+        is_sign: of the signs of the mean.
+        """
+        if self.basis is not None:
+            mean = self.out_of_basis(mean)
+        if is_sign:
+            mean = signs(mean)
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
         missing = [tensor for tensor in self.tensors if tensor.name not in outs]
@@ -198,27 +182,21 @@ class Bucket:
             if not missing:
                 return {}, [mean.writer([*outs.values()])]
             values = self.tensors[0].xp.empty(self.length, mean.dtype)
-        results = {}
-        parts = []
-        writes = list[Write]()
-        for tensor, (first, end) in zip(
-            self.tensors, pairwise(self.bounds), strict=True
-        ):
-            part = outs.get(tensor.name)
-            if part is None:
-                part = values[first:end]
-                results[tensor.name] = tensor.wrapped(part)
-            elif not isinstance(mean, Written):
-                value = values[first:end]
-                writes.append(
-                    partial(np.copyto, flat(part), value, casting="same_kind")
-                )
-            parts.append(part)
+        parts = views_between(values, self.bounds)
+        views = dict(zip(self.names_of_tensors, parts, strict=True))
+        results = {
+            tensor.name: tensor.wrap(views[tensor.name].reshape(tensor.shape))
+            for tensor in missing
+        }
+        if not isinstance(mean, Written):
+            writes: list[Write] = [
+                partial(np.copyto, flat(out), views[name], casting="same_kind")
+                for name, out in outs.items()
+            ]
+            return results, writes
         if isinstance(mean, SparseVector) and not outs:
-            parts = [values]
-        if isinstance(mean, Written):
-            writes.append(mean.writer(parts))
-        return results, writes
+            return results, [mean.writer([values])]
+        return results, [mean.writer([*{**views, **outs}.values()])]
 
     def check_finite(self, arrays: ByName, kind: type[ValueError]) -> None:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""
@@ -233,21 +211,14 @@ class Bucket:
 
     def ahead(self, parameters: ByName) -> dict[str, Any]:
         """Return the points at which to evaluate the next gradient, by name; see `Feedback.ahead`."""
-        arrays = [parameters[tensor.name] for tensor in self.tensors]
-        values = [to_values(array) for array in arrays]
+        values = {name: to_values(parameters[name]) for name in self.names_of_tensors}
         point = self.feedback.ahead(
-            np.concatenate([value.reshape(-1) for value in values])
+            np.concatenate([value.reshape(-1) for value in values.values()])
         )
-        rows = zip(
-            self.tensors,
-            np.split(point, self.bounds[1:-1]),
-            values,
-            arrays,
-            strict=True,
-        )
+        parts = views_between(point, self.bounds)
         return {
-            tensor.name: like(part.reshape(value.shape), original)
-            for tensor, part, value, original in rows
+            name: like(part.reshape(value.shape), parameters[name])
+            for (name, value), part in zip(values.items(), parts, strict=True)
         }
 
     def reset(self) -> None:
@@ -261,3 +232,12 @@ def dense(mean: Mean | Coefficients) -> Array:
     if isinstance(mean, CodedSum | Coefficients):
         return mean.to_array()
     return mean.to_dense() if isinstance(mean, SparseVector) else mean
+
+
+def signs(mean: Mean | Coefficients) -> Any:
+    """Return the signs of a mean, 1, -1 or 0; of an array in its place."""
+    if isinstance(mean, SparseVector):
+        return mean.with_values(signs(mean.values.copy()))
+    values = dense(mean)
+    kernels_for(values).signs(values)
+    return values

@@ -61,7 +61,7 @@ class Tensor:
 
     @cached_property
     def is_rounded(self) -> bool:
-        """Whether the caller's arrays are bfloat16: `wrapped` then returns a copy."""
+        """Whether the caller's arrays are bfloat16: `wrap` then returns a copy."""
         return self.kind.startswith("bfloat16")
 
     @cached_property
@@ -73,10 +73,6 @@ class Tensor:
     def new(self) -> Array:
         """Return a vector of zeros of its size and dtype, on its device."""
         return self.xp.zeros(self.size, self.dtype)  # type: ignore[no-any-return]
-
-    def wrapped(self, vector: Array) -> Any:
-        """Return a vector of its size as the caller's kind of array, in the shape of the tensor."""
-        return self.wrap(vector.reshape(self.shape))
 
     def flatten(self, array: Any) -> Array:
         """Return a gradient as one vector, a view where possible; zeros for None.

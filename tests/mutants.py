@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "settle: what a collective rejects is lost",
         "collectives/training/step.py",
-        "compressed.corrected, compressed.sent, received.rejected\n",
-        "compressed.corrected, compressed.sent, None\n",
+        "prepare_residual(corrected, sent, received.rejected)\n",
+        "prepare_residual(corrected, sent, None)\n",
         f"{ON_RANKS} tests/mpi/test_conservation.py",
     ),
     Mutant(

@@ -155,13 +155,13 @@ def code_of(*folders):
 # Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
 # use the slack of 3 %, a feature may not.
 BUDGET = {
-    "tokens": 88100,
+    "tokens": 87800,
     "density": 7.9,
     "wide assignments": 1,
     "tool tokens": 23500,
-    "classes": 102,
-    "functions": 1500,
-    "private nouns": 39,
+    "classes": 100,
+    "functions": 1476,
+    "private nouns": 35,
     "closure modules": 20,
     "closure tokens": 25310,
 }

@@ -66,7 +66,7 @@ def _audited(
     }
     accounts = yield from group.gather_objects(account)
     where = f"{_where(group)}{group.signature['operation']}: "
-    _audit(accounts, group.signature.get("dtype") or "float32", where)
+    audit(accounts, group.signature.get("dtype") or "float32", where)
     return result
 
 
@@ -115,7 +115,7 @@ def _weighed(
         return {"fault": f"{what}: {error}"}
 
 
-def _audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
+def audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
     """Raise CheckError on all ranks if their accounts, in rank order, do not add up."""
     faults = [
         f"rank {rank}: {account['fault']}"

@@ -16,6 +16,7 @@ from collectives.training import GradientExchange
 from collectives.training.exchange import check_between_steps
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.bucket import Bucket
+from mpicomp.errors import kept
 from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.vector import check_range
 
@@ -41,15 +42,18 @@ def average_residuals(exchange: GradientExchange) -> None:
     error = None
     with all_or_none(exchange.comm, OPERATION):
         for bucket in buckets:
+            # an error is contributed to the other sums, for which the other ranks wait
             contribution = error or outcome_of(_residual, exchange, bucket)
-            total = outcome_of(dense_allreduce, contribution, exchange.comm)
-            done = (
-                total
-                if isinstance(total, Exception)
-                else outcome_of(_replace_by_mean, bucket, total, exchange.comm.size)
-            )
-            # it is contributed to the other sums, for which the other ranks wait
-            error = error or done
+            try:
+                total = dense_allreduce(contribution, exchange.comm)
+                residual = bucket.feedback.residual
+                if residual is not None:
+                    mean = np.empty_like(residual)
+                    kernels_for(mean).quotient(total, exchange.comm.size, mean)
+                    check_range(mean, "mean of the residuals")
+                    bucket.feedback.replace_residual(mean)
+            except Exception as raised:
+                error = error or kept(raised)
         if error is not None:
             raise error
     for bucket in buckets:
@@ -66,12 +70,3 @@ def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
         if residual is None
         else residual.astype(accumulation_dtype(residual.dtype))
     )
-
-
-def _replace_by_mean(bucket: Bucket, total: Array, ranks: int) -> None:
-    residual = bucket.feedback.residual
-    if residual is not None:
-        mean = np.empty_like(residual)
-        kernels_for(mean).quotient(total, ranks, mean)
-        check_range(mean, "mean of the residuals")
-        bucket.feedback.replace_residual(mean)

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import count
 from typing import Any, NoReturn
@@ -28,16 +29,15 @@ from collectives.training.checkpoint import (
 from collectives.training.debug import CheckedStep
 from collectives.training.forms import by_name, check_same_form, in_form, outs_by_name
 from collectives.training.layout import Choose, Layout
-from collectives.training.reduction import CONTRIBUTORS, SIGN, reduction
+from collectives.training.reduction import CONTRIBUTORS, OPERATION, SIGN, reduction
 from collectives.training.statistics import Statistics, report
-from collectives.training.step import OPERATION, Step
+from collectives.training.step import Step
 from mpicomp import checking
 from mpicomp.arrays import ByName
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import set_back
-from mpicomp.errors import NotFiniteError
 from mpicomp.feedback import ErrorFeedback, Feedback
 from mpicomp.settings import SetOnce, to_choice, to_integer
 from mpicomp.tensors import DICT
@@ -117,8 +117,8 @@ class GradientExchange:
         check_communicator(comm)
         average = to_choice("average", average, (True, False, CONTRIBUTORS, SIGN))
         nonfinite = to_choice("nonfinite", nonfinite, ("raise", "skip"))
-        self._reduction = reduction(collective, bits, average)
-        takes_arrays = self._reduction.declared.takes_arrays
+        summing = reduction(collective, bits, average)
+        takes_arrays = summing.declared.takes_arrays
         if compressor is None and takes_arrays:
             compressor = Dense()
         if compressor is None:
@@ -148,10 +148,9 @@ class GradientExchange:
             feedback=self.feedback,
             small=to_integer("small", small, least=0),
             bucket_nbytes=to_integer("bucket_nbytes", bucket_nbytes, least=0),
-            average=average,
             nonfinite=nonfinite,
             basis=basis,
-            takes_arrays=takes_arrays,
+            reduction=summing,
         )
         self._form: str | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
@@ -160,7 +159,6 @@ class GradientExchange:
         self._buckets: list[Bucket] = []
         self._held: list[Bucket] = []  # of tensors that `hold` leaves out
         self._kind_of_step = CheckedStep if checking.is_enabled() else Step
-        self._nonfinite_error = NotFiniteError if nonfinite == "skip" else None
         self._step: Step | None = None  # the one under way
         # of the exchanges on this communicator, in the order in which they were made
         self.comm, self._rank_and_size, self._number = place_on(comm)
@@ -196,9 +194,9 @@ class GradientExchange:
             form, arrays = by_name(gradient)
             if self._form is not None:
                 check_same_form(form, arrays, self._form, self._names)
-            outs = {} if out is None else outs_by_name(out, form, arrays)
-            if out is not None and form == DICT and len(arrays) < len(self._names):
-                check_places(self._names - outs.keys() - arrays.keys())
+            outs = {}
+            if out is not None:
+                outs = outs_by_name(out, form, arrays, self._names)
         except Exception as error:
             self.fail(error)
         self._step = self._new_step()
@@ -251,8 +249,7 @@ class GradientExchange:
     @defer_interrupt
     def start_together(self, arrays: ByName, outs: ByName | None = None) -> None:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
-
-        def begin(step: Step) -> None:
+        with self._in_step() as step:
             try:
                 step.add(arrays, outs or {})
                 step.start(self._buckets)
@@ -262,8 +259,6 @@ class GradientExchange:
             # of this rank alone, and buckets may be in flight
             except BaseException as interrupt:
                 self.fail(interrupt)
-
-        self._in_step(begin)
 
     def progress(self) -> None:
         """Advance the operations in flight, without waiting, as `start` does: messages advance inside calls only."""
@@ -284,19 +279,17 @@ class GradientExchange:
 
         settings: of the caller, as text, which must be the same on all ranks.
         """
-        step = self._run(DICT, "vectors", settings=settings)
-        return [finished.mean for finished in step.finished]
+        return self._run(DICT, "vectors", settings=settings).means
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def fail(self, error: Any) -> NoReturn:
         """End the step under way, or the next one, as a rank that failed: `error` is raised, as in `finish`.
 
         The other ranks raise CollectiveError. error: any exception, such as
         KeyboardInterrupt; for anything else TypeError is raised, and CollectiveError on
         the other ranks.
         """
-        passed: Any = error
-        if not isinstance(passed, BaseException):
-            error = TypeError(f"fail got {passed!r}: expected an exception")
+        if not isinstance(error, BaseException):
+            error = TypeError(f"fail got {error!r}: expected an exception")
         traceback = error.__traceback__  # which a step that fails drops
         own = contributed(error)
         try:
@@ -398,14 +391,13 @@ class GradientExchange:
         """
         check_between_steps(self)
         proposal = outcome_of(self._to_hold, names, changed)
-        is_error = isinstance(proposal, Exception)
         before = {name for bucket in self._held for name in bucket.names}
+        call = f"{OPERATION}.hold"
+        if not isinstance(proposal, Exception):
+            call += f"({', '.join(proposal['names'][:3])})"
+            ended = sorted(before.difference(proposal["names"]))
+            call += f" after hold({', '.join(ended[:3])})" if ended else ""
         try:
-            call = f"{OPERATION}.hold"
-            if not is_error:
-                call += f"({', '.join(proposal['names'][:3])})"
-                ended = sorted(before.difference(proposal["names"]))
-                call += f" after hold({', '.join(ended[:3])})" if ended else ""
             everyone = gather_objects(proposal, self.comm, call)
         # the other ranks may be in a step, and have taken this call for its first sum
         except Exception as error:
@@ -493,45 +485,41 @@ class GradientExchange:
         *,
         settings: Sequence[str] = (),
     ) -> Step:
-        """Complete the current step, and return it; form: of the gradients. See `Step.run`."""
-
-        def complete(step: Step) -> None:
-            if not self._buckets:
-                self._register(form, step.arrays)
-            changes = [f"after {call}" for call in self._changes]
-            step.run(self._buckets, results, [*changes, *settings], error)
-
+        """Complete the current step, count it, and return it; form: of the gradients. See `Step.run`."""
         try:
-            step = self._in_step(complete)
+            with self._in_step() as step:
+                if not self._buckets:
+                    self._register(form, step.arrays)
+                changes = [f"after {call}" for call in self._changes]
+                step.run(self._buckets, results, [*changes, *settings], error)
         finally:
             error = None  # it and this frame hold each other
         self._step = None
-        self._count(step)
+        self.finite = step.is_kept
+        if step.is_kept:
+            self.steps += 1
+            self._changes = []
+            self._record(step.close())
+        else:
+            self.skipped += 1
         return step
 
     def _settings(self) -> dict[str, Any]:
         """Return what a saved state names besides the parts of each segment: rank, number of ranks, and settings."""
         return {
-            **self._rank_and_size,
+            **self._rank_and_size,  # also after MPI.Finalize
             "steps": self.steps,
-            "average": self.average,
-            "small": self._layout.small,
-            "basis": self.basis,
+            **self._layout.settings,
         }
 
     def _new_step(self) -> Step:
         for bucket in self._buckets:
             bucket.feedback.take_settings(self.feedback)
-        return self._kind_of_step(
-            self.comm,
-            self.steps,
-            self._number,
-            reduction=self._reduction,
-            nonfinite_error=self._nonfinite_error,
-        )
+        return self._kind_of_step(self.comm, self.steps, self._number, self._layout)
 
-    def _in_step(self, run: Callable[[Step], None]) -> Step:
-        """Run a function of the current step, and return that.
+    @contextmanager
+    def _in_step(self) -> Iterator[Step]:
+        """Run a block in the current step.
 
         If it raises, the step ends: by an Exception on all ranks, by anything else on
         this rank alone.
@@ -540,13 +528,12 @@ class GradientExchange:
         try:
             # they may be set differently by rank: see `step`
             with np.errstate(all="ignore"):
-                run(step)
+                yield step
         except BaseException as error:
             if self._step is step:  # else `fail` has ended it
                 self._step = None
                 step.end(error)
             raise
-        return step
 
     def _register(self, form: str, arrays: ByName) -> None:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
@@ -565,23 +552,17 @@ class GradientExchange:
         """The buckets, at the end those of `hold`; before the first step that of a single vector."""
         return [*self._buckets, *self._held] or [self._layout.alone([])]
 
-    def _count(self, step: Step) -> None:
-        """Count a step that was kept or skipped, and log its statistics."""
-        self.finite = bool(step.finished)
-        if not self.finite:
-            self.skipped += 1
-            return
-        self.steps += 1
-        self._changes = []
-        self.statistics = step.close()
+    def _record(self, statistics: Statistics) -> None:
+        """Keep the statistics of a step that was kept, and log them."""
+        self.statistics = statistics
         if self._first is None:
-            self._first = self.statistics
+            self._first = statistics
         else:
-            self._later = self.statistics.plus(self._later)
+            self._later = statistics.plus(self._later)
         try:
             if self.log:
                 norm = self.residual_norm  # memory may end in it
-                self.statistics = self.statistics._replace(residual_norm=norm)
+                self.statistics = statistics._replace(residual_norm=norm)
                 self.log(self.statistics)
         except Exception as error:  # the other ranks have kept the step
             warnings.warn(
@@ -599,16 +580,6 @@ def place_on(comm: Any) -> tuple[Any, dict[str, int], int]:
     of_process().know(faults_of(comm))  # all ranks know its first call
     number = next(attached(comm, "exchanges", count))
     return comm, {"rank": comm.rank, "ranks": comm.size}, number
-
-
-def check_places(names: Iterable[str]) -> None:
-    """Raise ValueError for tensors of which neither a gradient nor an output buffer is given."""
-    missing = sorted(names)
-    if missing:
-        raise ValueError(
-            f"got out= and no gradient of {missing[:3]}, whose mean other ranks may change: expected a buffer for it "
-            "in out, and None or zeros as its gradient; leave it out on all ranks by hold([...])"
-        )
 
 
 def check_between_steps(exchange: GradientExchange) -> None:

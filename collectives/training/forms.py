@@ -52,8 +52,13 @@ def _remedy(name: str, names: Collection[str]) -> str:
     return f"it was registered as {other!r}; take the names of all calls from one model, wrapped or not"
 
 
-def outs_by_name(out: Any, form: str, arrays: ByName) -> dict[str, Any]:
-    """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradients."""
+def outs_by_name(
+    out: Any, form: str, arrays: ByName, names: Set[str]
+) -> dict[str, Any]:
+    """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradients.
+
+    names: those of the exchange, of which each needs a gradient or a buffer.
+    """
     out_form, outs = by_name(out)
     if out_form != form:
         raise TypeError(
@@ -68,10 +73,12 @@ def outs_by_name(out: Any, form: str, arrays: ByName) -> dict[str, Any]:
         raise ValueError(
             f"out has {name!r}: expected names of the gradients that are given"
         )
-    for name in [name for name, buffer in outs.items() if buffer is None]:
-        if arrays[name] is None:
-            raise ValueError(
-                f"out is None for {name!r}: expected an array for its mean; pass zeros as its gradient, or, if it is "
-                f"frozen, leave it out by exchange.hold([{name!r}])"
-            )
+    missing = names - arrays.keys() - outs.keys()
+    missing |= {name for name in outs if outs[name] is None and arrays[name] is None}
+    if missing:
+        raise ValueError(
+            f"got out= and no gradient of {sorted(missing)[:3]}, whose mean other ranks may change: expected a buffer "
+            "for it in out; pass zeros as its gradient, or, if it is frozen, leave it out on all ranks by "
+            "exchange.hold([...])"
+        )
     return outs

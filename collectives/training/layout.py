@@ -26,8 +26,7 @@ from collectives.agreement.all_or_none import (
     outcome_of,
 )
 from collectives.training.checkpoint import load_whole_state, whole_state
-from collectives.training.reduction import CONTRIBUTORS
-from collectives.training.step import OPERATION
+from collectives.training.reduction import CONTRIBUTORS, OPERATION, Reduction
 from mpicomp.arrays import ByName
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
@@ -49,10 +48,9 @@ class Layout:
     feedback: Feedback
     small: int
     bucket_nbytes: int
-    average: bool | str
     nonfinite: str
     basis: Basis | None
-    takes_arrays: bool  # the collective sums dense arrays
+    reduction: Reduction
 
     def __post_init__(self) -> None:
         # what it chooses is checked then
@@ -68,9 +66,19 @@ class Layout:
                 )
         self._check_sum(compressor, "compressor")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What states name, beside the parts."""
+        return {
+            "average": self.reduction.average,
+            "small": self.small,
+            "basis": self.basis,
+        }
+
     def _check_sum(self, compressor: Compressor, name: str) -> None:
         """Raise ValueError unless the collective can sum what a compressor selects."""
-        if self.takes_arrays and not isinstance(compressor.chain()[-1], Dense):
+        takes_arrays = self.reduction.declared.takes_arrays
+        if takes_arrays and not isinstance(compressor.chain()[-1], Dense):
             raise ValueError(
                 f"{name} is {compressor!r}, and the collective sums all values of arrays, as bits= does: expected "
                 "Dense(), or a collective of sparse vectors such as sparse_allreduce"
@@ -82,46 +90,47 @@ class Layout:
         The ranks compare tensors and settings first. Raises this rank's error on it,
         and CollectiveError on the others; CollectiveError on all if they differ.
         """
+        parts: list[tuple[Tensor, Compressor]] = []
         try:
-            described = outcome_of(self._described, form, arrays)
+            mine = outcome_of(self._described, form, arrays, parts)
         except BaseException as interrupt:  # of this rank alone
             outcome_of(gather_objects, contributed(interrupt), comm, OPERATION)
             raise
-        # compressors and feedback may differ
-        compared = "average", "small", "bucket_nbytes", "nonfinite", "basis"
-        settings = {"gradients": form} | {
-            name: repr(vars(self)[name]) for name in compared
-        }
-        mine: Any = described
-        if not isinstance(described, Exception):
-            tensors = signatures(described[0], form)
-            # of a tensor that is sent whole no votes are counted
-            if self.average == CONTRIBUTORS:
-                for name, compressor in zip(tensors, described[1], strict=True):
-                    is_whole = isinstance(compressor.chain()[-1], Dense)
-                    tensors[name] += ", sent whole" if is_whole else ", in part"
-            mine = {"tensors": tensors, "settings": settings}
         everyone = gather_objects(mine, comm, OPERATION)
         for what in "settings", "tensors":
             check_same(what, [answer[what] for answer in everyone])
         with all_or_none(comm, OPERATION):  # copies of the parts may fail
             if form != DICT:
-                return [self.alone(described[0])]
-            here = {pair[0].name: pair for pair in zip(*described, strict=True)}
+                return [self.alone([tensor for tensor, _ in parts])]
+            here = {pair[0].name: pair for pair in parts}
             return self.named([here[name] for name in everyone[0]["tensors"]])
 
     def _described(
-        self, form: str, arrays: ByName
-    ) -> tuple[list[Tensor], list[Compressor]]:
-        """Return the tensors, and a compressor for each named one, or for all of them together."""
-        tensors = describe(arrays, form)
-        if form == DICT:
-            return tensors, [self._compressor(tensor) for tensor in tensors]
-        if is_choice(self.compressor):
+        self, form: str, arrays: ByName, parts: list[tuple[Tensor, Compressor]]
+    ) -> dict[str, dict[str, str]]:
+        """Return what the ranks compare, by name; append each tensor, and a compressor for it, to `parts`."""
+        if is_choice(self.compressor) and form != DICT:
             raise TypeError(
                 f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
             )
-        return tensors, [self.compressor]  # type: ignore[list-item]
+        for tensor in describe(arrays, form):
+            compressor: Any = self.compressor
+            if form == DICT:
+                compressor = self._compressor(tensor)
+            parts.append((tensor, compressor))
+        tensors = signatures([tensor for tensor, _ in parts], form)
+        # of a tensor that is sent whole no votes are counted
+        if self.reduction.average == CONTRIBUTORS:
+            for name, (_, compressor) in zip(tensors, parts, strict=False):
+                is_whole = isinstance(compressor.chain()[-1], Dense)
+                tensors[name] += ", sent whole" if is_whole else ", in part"
+        # compressors and feedback may differ
+        settings = self.settings | {
+            "bucket_nbytes": self.bucket_nbytes,
+            "nonfinite": self.nonfinite,
+        }
+        texts = {name: repr(value) for name, value in settings.items()}
+        return {"tensors": tensors, "settings": texts | {"gradients": form}}
 
     def alone(self, tensors: Sequence[Tensor]) -> Bucket:
         """Return the bucket of tensors that form one segment, with the caller's own parts."""
@@ -160,9 +169,7 @@ class Layout:
                 nbytes = 0
             groups[-1].append((tensor, compressor))
             nbytes += size
-        return [self._bucket(group) for group in groups] + [
-            self._bucket(group, dense=True) for group in small.values()
-        ]
+        return [self._bucket(group) for group in (*groups, *small.values())]
 
     def rearranged(
         self,
@@ -184,9 +191,7 @@ class Layout:
                 "no named tensor is left to exchange: expected one at least"
             )
         left, out = (
-            self.named(
-                [pair for name, pair in parts.items() if (name in held) is is_held]
-            )
+            self.named([parts[name] for name in order if (name in held) is is_held])
             for is_held in (False, True)
         )
         load_whole_state(
@@ -194,21 +199,17 @@ class Layout:
         )
         return left, out
 
-    def _bucket(
-        self, group: Sequence[tuple[Tensor, Compressor]], *, dense: bool = False
-    ) -> Bucket:
+    def _bucket(self, group: Sequence[tuple[Tensor, Compressor]]) -> Bucket:
         """Return a bucket with a feedback of its own."""
-        tensors = [tensor for tensor, _ in group]
-        compressors = [compressor for _, compressor in group]
-        names = [tensor.name for tensor in tensors]
-        basis = None if dense else self.basis
+        tensors, compressors = zip(*group, strict=True)
+        dense = tensors[0].size < self.small
         return Bucket(
-            names,
+            [tensor.name for tensor in tensors],
             tensors,
             compressors,
             deepcopy(self.feedback),
             dense=dense,
-            basis=basis,
+            basis=None if dense else self.basis,
         )
 
 

@@ -25,6 +25,8 @@ from mpicomp.vector import (
     widened,
 )
 
+OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
+
 # average: by the number of ranks that sent an entry; the mean's sign
 CONTRIBUTORS = "contributors"
 SIGN = "sign"

@@ -8,7 +8,7 @@ are off, as ranks may have different settings; overflow is checked instead.
 """
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -23,37 +23,37 @@ from collectives.agreement.all_or_none import (
 from collectives.runtime import staging
 from collectives.runtime.engine import Request
 from collectives.runtime.link import link_if_any
+from collectives.training.layout import Layout
 from collectives.training.reduction import (
+    OPERATION,
     SIGN,
     Reduction,
     dense_reduction,
     entries,
 )
 from collectives.training.statistics import Statistics
-from mpicomp.arrays import Array, ByName, check_apart, kernels_for
-from mpicomp.bases import Coefficients
-from mpicomp.bucket import Bucket, Compressed, Mean, Write
-from mpicomp.coded import CodedSum
+from mpicomp.arrays import Array, ByName, check_apart
+from mpicomp.bucket import Bucket, Mean, Write, signs
 from mpicomp.compressors.base import Snapshot, restore
-from mpicomp.errors import NotFiniteError, StepSkippedError
+from mpicomp.errors import NotFiniteError, StepSkippedError, kept
 from mpicomp.vector import SparseVector, from_all_values, split
-
-OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
 
 
 class Started(NamedTuple):
     """A bucket whose sum was started.
 
-    compressed: what this rank sends; None if it failed, and contributed its error.
-    buffers: for the mean, by tensor name. outcome: a Request; or what a collective that
-    blocks returned, or its error.
+    corrected: the gradient with the residual added; the buffer for it, of what is still
+    to be coded. sent: by this rank, the selected entries, or all values; both None if
+    it failed, and contributed its error. buffers: for the mean, by tensor name.
+    outcome: a Request; or what a collective that blocks returned, or its error.
     """
 
     bucket: Bucket
     reduction: Reduction
-    compressed: Any
-    buffers: dict[str, Array]
-    outcome: Any
+    corrected: Any = None
+    sent: Any = None
+    buffers: ByName = {}
+    outcome: Any = None
 
     @property
     def written(self) -> list[Array]:
@@ -61,52 +61,32 @@ class Started(NamedTuple):
         return [*self.bucket.feedback.written, *self.buffers.values()]
 
 
-class Finished(NamedTuple):
-    """A bucket that only has to be committed.
-
-    statistics: of the bucket, its entries and bytes. results: new ones, by tensor name.
-    writes: write the mean to arrays.
-    """
-
-    started: Started
-    mean: Mean
-    statistics: Statistics
-    results: dict[str, Any]
-    writes: list[Write]
-
-
 class Step:
     """One step: the gradients and output buffers by name, and what became of the buckets.
 
     number: of the steps that were kept before. exchange: its number on the
-    communicator. nonfinite_error: the error for gradients that
-    are not finite, which are then looked for before residuals are added; None for what
-    compressors raise.
+    communicator. layout: the settings of the exchange.
     """
 
-    def __init__(
-        self,
-        comm: Any,
-        number: int,
-        exchange: int,
-        *,
-        reduction: Reduction,
-        nonfinite_error: type[ValueError] | None,
-    ) -> None:
+    def __init__(self, comm: Any, number: int, exchange: int, layout: Layout) -> None:
         self.arrays: dict[str, Any] = {}
         self.started: list[Started] = []
-        self.finished: list[Finished] = []  # none in a step that failed or was skipped
-        self.results: dict[str, Any] = {}  # of `run`, by name
+        self.means: list[Mean] = []  # of the buckets
+        self.results: dict[str, Any] = {}  # by name
+        self._statistics: list[Statistics] = []  # of the buckets, without times
+        self.is_kept = False
         # the compressors' attributes before the step
         self.snapshots: list[Snapshot] = []
         self._outs: dict[str, Any] = {}
+        self._writes: list[Write] = []  # of the results, to the caller's arrays
         self._comm = comm
         self._number = number
         self._exchange = exchange
-        self._reduction = reduction
-        self._nonfinite_error = nonfinite_error
+        self._reduction = layout.reduction
+        # if a gradient or mean is not finite: gradients are looked at before compressors do
+        self._skips = layout.nonfinite == "skip"
         # ranks may be in different calls of the user's own function
-        self._is_apart = reduction.is_own
+        self._is_apart = layout.reduction.is_own
         self._link = link_if_any(comm)
         self._sent_before = self._link.traffic.nbytes if self._link else 0
         # seconds
@@ -132,19 +112,19 @@ class Step:
         compared between ranks, as the number of the step is. error: of this rank, which
         raises it.
         """
-        finished: list[Finished] = []
+        is_kept = False
 
         def position() -> str:
             here = f"step {self._number} of exchange {self._exchange}"
-            return ", ".join([here, *state] if finished else [here, *state, "skipped"])
+            return ", ".join([here, *state] if is_kept else [here, *state, "skipped"])
 
         try:
             with all_or_none(self._comm, OPERATION, position):
                 try:
                     self.start(buckets, is_complete=True, error=error)
-                    finished = self._finish(error, form)
-                    results = self._results(buckets, finished, form)
-                    zeroed = [] if finished else self._zeroed(buckets)
+                    is_kept = self._finish(error, form)
+                    if not is_kept:
+                        self._skip(buckets, form)
                 except Exception:
                     raise
                 except BaseException as interrupt:
@@ -153,12 +133,11 @@ class Step:
                     if self._is_apart:
                         miss(why, len(self.started) + 1, self._comm, OPERATION)
                     raise
-            self.finished = finished
+            self.is_kept = is_kept
         finally:
-            if not self.finished:
+            if not self.is_kept:
                 self.undo()
-        self.results = results
-        self._commit(buckets, finished, zeroed)
+        self._commit(buckets)
 
     def start(
         self,
@@ -172,11 +151,11 @@ class Step:
             names = bucket.names_of_tensors
             if not (is_complete or all([name in self.arrays for name in names])):
                 break
-            self.started.append(self._start(bucket, error))
+            self._start(bucket, error)
 
     def start_failed(self, bucket: Bucket, error: Exception) -> None:
         """Count a bucket as started whose sum failed, as another call of this rank was taken for it."""
-        self.started.append(Started(bucket, self._reduction, None, {}, error))
+        self.started.append(Started(bucket, self._reduction, outcome=error))
 
     def advance(self) -> None:
         """Advance the buckets in flight, without waiting."""
@@ -184,59 +163,61 @@ class Step:
             if isinstance(started.outcome, Request) and not started.outcome.test():
                 break  # what is in flight advances together
 
-    def _start(self, bucket: Bucket, error: Exception | None) -> Started:
+    def _start(self, bucket: Bucket, error: Exception | None) -> None:
         """Compress this rank's gradients, and start the sum; an error of this rank is contributed."""
         began = perf_counter()
         reduction = self._reduction
         if bucket.dense:
             reduction = dense_reduction(reduction.average)
-        compressed = None
-        buffers: dict[str, Array] = {}
-        prepared: Any = error or outcome_of(self._prepare, bucket, reduction)
-        contribution = prepared
-        if not isinstance(prepared, Exception):
-            compressed, buffers = prepared
-            contribution = compressed.sent
+        prepared: tuple[Any, Any, ByName] = (None, None, {})
+        contribution: Any = error or outcome_of(self._prepare, bucket, reduction)
+        if not isinstance(contribution, Exception):
+            prepared = contribution
+            _, contribution, _ = prepared
         ready = perf_counter()
+        outcome: Any = None
         try:
-            outcome = outcome_of(reduction.start, contribution, self._comm)
+            outcome = reduction.start(contribution, self._comm)
+        except Exception as raised:
+            outcome = kept(raised)
         except BaseException as interrupt:  # the other ranks have what was sent
-            self.start_failed(bucket, contributed(interrupt))
+            outcome = contributed(interrupt)
             raise
+        finally:
+            self.started.append(Started(bucket, reduction, *prepared, outcome))
         self._compressing += ready - began
         self._communicating += perf_counter() - ready
-        return Started(bucket, reduction, compressed, buffers, outcome)
 
     def _prepare(
         self, bucket: Bucket, reduction: Reduction
-    ) -> tuple[Compressed, dict[str, Array]]:
-        """Return what is sent, and the output buffers: all that can fail before the sum."""
+    ) -> tuple[Any, Any, dict[str, Array]]:
+        """Return the corrected gradient, what is sent, and the output buffers: all that can fail before the sum."""
+        declared = reduction.declared
         self.snapshots += bucket.selection.snapshot()
         buffers = bucket.outputs(self._outs)
-        gradient = bucket.gradient(self.arrays)
-        if self._nonfinite_error is not None:
-            bucket.check_finite(self.arrays, self._nonfinite_error)
-        declared = reduction.declared
+        if self._skips:
+            bucket.check_finite(self.arrays, NotFiniteError)
         try:
+            compressed: tuple[Any, Any]
             if declared.takes_uncoded:
-                compressed = bucket.code(gradient, self.arrays)
+                compressed = bucket.code(self.arrays)
             elif declared.takes_arrays:
-                compressed = bucket.correct(gradient)
+                compressed = bucket.correct(self.arrays)
             else:
                 comm = self._comm
                 own = declared.own_share(bucket.length, comm.rank, comm.size)
-                compressed = bucket.compress(gradient, own)
+                compressed = bucket.compress(self.arrays, own)
         except ValueError:
             # to name the gradient, and not a coefficient
             if bucket.basis is not None:
                 bucket.check_finite(self.arrays, ValueError)
             raise
-        return compressed, buffers
+        return *compressed, buffers
 
-    def _finish(self, error: Exception | None, form: str) -> list[Finished]:
+    def _finish(self, error: Exception | None, form: str) -> bool:
         """Wait for all sums, and prepare what is committed; raise the first error that is no skip.
 
-        Returns nothing if steps are skipped, and one was on a rank, or a mean is out of
+        Returns False if steps are skipped, and one was on a rank, or a mean is out of
         range, which it is on all ranks alike.
         """
         began = perf_counter()
@@ -252,8 +233,7 @@ class Step:
             outcome for outcome in (error, *outcomes) if isinstance(outcome, Exception)
         ]
         # an error of the user's own parts is no skip unless the exchange skips
-        skips = self._nonfinite_error is NotFiniteError
-        skipped: Any = StepSkippedError if skips else ()
+        skipped: Any = StepSkippedError if self._skips else ()
         faults = [one for one in errors if not isinstance(one, skipped)]
         if self._is_apart:
             catch_up(faults, len(outcomes) + 1, self._comm, OPERATION)
@@ -262,87 +242,90 @@ class Step:
             raise fault
         check_apart([array for started in self.started for array in started.written])
         if errors:
-            return []
-        sums = zip(self.started, outcomes, strict=True)
+            return False
+        self.results |= self._outs
         try:
-            return [self._finished(started, total, form) for started, total in sums]
+            for started, outcome in zip(self.started, outcomes, strict=True):
+                self._finished(started, outcome, form)
         except NotFiniteError:
-            if not skips:
+            if not self._skips:
                 raise
-            return []
+            return False
         finally:
             self._restoring += perf_counter() - arrived
+        return True
 
-    def _finished(self, started: Started, outcome: Any, form: str) -> Finished:
+    def _finished(self, started: Started, outcome: Any, form: str) -> None:
         """Prepare the mean, the results, and the next residual of a bucket."""
         bucket = started.bucket
         feedback = bucket.feedback
-        compressed = started.compressed
-        dtype = compressed.corrected.dtype
-        received = started.reduction.received(outcome, bucket.length, dtype)
+        reduction = started.reduction
+        corrected = started.corrected
+        sent = started.sent
+        comm = self._comm
+        received = reduction.received(outcome, bucket.length, corrected.dtype)
         try:
-            mean = started.reduction.mean(
-                received, dtype, self._comm.size, bucket.selection.dense_ranges
+            mean = reduction.mean(
+                received, corrected.dtype, comm.size, bucket.selection.dense_ranges
             )
-            results, writes = _results_of(started, mean, form)
+            if form == "dense":
+                results, writes = bucket.dense_results(
+                    mean, started.buffers, is_sign=reduction.average == SIGN
+                )
+                self._writes += writes
+            else:
+                results = _sparse_results(started, mean, form)
         except OverflowError as error:
-            if self._nonfinite_error is not NotFiniteError:
+            if not self._skips:
                 raise
             raise NotFiniteError(str(error)) from None
+        self.means.append(mean)
+        self.results |= results
         if isinstance(mean, SparseVector):
             bucket.selection.observe(mean)
-        if isinstance(compressed.sent, SparseVector):
-            feedback.prepare_residual(
-                compressed.corrected, compressed.sent, received.rejected
-            )
+        if isinstance(sent, SparseVector):
+            feedback.prepare_residual(corrected, sent, received.rejected)
         else:
-            feedback.prepare_rejected(compressed.corrected, received.rejected)
-        sent, nbytes = compressed.sizes
-        rejected = entries(received.rejected)
+            feedback.prepare_rejected(corrected, received.rejected)
+            sent = corrected
+        first, end = reduction.declared.own_share(bucket.length, comm.rank, comm.size)
+        size = entries(sent)
+        others = size - (end - first)
         statistics = Statistics(
-            bucket.length, sent, entries(received.value), rejected, nbytes
+            bucket.length,
+            others,
+            entries(received.value),
+            entries(received.rejected),
+            sent.nbytes * others // max(size, 1),
         )
-        return Finished(started, mean, statistics, results, writes)
+        self._statistics.append(statistics)
 
-    def _results(
-        self, buckets: Sequence[Bucket], finished: Sequence[Finished], form: str
-    ) -> dict[str, Any]:
-        """Return the results by name; of a step that is skipped, zeros or vectors without entries."""
-        results = dict(self._outs)
-        for ended in finished:
-            results |= ended.results
-        if finished or form == "vectors":
-            return results
-        for tensor in [tensor for bucket in buckets for tensor in bucket.tensors]:
-            if tensor.name in results:
-                continue
-            if form == "sparse":
-                on_device = tensor.xp.empty(0)
-                vector = SparseVector.empty(tensor.size, tensor.dtype, like=on_device)
-                results[tensor.name] = vector
-            else:
-                results[tensor.name] = tensor.wrapped(tensor.new())
-        return results
-
-    def _zeroed(self, buckets: Sequence[Bucket]) -> list[Array]:
-        """Return the output buffers as vectors, which a step that is skipped fills with zeros."""
+    def _skip(self, buckets: Sequence[Bucket], form: str) -> None:
+        """Prepare the results of a step that is skipped: zeros, or vectors without entries."""
         outputs = [bucket.outputs(self._outs) for bucket in buckets]
-        return [vector for vectors in outputs for vector in vectors.values()]
+        self._writes = [
+            partial(vector.fill, 0)
+            for vectors in outputs
+            for vector in vectors.values()
+        ]
+        self.results = dict(self._outs)
+        self.means = []
+        for tensor in [tensor for bucket in buckets for tensor in bucket.tensors]:
+            if tensor.name in self._outs or form == "vectors":
+                continue
+            zeros = tensor.new()
+            result = tensor.wrap(zeros.reshape(tensor.shape))
+            if form == "sparse":
+                result = SparseVector.empty(tensor.size, tensor.dtype, like=zeros)
+            self.results[tensor.name] = result
 
-    def _commit(
-        self,
-        buckets: Sequence[Bucket],
-        finished: Sequence[Finished],
-        zeroed: Sequence[Array],
-    ) -> None:
+    def _commit(self, buckets: Sequence[Bucket]) -> None:
         """Commit all buckets and write to output buffers, complete on any stream of a device; cannot fail."""
         began = perf_counter()
-        for ended in finished:
-            ended.started.bucket.feedback.commit()
-            for write in ended.writes:
-                write()
-        for vector in zeroed:
-            vector.fill(0)
+        for started in self.started:
+            started.bucket.feedback.commit()
+        for write in self._writes:
+            write()
         staging.complete([bucket.tensors[0].xp for bucket in buckets])
         self._restoring += perf_counter() - began
 
@@ -355,14 +338,14 @@ class Step:
 
     def end(self, error: BaseException) -> None:
         """End the step by an error: undo it unless it was kept; error, frames and arrays no longer hold each other."""
-        if not self.finished:
+        if not self.is_kept:
             self.undo()
         clear_frames(error.__traceback__)
 
     def close(self) -> Statistics:
         """Return the statistics of a step that was kept and counted; a subclass may raise here, on all ranks."""
         link = self._link or link_if_any(self._comm)
-        total = reduce(Statistics.plus, [ended.statistics for ended in self.finished])
+        total = reduce(Statistics.plus, self._statistics)
         return Statistics(
             *total[:5],
             self._compressing,
@@ -373,19 +356,9 @@ class Step:
         )
 
 
-def _results_of(
-    started: Started, mean: Mean, form: str
-) -> tuple[dict[str, Any], list[Write]]:
-    """Return new results by tensor name, and functions that write to them and to the caller's buffers."""
+def _sparse_results(started: Started, mean: Any, form: str) -> dict[str, Any]:
+    """Return sparse means by tensor name, or nothing for "vectors"; raises ValueError for dense ones, and buffers."""
     bucket = started.bucket
-    is_sign = started.reduction.average == SIGN
-    if form == "dense":
-        values: Any = mean
-        if bucket.basis is not None:
-            values = bucket.out_of_basis(mean)
-        if is_sign:
-            values = signs(values)
-        return bucket.dense_results(values, started.buffers)
     if form == "sparse" and (
         bucket.basis is not None or started.reduction.declared.takes_uncoded
     ):
@@ -402,20 +375,9 @@ def _results_of(
             "got out= and sparse=True: a sparse mean is returned, and not written to an array"
         )
     if form == "vectors":
-        return {}, []
-    assert not isinstance(mean, CodedSum), "refused above"
+        return {}
     vector = mean if isinstance(mean, SparseVector) else from_all_values(mean)
-    parts = split(signs(vector) if is_sign else vector, bucket.bounds)
-    return dict(zip(bucket.names_of_tensors, parts, strict=True)), []
-
-
-def signs(mean: Mean | Coefficients) -> Any:
-    """Return the signs of a mean, 1, -1 or 0; of an array in its place."""
-    if isinstance(mean, CodedSum | Coefficients):
-        mean = mean.to_array()
-    if isinstance(mean, SparseVector):
-        mean = mean.with_values(mean.values.copy())
-        signs(mean.values)
-        return mean
-    kernels_for(mean).signs(mean)
-    return mean
+    if started.reduction.average == SIGN:
+        vector = signs(vector)
+    parts = split(vector, bucket.bounds)
+    return dict(zip(bucket.names_of_tensors, parts, strict=True))

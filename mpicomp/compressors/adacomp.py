@@ -18,8 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands
-from mpicomp.compressors.common import known
+from mpicomp.compressors.base import SegmentedCompressor, Summands, known
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, flat, kernels_for, read_only, to_vector
+from mpicomp.arrays import Array, check_finite, flat, kernels_for, read_only, to_vector
 from mpicomp.bases import Basis, coefficients_of
+from mpicomp.kernels import Selected
 from mpicomp.state import ROWS, SHARED, Configured, check_object
 from mpicomp.vector import SparseVector, concatenate
 
@@ -244,6 +245,24 @@ def write_sum(summands: Summands | None, out: Array) -> None:
     basis = summands.basis
     add: Any = kernels_for(out).add_parts if basis is None else basis.add
     add(*summands[:3], out)
+
+
+def known(length: int, bounds: Sequence[int], entries: Selected) -> SparseVector:
+    """Return the vector of entries that a kernel selected, and all that it knows of them."""
+    vector = SparseVector.trusted(entries.indices, entries.values, length)
+    if entries.facts is not None:
+        vector.remember(entries.facts, bounds, entries.places)
+    return vector
+
+
+def selected(dense: Array, bounds: Sequence[int], entries: Selected) -> SparseVector:
+    """Return the largest entries of a dense vector, which a kernel found; ValueError if a value is not finite."""
+    vector = known(dense.size, bounds, entries)
+    try:
+        vector.check_finite()
+    except ValueError:
+        check_finite(dense)
+    return vector
 
 
 def check_compressor(compressor: Any, name: str = "compressor") -> None:

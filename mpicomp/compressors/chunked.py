@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands, to_add
-from mpicomp.compressors.common import Density, hashable, selected
+from mpicomp.compressors.base import SegmentedCompressor, Summands, selected, to_add
+from mpicomp.compressors.common import Density, hashable
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 

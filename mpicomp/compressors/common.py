@@ -1,6 +1,5 @@
 """Functions shared by compressors: the number of entries to select, and the entries of a dense vector at positions."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +13,6 @@ from mpicomp.arrays import (
     to_vector,
 )
 from mpicomp.compressors.base import Compressor
-from mpicomp.kernels import Selected
 from mpicomp.settings import to_integer, to_number
 from mpicomp.vector import SparseVector
 
@@ -92,21 +90,3 @@ def at_positions(dense: Array, positions: Array) -> SparseVector:
         positions, values = kernels_for(dense).largest(dense, 1)
     indices = positions.astype(index_dtype(dense.size))
     return SparseVector.trusted(indices, values, dense.size)
-
-
-def known(length: int, bounds: Sequence[int], entries: Selected) -> SparseVector:
-    """Return the vector of entries that a kernel selected, and all that it knows of them."""
-    vector = SparseVector.trusted(entries.indices, entries.values, length)
-    if entries.facts is not None:
-        vector.remember(entries.facts, bounds, entries.places)
-    return vector
-
-
-def selected(dense: Array, bounds: Sequence[int], entries: Selected) -> SparseVector:
-    """Return the largest entries of a dense vector, which a kernel found; ValueError if a value is not finite."""
-    vector = known(dense.size, bounds, entries)
-    try:
-        vector.check_finite()
-    except ValueError:
-        check_finite(dense)
-    return vector

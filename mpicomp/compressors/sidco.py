@@ -37,10 +37,12 @@ from mpicomp.arrays import Array, kernels_for, to_numpy, views_between
 from mpicomp.compressors.base import (
     SegmentedCompressor,
     Summands,
+    known,
+    selected,
     to_add,
     write_sum,
 )
-from mpicomp.compressors.common import known, selected, to_density
+from mpicomp.compressors.common import to_density
 from mpicomp.kernels import Selected
 from mpicomp.settings import to_choice, to_integer
 from mpicomp.vector import SparseVector

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands, to_add
-from mpicomp.compressors.common import Density, counts_of, hashable, selected
+from mpicomp.compressors.base import SegmentedCompressor, Summands, selected, to_add
+from mpicomp.compressors.common import Density, counts_of, hashable
 from mpicomp.vector import SparseVector
 
 
