@@ -83,9 +83,9 @@ def load_whole_state(
             own = by_segment[saved[name]]
             called = f"the state of {name!r}"
             steps[name] = _step_of(called, own, settings)
-            # first those of the parts, so that another compressor is named
-            rows = {**parts, **settings}
             if same_settings:
+                # first those of the parts, so that another compressor is named
+                rows = {**parts, **settings}
                 for place in PLACE:
                     rows.pop(place)
                 check_table(called, own[TABLE], rows, OTHER_SETTINGS)
