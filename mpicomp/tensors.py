@@ -199,12 +199,3 @@ def describe(arrays: ByName, form: str) -> list[Tensor]:
             f"got {' and '.join(kinds)} in one list: expected one dtype, in one memory"
         )
     return tensors
-
-
-def signatures(tensors: list[Tensor], form: str) -> dict[str, str]:
-    """Return the properties that must be the same on all ranks, as text by name."""
-    texts = {}
-    for tensor in tensors:
-        dtype = tensor.kind.partition(" ")[0]  # bfloat16 is exchanged as float32
-        texts[tensor.name] = f"{dtype} of shape {tensor.shape}"
-    return texts if form == DICT else {ALONE: ", ".join(texts.values())}

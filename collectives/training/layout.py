@@ -34,7 +34,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback
 from mpicomp.state import check_object
-from mpicomp.tensors import ALONE, DICT, Tensor, describe, signatures
+from mpicomp.tensors import ALONE, DICT, Tensor, describe
 
 # of the name and the shape of a tensor
 Choose = Callable[[str, tuple[int, ...]], Compressor]
@@ -113,17 +113,19 @@ class Layout:
             raise TypeError(
                 f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
             )
+        tensors = {}
         for tensor in describe(arrays, form):
             compressor: Any = self.compressor
             if form == DICT:
                 compressor = self._compressor(tensor)
             parts.append((tensor, compressor))
-        tensors = signatures([tensor for tensor, _ in parts], form)
-        # of a tensor that is sent whole no votes are counted
-        if self.reduction.average == CONTRIBUTORS:
-            for name, (_, compressor) in zip(tensors, parts, strict=False):
+            # bfloat16 is exchanged as float32
+            text = f"{tensor.kind.partition(' ')[0]} of shape {tensor.shape}"
+            # of a tensor that is sent whole no votes are counted
+            if self.reduction.average == CONTRIBUTORS:
                 is_whole = isinstance(compressor.chain()[-1], Dense)
-                tensors[name] += ", sent whole" if is_whole else ", in part"
+                text += ", sent whole" if is_whole else ", in part"
+            tensors[tensor.name] = text
         # compressors and feedback may differ
         settings = self.settings | {
             "bucket_nbytes": self.bucket_nbytes,
