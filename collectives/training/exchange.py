@@ -490,8 +490,10 @@ class GradientExchange:
             with self._in_step() as step:
                 if not self._buckets:
                     self._register(form, step.arrays)
+                here = f"step {self.steps} of exchange {self._number}"
                 changes = [f"after {call}" for call in self._changes]
-                step.run(self._buckets, results, [*changes, *settings], error)
+                state = [here, *changes, *settings]
+                step.run(self._buckets, results, state, error)
         finally:
             error = None  # it and this frame hold each other
         self._step = None
@@ -515,7 +517,7 @@ class GradientExchange:
     def _new_step(self) -> Step:
         for bucket in self._buckets:
             bucket.feedback.take_settings(self.feedback)
-        return self._kind_of_step(self.comm, self.steps, self._number, self._layout)
+        return self._kind_of_step(self.comm, self.steps, self._layout)
 
     @contextmanager
     def _in_step(self) -> Iterator[Step]:

@@ -64,11 +64,10 @@ class Started(NamedTuple):
 class Step:
     """One step: the gradients and output buffers by name, and what became of the buckets.
 
-    number: of the steps that were kept before. exchange: its number on the
-    communicator. layout: the settings of the exchange.
+    number: of the steps that were kept before. layout: the settings of the exchange.
     """
 
-    def __init__(self, comm: Any, number: int, exchange: int, layout: Layout) -> None:
+    def __init__(self, comm: Any, number: int, layout: Layout) -> None:
         self.arrays: dict[str, Any] = {}
         self.started: list[Started] = []
         self.means: list[Mean] = []  # of the buckets
@@ -81,7 +80,6 @@ class Step:
         self._writes: list[Write] = []  # of the results, to the caller's arrays
         self._comm = comm
         self._number = number
-        self._exchange = exchange
         self._reduction = layout.reduction
         # if a gradient or mean is not finite: gradients are looked at before compressors do
         self._skips = layout.nonfinite == "skip"
@@ -109,14 +107,13 @@ class Step:
         """Keep the step on all ranks; or raise on all, or skip it on all.
 
         form: of the results, "dense", "sparse" or "vectors". state: texts that are
-        compared between ranks, as the number of the step is. error: of this rank, which
-        raises it.
+        compared between ranks, such as the number of the step. error: of this rank,
+        which raises it.
         """
         is_kept = False
 
         def position() -> str:
-            here = f"step {self._number} of exchange {self._exchange}"
-            return ", ".join([here, *state] if is_kept else [here, *state, "skipped"])
+            return ", ".join(state if is_kept else [*state, "skipped"])
 
         try:
             with all_or_none(self._comm, OPERATION, position):
