@@ -201,7 +201,9 @@ def on_device(array: Any) -> bool:
 
 def namespace(array: Any) -> Any:
     """Return the module that makes arrays on the device of `array`: ``numpy`` or ``cupy``."""
-    return sys.modules["cupy"] if on_device(array) else np
+    if type(array) is np.ndarray or not on_device(array):
+        return np
+    return sys.modules["cupy"]
 
 
 def to_numpy(array: Any) -> Array:
@@ -425,17 +427,17 @@ def magnitudes(values: Array) -> Array:
 
 def write_fields(buffer: Any, form: struct.Struct, *fields: Any) -> None:
     """Pack `fields` into the beginning of a buffer (uint8)."""
-    if on_device(buffer):
-        buffer[: form.size].set(np.frombuffer(form.pack(*fields), np.uint8))
-    else:
+    if type(buffer) is np.ndarray or not on_device(buffer):
         form.pack_into(buffer, 0, *fields)
+    else:
+        buffer[: form.size].set(np.frombuffer(form.pack(*fields), np.uint8))
 
 
 def read_fields(buffer: Any, form: struct.Struct) -> tuple[Any, ...]:
     """Return the fields at the beginning of a buffer (uint8)."""
-    return form.unpack_from(
-        to_numpy(buffer[: form.size]).data if on_device(buffer) else buffer
-    )
+    if type(buffer) is np.ndarray or not on_device(buffer):
+        return form.unpack_from(buffer)
+    return form.unpack(to_numpy(buffer[: form.size]).data)
 
 
 def digest(*arrays: Array) -> str:

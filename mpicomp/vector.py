@@ -302,7 +302,7 @@ class SparseVector:
 
     def _inspected(self) -> Facts:
         """Return what `kernels.inspect` does; of arrays in host memory anew, as their owner may have changed them."""
-        if on_device(self.values):
+        if type(self.values) is not np.ndarray and on_device(self.values):
             return self._device_facts
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
@@ -408,8 +408,8 @@ def merge(a: SparseVector, b: SparseVector) -> SparseVector:
 
     Both have one length, width and dtype.
     """
-    if not a.nnz or not b.nnz:
-        return (a if a.nnz else b).copy()
+    if not (a.indices.size and b.indices.size):
+        return (a if a.indices.size else b).copy()
     indices, values, facts = kernels_for(a.values).merge(
         a.indices, a.values, b.indices, b.values
     )

@@ -45,13 +45,10 @@ class Deferred:
     def __enter__(self) -> "Deferred":
         if get_ident() != _MAIN:
             return self
-        numbers = self._numbers
-        handlers = [*map(_signal.getsignal, numbers)]
+        handlers = [*map(_signal.getsignal, self._numbers)]
         if getattr(handlers[0], "__func__", None) is not Deferred._defer:
-            found = zip(numbers, handlers, strict=True)
-            self._handlers = dict(compress(found, map(callable, handlers)))
-            for number in self._handlers:
-                _signal.signal(number, self._defer)
+            for number in compress(self._numbers, map(callable, handlers)):
+                self._handlers[number] = _signal.signal(number, self._defer)
         return self
 
     def _defer(self, number: int, frame: Any) -> None:

@@ -82,8 +82,8 @@ class Request(Generic[T]):
     def wait(self) -> T:
         """Wait for the end and return the result, or raise the collective's error; may be called again."""
         if not self.done:
-            with Deferred(FREQUENT) as signals, self._engine:
-                self._engine.finish(self, signals)
+            with Deferred(FREQUENT) as signals, self._engine as engine:
+                engine.finish(self, signals)
         if self._error is None:
             return self._result
         try:
@@ -220,14 +220,13 @@ class Engine:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
         faults = link.faults
-        waits: Waits = group.signature["operation"], 0, set()
+        request = Request(steps, group, self)
         if self._listens(link) and not faults.finished and deadline.has_notice(faults):
-            self.give_up(faults, waits)
+            self.give_up(faults, request.waits())
         if faults.finished:
-            raise self.error_of(faults, waits)
+            raise self.error_of(faults, request.waits())
         if link.lost:
             group.contribute(CollectiveError(link.take_lost()))
-        request = Request(steps, group, self)
         try:
             request.advance(block=True)  # nothing is pending yet
         except BaseException as error:
@@ -272,11 +271,19 @@ class Engine:
         """Return when `request` has ended. signals: delivered while no operation advances."""
         link = request.link
         polls = self._listens(link) or link.backs_off
+        try:
+            while not request.done:
+                if not polls and self._is_alone(request):
+                    request.advance(block=True)
+                else:
+                    self._poll(request, signals, polls=polls)
+        finally:
+            if request.done and request in self._in_flight:
+                self._in_flight.remove(request)
 
-        while not polls and not request.done and self._is_alone(request):
-            self.advance(block=True)
-        if request.done:
-            return
+    def _poll(self, request: Request[Any], signals: Deferred, *, polls: bool) -> None:
+        """Poll until a request has ended or, unless it `polls` to the end, may wait inside MPI."""
+        link = request.link
 
         def waits() -> Waits:
             first = next(other for other in self._in_flight if other.link is link)
@@ -286,13 +293,9 @@ class Engine:
             signals.deliver()
             self._watch(link.faults, waits, waited, listens=self._listens(link))
 
-        if polls:
-            self.poll_until(lambda: request.done, watch)
-        while not request.done:
-            if self._is_alone(request):
-                self.advance(block=True)
-            else:
-                self.poll_until(lambda: request.done or self._is_alone(request), watch)
+        self.poll_until(
+            lambda: request.done or (not polls and self._is_alone(request)), watch
+        )
 
     def _is_alone(self, request: Request[Any]) -> bool:
         return self._in_flight == [request] and not self._discarding
@@ -454,12 +457,12 @@ class Engine:
             link.faults.free(left[0].operation)
             self.end_all(link.faults)
 
-    def advance(self, *, block: bool = False) -> bool:
+    def advance(self) -> bool:
         """Advance every operation that can advance, and return whether one did."""
         try:
             moved = False
             for request in self._in_flight:
-                moved |= request.advance(block=block)
+                moved |= request.advance()
             for group in self._discarding:
                 group.discard()
             return moved

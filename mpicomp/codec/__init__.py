@@ -132,7 +132,9 @@ def encode(
     message = _room(nbytes, line, values)
     formats = form | value_format.number << _FORM_BITS
     row = 0 if values.ndim == 1 else 1 + values.shape[1]
-    fields = (
+    write_fields(
+        message,
+        _HEADER,
         MAGIC,
         VERSION,
         formats,
@@ -145,7 +147,6 @@ def encode(
         VECTOR,
         0,
     )
-    write_fields(message, _HEADER, *fields)
     if nbytes > HEADER_NBYTES:
         index_format.write(vector, message[HEADER_NBYTES:middle])
         value_format.write(
@@ -184,7 +185,9 @@ def encode_few_bits(
     assert message is not None, "few_bits_message has made it"
     nbytes = HEADER_NBYTES + few_bits.nbytes_of(size, bits, block, coded.dtype)
     form = few_bits.form_of(coded)
-    fields = (
+    write_fields(
+        message,
+        _HEADER,
         MAGIC,
         VERSION,
         form,
@@ -197,7 +200,6 @@ def encode_few_bits(
         FEW_BITS,
         0,
     )
-    write_fields(message, _HEADER, *fields)
     return message
 
 
@@ -260,7 +262,8 @@ def decode(
     """
     _, _, formats, row, length, nnz, nbytes, *_ = header or read_header(message)
     value_code, form = divmod(formats, 1 << _FORM_BITS)
-    fields = message if fields is None else fields
+    if fields is None:
+        fields = message
     value_format = format_of(value_code, fields, nbytes)
     if form >= len(INDEX_FORMATS) or value_format is None:
         raise CodecError(
@@ -290,7 +293,8 @@ def decode(
         )
     try:
         values = value_format.read(message[middle:nbytes], count)
-        values = values.reshape(nnz, row - 1) if row else values
+        if row:
+            values = values.reshape(nnz, row - 1)
         if indices.dtype != dtype:  # they may exceed the length
             return SparseVector(indices, values, length)
         vector = SparseVector.trusted(indices, values, length)
