@@ -13,20 +13,16 @@ length; the paper cuts tensors by divisors of their dimensions, and a prime dime
 then makes chunks of one entry, or one chunk of everything.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands, selected, to_add
-from mpicomp.compressors.common import Density, hashable
+from mpicomp.compressors.topk import Rows, TopK
 from mpicomp.settings import to_integer
-from mpicomp.vector import SparseVector
 
 
-class ChunkedTopK(Density, SegmentedCompressor):
+class ChunkedTopK(TopK):
     """Select the k largest magnitudes of every chunk of consecutive entries, exactly; ties go to the lowest indices.
 
     k: of a chunk, 1 <= k <= chunk, else ValueError. chunk: entries, at least 1. The
@@ -47,25 +43,14 @@ class ChunkedTopK(Density, SegmentedCompressor):
                 f"k is {k} and chunk is {chunk}: expected k <= chunk; k=chunk sends every entry"
             )
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
-        """See `Compressor.select`; chunks begin at the first entry of each segment."""
-        rows = _rows(tuple(bounds), hashable(self.k), hashable(self.chunk))
-        entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, *rows, summands=to_add(summands, corrected)
-        )
-        return selected(corrected, bounds, entries)
-
-
-@lru_cache(maxsize=256)
-def _rows(bounds: tuple[int, ...], k: Any, chunk: Any) -> list[tuple[int, ...]]:
-    """Return k, the length of a chunk, and k of the last chunk for each segment."""
-    sizes = np.diff(bounds)
-    rest = sizes % chunk
-    last = np.maximum(1, np.rint(np.multiply(k, rest) / chunk)).astype(np.int64)
-    columns = k, chunk, last
-    return [tuple(np.broadcast_to(row, sizes.size).tolist()) for row in columns]
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def rows(bounds: tuple[int, ...], k: Any, chunk: Any) -> Rows:
+        """Return the chunks of each segment, which begin at its first entry."""
+        sizes = np.diff(bounds)
+        rest = sizes % chunk
+        last = np.maximum(1, np.rint(np.multiply(k, rest) / chunk)).astype(np.int64)
+        first, length, short = [
+            tuple(np.broadcast_to(row, sizes.size).tolist()) for row in (k, chunk, last)
+        ]
+        return first, length, short

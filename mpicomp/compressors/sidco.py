@@ -42,7 +42,7 @@ from mpicomp.compressors.base import (
     to_add,
     write_sum,
 )
-from mpicomp.compressors.common import to_density
+from mpicomp.compressors.common import counts_of, to_density
 from mpicomp.kernels import Selected
 from mpicomp.settings import to_choice, to_integer
 from mpicomp.vector import SparseVector
@@ -118,7 +118,7 @@ class SIDCo(SegmentedCompressor):
 
     def counts(self, lengths: Array) -> Array:
         """Return the target number of entries of vectors of these lengths."""
-        return np.maximum(1, np.rint(self.density * lengths)).astype(np.int64)
+        return counts_of(lengths, self.density, None)
 
     def select(
         self,

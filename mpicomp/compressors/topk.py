@@ -19,6 +19,9 @@ from mpicomp.compressors.base import SegmentedCompressor, Summands, selected, to
 from mpicomp.compressors.common import Density, counts_of, hashable
 from mpicomp.vector import SparseVector
 
+Rows = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""For each segment the entries to select of a chunk, its length, at least 1, and those of the last chunk."""
+
 
 class TopK(Density, SegmentedCompressor):
     """Select the k largest magnitudes of a vector, exactly; ties go to the lowest indices.
@@ -38,19 +41,17 @@ class TopK(Density, SegmentedCompressor):
         summands: Summands | None = None,
     ) -> SparseVector:
         """See `Compressor.select`."""
-        settings = hashable(self.density), hashable(self.k)
-        k, chunk = _rows(tuple(bounds), *settings)
+        settings = [hashable(vars(self)[name]) for name in self.varying]
+        rows = self.rows(tuple(bounds), *settings)
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, k, chunk, k, summands=to_add(summands, corrected)
+            corrected, bounds, *rows, summands=to_add(summands, corrected)
         )
         return selected(corrected, bounds, entries)
 
-
-@lru_cache(maxsize=256)
-def _rows(
-    bounds: tuple[int, ...], density: Any, k: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the number of entries to select from each segment, and its length, 1 for an empty one."""
-    sizes = np.diff(bounds)
-    wanted = np.minimum(counts_of(sizes, density, k), sizes)
-    return tuple(wanted.tolist()), tuple(sizes.clip(1).tolist())
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def rows(bounds: tuple[int, ...], density: Any, k: Any) -> Rows:
+        """Return a chunk of each segment, all of it; settings are those of `varying`."""
+        sizes = np.diff(bounds)
+        wanted = tuple(np.minimum(counts_of(sizes, density, k), sizes).tolist())
+        return wanted, tuple(sizes.clip(1).tolist()), wanted
