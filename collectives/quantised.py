@@ -35,10 +35,10 @@ from mpicomp.arrays import (
     to_values,
     writable_vector,
 )
-from mpicomp.codec import few_bits_message
+from mpicomp.codec import few_bits_message, join_few_bits
 from mpicomp.coded import CodedSum, Uncoded, in_parts, shares
 from mpicomp.errors import DamagedMessageError
-from mpicomp.few_bits import BITS, BLOCKS, FewBits, as_they_are, join
+from mpicomp.few_bits import BITS, BLOCKS, FewBits
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
 
@@ -231,7 +231,7 @@ def shares_of_sum(
 
     ranges = shares(*blocks, group.size)
     parts = [code(share) for rank, share in enumerate(ranges) if rank != group.rank]
-    parts.insert(group.rank, as_they_are(uncoded.errors[:0], block))
+    parts.insert(group.rank, few_bits_message(0, bits, block, uncoded.errors))
     received = yield from group.all_to_all(parts)
     others = [theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank]
     first, end = ranges[group.rank]
@@ -273,30 +273,28 @@ def node_lanes(
     node = group.node()
     lanes = shares(0, uncoded.blocks(block), min(map(len, group.nodes)))
     spans = [slice(*[uncoded.position(end, block) for end in lane]) for lane in lanes]
-    parts = [as_they_are(values[span], block) for span in spans]
-    nothing = as_they_are(values[:0], block)
-    absent = [nothing] * (node.size - len(lanes))
+    # a vector of one row is sent as it is
+    index = np.zeros_like(values, np.int32, shape=1)
+    parts = [SparseVector.trusted(index, values[None, span], 1) for span in spans]
+    absent = [vector] * (node.size - len(lanes))
     received = yield from node.all_to_all(parts + absent)
     uncoded.errors[...] = 0
-    share = nothing
+    share = few_bits_message(0, bits, block, values, line=LINE)
     if node.rank < len(lanes):
         total = np.empty_like(values)
         own = total[spans[node.rank]]
         own[...] = 0
         for part, _ in received:
-            kernels_for(own).add(own, part.codes.view(own.dtype), own)
-        share = join(
-            (
-                yield from shares_of_sum(
-                    Uncoded(in_parts(total, uncoded.sizes), uncoded.errors),
-                    lanes[node.rank],
-                    bits,
-                    block,
-                    group.lane(node),
-                    short=vector.dtype == np.float16,
-                )
-            )
+            kernels_for(own).add(own, part.values[0], own)
+        shared = yield from shares_of_sum(
+            Uncoded(in_parts(total, uncoded.sizes), uncoded.errors),
+            lanes[node.rank],
+            bits,
+            block,
+            group.lane(node),
+            short=vector.dtype == np.float16,
         )
+        share = join_few_bits(shared, line=LINE)
     everywhere = yield from node.all_to_all([share] * node.size)
     coded = vectors_of(everywhere[: len(lanes)])
     return CodedSum(coded, uncoded.sizes), uncoded.errors

@@ -30,7 +30,7 @@ from mpicomp.codec import (
 from mpicomp.codec.indices import INDEX_FORMATS
 from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
 from mpicomp.coded import Uncoded
-from mpicomp.few_bits import BITS, as_they_are
+from mpicomp.few_bits import BITS
 
 FIELDS = (
     (0, 1),
@@ -88,17 +88,13 @@ def sound_message(rng):
 
 
 def sound_few_bits(rng):
-    """Return a message with a random dense vector in few bits, or as it is."""
+    """Return a message with a random dense vector in few bits."""
     values = rng.standard_normal(int(rng.integers(0, 200))).astype(
         rng.choice(["f4", "f8"])
     )
-    bits, block = int(rng.choice([0, *BITS])), 1 << int(rng.integers(5, 8))
-    room = few_bits_message(values.size, bits or 8, block, values)
-    return encode_few_bits(
-        Uncoded([values], values.copy()).code(room)
-        if bits
-        else as_they_are(values, block)
-    )
+    bits, block = int(rng.choice(BITS)), 1 << int(rng.integers(5, 8))
+    room = few_bits_message(values.size, bits, block, values)
+    return encode_few_bits(Uncoded([values], values.copy()).code(room))
 
 
 def mutate(message, rng):

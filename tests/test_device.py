@@ -158,7 +158,7 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
         np.zeros(64, np.float32),
     )
     coded = Uncoded([values], np.empty_like(values)).code(
-        few_bits_message(64, 8, 32, values)
+        few_bits_message(64, 8, 32, values, line=64)
     )
     decode_values(coded, expected)
 

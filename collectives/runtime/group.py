@@ -314,9 +314,7 @@ class Group:
     def pack(self, vector: SparseVector | FewBits, count: int = 0) -> Buffer:
         """Return a vector as a message."""
         if isinstance(vector, FewBits):
-            message = encode_few_bits(
-                vector, count=count, signature=self._digest, line=LINE
-            )
+            message = encode_few_bits(vector, count=count, signature=self._digest)
         else:
             message = encode(
                 vector,

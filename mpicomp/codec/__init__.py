@@ -8,23 +8,24 @@ entries: rows of width 0, which have no values, are not written as a range.
 """
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpicomp.arrays import (
     Buffer,
+    Dtype,
     index_dtype,
     namespace,
     read_fields,
     write_fields,
 )
-from mpicomp.codec import few_bits
 from mpicomp.codec import values as value_formats
-from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE
+from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE, padded
 from mpicomp.codec.values import ValueFormat, format_of
 from mpicomp.errors import CodecError
-from mpicomp.few_bits import FewBits
+from mpicomp.few_bits import BITS, BLOCKS, SCALES, FewBits
 from mpicomp.vector import MAX_LENGTH, SparseVector
 
 MAGIC = b"MV"
@@ -36,6 +37,13 @@ HEADER_NBYTES = _HEADER.size
 KIND_AT = 48
 CRC_AT = 52
 _FORM_BITS = 3  # of the index format
+# bits and dtype of values in few bits, by their number in a header
+_FEW_BITS_FORMS: dict[int, tuple[int, Dtype]] = {
+    number | is_double << 3: (bits, dtype)
+    for is_double, dtype in enumerate(SCALES)
+    for number, bits in enumerate(BITS)
+}
+_FEW_BITS_NUMBERS = {form: number for number, form in _FEW_BITS_FORMS.items()}
 
 
 class Header(NamedTuple):
@@ -165,42 +173,24 @@ def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Bu
     return message
 
 
-def encode_few_bits(
-    coded: FewBits, *, count: int = 0, signature: int = 0, line: int = 1
-) -> Buffer:
-    """Write values in few bits as one message, and return its bytes; the arguments are those of `encode`.
-
-    The message is the one that the values lie in, if there is one.
-    """
-    size = coded.size
-    bits = coded.bits
-    block = coded.block
-    message = coded.message
-    if message is None or message.size % line:
-        like = coded.codes[:0].view(coded.dtype)
-        copy = few_bits_message(size, bits, block, like, line=line)
-        copy.codes[...] = coded.codes
-        copy.scales[...] = coded.scales
-        message = copy.message
-    assert message is not None, "few_bits_message has made it"
-    nbytes = HEADER_NBYTES + few_bits.nbytes_of(size, bits, block, coded.dtype)
-    form = few_bits.form_of(coded)
+def encode_few_bits(coded: FewBits, *, count: int = 0, signature: int = 0) -> Buffer:
+    """Complete the message that values in few bits lie in, and return it; the arguments are those of `encode`."""
     write_fields(
-        message,
+        coded.message,
         _HEADER,
         MAGIC,
         VERSION,
-        form,
-        block,
-        size,
-        size,
-        nbytes,
+        _FEW_BITS_NUMBERS[coded.bits, coded.dtype],
+        coded.block,
+        coded.size,
+        coded.size,
+        HEADER_NBYTES + padded(coded.scales.nbytes) + coded.codes.nbytes,
         count,
         signature,
         FEW_BITS,
         0,
     )
-    return message
+    return coded.message
 
 
 def few_bits_message(
@@ -211,10 +201,46 @@ def few_bits_message(
     size, bits, block: see `FewBits`. like: an array of their dtype on their device.
     line: as for `encode`.
     """
-    nbytes = HEADER_NBYTES + few_bits.nbytes_of(size, bits, block, like.dtype)
-    message = _room(nbytes, line, like)
-    return few_bits.view_of_payload(
-        message, message[HEADER_NBYTES:nbytes], size, bits, block, like.dtype
+    codes, scales = _few_bits_nbytes(size, bits, block, like.dtype)
+    message = _room(HEADER_NBYTES + padded(scales) + codes, line, like)
+    message[HEADER_NBYTES + scales : HEADER_NBYTES + padded(scales)] = 0
+    return _few_bits_in(message, size, bits, block, like.dtype)
+
+
+def join_few_bits(parts: Sequence[FewBits], *, line: int = 1) -> FewBits:
+    """Return parts that follow each other as one; all sizes but the last are multiples of the block."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    size = sum(part.size for part in parts)
+    like = first.codes[:0].view(first.dtype)
+    whole = few_bits_message(size, first.bits, first.block, like, line=line)
+    np.concatenate([part.codes for part in parts], out=whole.codes)
+    np.concatenate([part.scales for part in parts], out=whole.scales)
+    return whole
+
+
+def _few_bits_nbytes(size: int, bits: int, block: int, dtype: Dtype) -> tuple[int, int]:
+    """Return the bytes of codes and scales."""
+    blocks = -(-size // block)
+    scales = 2 if bits == 2 else 1
+    return blocks * (block * bits // 8), blocks * scales * SCALES[dtype].itemsize
+
+
+def _few_bits_in(
+    message: Buffer, size: int, bits: int, block: int, dtype: Dtype
+) -> FewBits:
+    """Return the values in a message, as views of it."""
+    codes, scales = _few_bits_nbytes(size, bits, block, dtype)
+    payload = message[HEADER_NBYTES:]
+    first = padded(scales)
+    return FewBits(
+        payload[first : first + codes],
+        payload[:scales].view(SCALES[dtype]),
+        size,
+        bits,
+        block,
+        message,
     )
 
 
@@ -314,7 +340,19 @@ def decode_few_bits(message: Buffer, header: Header | None = None) -> FewBits:
         raise CodecError(
             f"got a message of kind {header.kind}: expected {FEW_BITS}, values in few bits"
         )
-    payload = message[HEADER_NBYTES : header.nbytes]
-    return few_bits.read(
-        payload, header.formats, header.row, header.length, header.entries
-    )
+    form = header.formats
+    if form not in _FEW_BITS_FORMS:
+        raise CodecError(f"got {form} for the bits of a value: expected a known number")
+    block = header.row
+    if block not in BLOCKS:
+        raise CodecError(f"got blocks of {block} values: expected one of {BLOCKS}")
+    bits, dtype = _FEW_BITS_FORMS[form]
+    size = header.length
+    if not 0 <= size <= MAX_LENGTH or header.entries != size:
+        raise CodecError(f"got {header.entries} of {size} values: expected all of them")
+    codes, scales = _few_bits_nbytes(size, bits, block, dtype)
+    if header.nbytes != HEADER_NBYTES + padded(scales) + codes:
+        raise CodecError(
+            f"{header.nbytes} bytes do not hold {size} values of {bits} bits in blocks of {block}"
+        )
+    return _few_bits_in(message, size, bits, block, dtype)
