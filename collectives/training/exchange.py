@@ -140,9 +140,8 @@ class GradientExchange:
         self._changes: list[str] = []
         self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
-        # of the first step, which compiles and connects
-        self._first: Statistics | None = None
-        self._later: Statistics | None = None  # of all others
+        # of the first step, which compiles and connects, and of all others
+        self._totals: list[Statistics] = []
         self._layout = Layout(
             compressor=self.compressor,
             feedback=self.feedback,
@@ -344,7 +343,7 @@ class GradientExchange:
         itemsize = next(
             (tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0
         )
-        return report(self._first, self._later, self.skipped, self.comm, itemsize)
+        return report(self._totals, self.skipped, self.comm, itemsize)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's exchange: arrays by name, which np.savez can store.
@@ -557,10 +556,10 @@ class GradientExchange:
     def _record(self, statistics: Statistics) -> None:
         """Keep the statistics of a step that was kept, and log them."""
         self.statistics = statistics
-        if self._first is None:
-            self._first = statistics
+        if len(self._totals) < 2:
+            self._totals.append(statistics)
         else:
-            self._later = statistics.plus(self._later)
+            self._totals[1] = statistics.plus(self._totals[1])
         try:
             if self.log:
                 norm = self.residual_norm  # memory may end in it

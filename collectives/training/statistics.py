@@ -1,5 +1,6 @@
 """Statistics of the steps of `GradientExchange` on this rank."""
 
+from collections.abc import Sequence
 from operator import add
 from typing import Any, NamedTuple
 
@@ -32,37 +33,29 @@ class Statistics(NamedTuple):
         """Entries contributed by this rank, over the length."""
         return self.sent / self.length if self.length else 0.0
 
-    def plus(self, other: "Statistics | None") -> "Statistics":
+    def plus(self, other: "Statistics") -> "Statistics":
         """Return the sum of both."""
-        return self if other is None else Statistics(*map(add, self[:-1], other[:-1]))
+        return Statistics(*map(add, self[:-1], other[:-1]))
 
 
-def report(
-    first: Statistics | None,
-    later: Statistics | None,
-    skipped: int,
-    comm: Any,
-    size: int,
-) -> str:
+def report(totals: Sequence[Statistics], skipped: int, comm: Any, size: int) -> str:
     """Return lines to print: the averages of exchanges on this rank, compared with a dense allreduce.
 
-    first: of the exchange that includes compilation and connections, which is left out
-    unless it is the only one; None without any. later: the sum of the others. skipped:
-    the number of exchanges that were skipped. size: bytes of a value. Dense: 2 (P-1)/P
-    n v bytes for n values of v bytes.
+    totals: of the exchange that includes compilation and connections, which is left out
+    unless it is the only one, and of all others. skipped: the number of exchanges that
+    were skipped. size: bytes of a value. Dense: 2 (P-1)/P n v bytes for n values of v
+    bytes.
     """
     more = f" ({skipped} more skipped)" if skipped else ""
-    total = later or first
-    if total is None:
+    if not totals:
         return f"no exchange yet{more}"
+    total = totals[-1]
     link = link_if_any(comm)
     ranks = comm.size
     kept = total.steps
-    what = (
-        "the first exchange"
-        if later is None
-        else f"{kept} exchange{'s' * (kept > 1)} after the first"
-    )
+    what = "the first exchange"
+    if len(totals) > 1:
+        what = f"{kept} exchange{'s' * (kept > 1)} after the first"
     dense = 2 * (ranks - 1) * total.length * size // ranks
     share = f" ({total.wire_nbytes / dense:.3%})" if dense else ""
     is_on_one_node = link is not None and len({*link.nodes}) == 1 < ranks
