@@ -61,7 +61,10 @@ def start(
         )
         steps: Any = None  # a rank with an error runs none
         if error is None:
-            steps = run(vector, group, **call.arguments, **call.own)
+            try:
+                steps = run(vector, group, **call.arguments, **call.own)
+            except BaseException as raised:
+                group.contribute(kept(raised))
         if link.checked:
             contributed = _contributed(call, vector)
             promise = collective.declaration.promised

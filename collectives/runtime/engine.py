@@ -39,6 +39,9 @@ Waits = tuple[str, int, set[int]]
 # seconds of a round of polling of a rank that runs, at most, where ranks share cores
 _LONGEST_ROUND = 0.1
 _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
+# with which an operation ends a wait, as it cannot receive what has arrived
+_OF_A_WAIT = DamagedMessageError, MemoryError, RecursionError
+_FRAMES = 100  # of Python: to end an operation takes more than it may have left
 _TWO_THREADS = (
     "two threads are inside the library: call collectives from one thread at a time"
 )
@@ -123,7 +126,7 @@ class Request(Generic[T]):
                     return False
         except BaseException as error:
             # of a signal's handler, while it waited: the operation is as it was
-            if not self._is_of_mpi(error):
+            if not isinstance(error, (*_OF_A_WAIT, mpi().Exception)):
                 raise
             self._end(error)
             return True
@@ -140,11 +143,16 @@ class Request(Generic[T]):
                 raise
         return True
 
-    def _is_of_mpi(self, error: BaseException) -> bool:
-        return isinstance(error, DamagedMessageError | mpi().Exception)
-
     def _end(self, error: BaseException) -> None:
-        """End with an error of the schedule or of MPI; if only this rank has it, break off."""
+        """End with an error of the schedule or of a wait; if only this rank has it, break off."""
+        frames = sys.getrecursionlimit()
+        sys.setrecursionlimit(frames + _FRAMES)
+        try:
+            self._end_by(error)
+        finally:
+            sys.setrecursionlimit(frames)
+
+    def _end_by(self, error: BaseException) -> None:
         is_own = error is self._group.error
         if isinstance(error, DamagedMessageError) and not is_own:
             self._engine.give_up(self.link.faults, self.waits(), damage=str(error))

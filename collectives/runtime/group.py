@@ -165,7 +165,7 @@ class Group:
         self.error = error
         raise DisagreementError
 
-    def contribute(self, error: Exception) -> None:
+    def contribute(self, error: BaseException) -> None:
         """End the operation on all ranks with an error of this rank, its first; before the operation is started."""
         self.error = self.error or error
 

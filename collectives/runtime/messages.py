@@ -154,7 +154,8 @@ class Arrival(Pending):
             self._awaited = self._matched(comm.Mprobe(source, tag, status), status)
         for request, part in self._awaited:
             request.Wait()
-            self._received(part)
+            if self.copy is not None:
+                self._received(part)
         self._awaited = []
 
     def _matched(

@@ -8,12 +8,14 @@ import os
 import signal
 import time
 from asyncio import CancelledError
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import pytest
 from cases import contribution, contributions, is_last, state_of, window
 
+import collectives
 from collectives import (
     GradientExchange,
     SupportPlan,
@@ -30,6 +32,7 @@ from collectives import (
 )
 from collectives.agreement.first_call import link_of
 from collectives.runtime.group import Group
+from collectives.runtime.messages import Arrival
 from collectives.training.step import Step
 from mpicomp import CollectiveError, ErrorFeedback, SparseVector, TopK
 
@@ -110,6 +113,75 @@ def test_a_request_that_a_handler_interrupted_may_be_waited_for_again(comm, hand
     expected = sum(window(each) for each in contributions("random", comm.size))
     np.testing.assert_array_equal(window(request.wait()), expected)
     expect_sum(comm)
+
+
+@pytest.mark.at_least(3)
+@pytest.mark.parametrize("algorithm", ["auto", "split_allgather"])
+def test_memory_that_ends_for_a_message_breaks_the_operation_off(
+    comm, monkeypatch, algorithm
+):
+    """Else the ranks that wait for this one's next message would wait until it calls the library again."""
+    expect_sum(comm, algorithm)
+    matched = Arrival._matched
+    left = [1]
+
+    def short_of_memory(*arguments):
+        if left:
+            left.clear()
+            raise MemoryError("of a message")
+        return matched(*arguments)
+
+    if comm.rank == 0:
+        monkeypatch.setattr(Arrival, "_matched", short_of_memory)
+    raised = None
+    try:
+        expect_sum(comm, algorithm)
+    except (MemoryError, CollectiveError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    everyone = comm.allgather(raised)
+    assert everyone[0] == "MemoryError: of a message"
+    assert any("broke off in the middle" in (text or "") for text in everyone[1:])
+    with pytest.raises(CollectiveError, match="was lost on rank"):
+        expect_sum(comm)
+    expect_sum(comm)
+
+
+def with_frames(left, call):
+    """Return the result of a call with this many frames left."""
+
+    def deepest(frames=0):
+        try:
+            return deepest(frames + 1)
+        except RecursionError:
+            return frames
+
+    def deeper(frames):
+        return deeper(frames - 1) if frames > 0 else call()
+
+    return deeper(deepest() - left)
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("left", [14, 16, 18, 20, 24])
+def test_a_recursion_that_ends_in_a_collective_breaks_it_off(comm, left):
+    """The rank has no frames left to notify the others, and gets some."""
+    vector = contribution("random", comm.rank, comm.size)
+    fresh = comm.Dup()
+    sparse_allreduce(vector, fresh)
+    collectives.configure(timeout=5)
+    try:
+        if comm.rank == 0:
+            with suppress(RecursionError):
+                with_frames(left, lambda: sparse_allreduce(vector, fresh))
+        else:
+            with suppress(CollectiveError):
+                sparse_allreduce(vector, fresh)
+        with suppress(CollectiveError):  # of the result that a rank may have lost
+            sparse_allreduce(vector, fresh)
+        expect_sum(fresh)
+    finally:
+        collectives.configure(timeout=None)
+    fresh.Free()
 
 
 def test_a_handler_that_returns_changes_nothing(comm, handle):
