@@ -101,7 +101,7 @@ def fractions() -> dict[str, float]:
 
 def coded(vector: SparseVector) -> float:
     """Return the bytes of the values as coded over those in memory."""
-    return smallest(vector).values.nbytes(vector.nnz) / vector.values.nbytes
+    return smallest(vector)[1].nbytes(vector.nnz) / vector.values.nbytes
 
 
 def main() -> int:

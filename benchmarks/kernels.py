@@ -20,7 +20,7 @@ from mpicomp import threads
 from mpicomp.arrays import Array
 from mpicomp.codec import Coding, decode, encode, few_bits_message, plain, quick
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
-from mpicomp.codec.values import Offsets
+from mpicomp.codec.values import offsets_of
 from mpicomp.coded import CodedSum, Uncoded
 from mpicomp.compressors import TopK
 from mpicomp.few_bits import BITS
@@ -387,7 +387,7 @@ def coding(rng: np.random.Generator, length: int) -> Comparisons:
             yield from coded(
                 f"{name} at {density:g}",
                 vector,
-                Coding(form, plain(vector).values),
+                (form, plain(vector)[1]),
                 against,
             )
 
@@ -404,7 +404,7 @@ def offsets(rng: np.random.Generator, length: int) -> Comparisons:
         yield from coded(
             f"offsets of the largest {density:g}",
             vector,
-            Coding(RANGE, Offsets.of(values)),
+            (RANGE, offsets_of(values)),
             copy,
         )
 

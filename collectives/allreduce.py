@@ -180,7 +180,7 @@ def choose_freely(
     if group.size <= 2:
         return "recursive_doubling", NO_METADATA
     coding = group.coding(vector)
-    bits = 8 * coding.values.nbytes(vector.values.size) / max(1, vector.nnz)
+    bits = 8 * coding[1].nbytes(vector.values.size) / max(1, vector.nnz)
     best = partial(
         algorithm_for, "sparse_allreduce", vector, group, of_all_ranks=of_all_ranks
     )

@@ -19,7 +19,6 @@ from mpicomp.codec import (
     FEW_BITS,
     HEADER_NBYTES,
     KIND_AT,
-    Coding,
     decode,
     decode_few_bits,
     encode,
@@ -28,7 +27,14 @@ from mpicomp.codec import (
     plain,
 )
 from mpicomp.codec.indices import INDEX_FORMATS
-from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
+from mpicomp.codec.values import (
+    STORED,
+    VALUE_FORMATS,
+    fits,
+    offsets_of,
+    runs,
+    table_of_runs,
+)
 from mpicomp.coded import Uncoded
 from mpicomp.few_bits import BITS
 
@@ -70,20 +76,22 @@ def sound_message(rng):
     vector = SparseVector(indices, values, length)
     own = [
         form
-        for form in VALUE_FORMATS
-        if form.dtype == vector.dtype and form.fits(values.ravel())
+        for form, (dtype, stored, _) in zip(VALUE_FORMATS, STORED, strict=True)
+        if dtype == vector.dtype and fits(values.ravel(), stored)
     ]
     flat = values.ravel()
-    own += [each for each in (Runs.of(flat, 1), Runs.of(flat, 2)) if each] + (
-        [Offsets.of(flat)] if flat.size else []
-    )
+    for most in 1, 2:
+        table = table_of_runs(flat, most)
+        if table is not None:
+            own.append(runs(flat.dtype, most, table))
+    if flat.size:
+        own.append(offsets_of(flat))
     sizes = [form.nbytes(vector) for form in INDEX_FORMATS]
     small = [
         number for number, size in enumerate(sizes) if size is not None and size < 4096
     ]
-    coding = Coding(
-        int(rng.choice(small or [plain(vector).indices])), own[rng.integers(len(own))]
-    )
+    form = INDEX_FORMATS[rng.choice(small or [plain(vector)[0].number])]
+    coding = form, own[rng.integers(len(own))]
     return encode(vector, coding=coding).copy()
 
 

@@ -12,7 +12,6 @@ from strategies import DTYPES, sparse_vectors
 from mpicomp import CodecError, Quantised, SparseVector, TopK
 from mpicomp.codec import (
     HEADER_NBYTES,
-    Coding,
     decode,
     decode_few_bits,
     encode,
@@ -23,8 +22,22 @@ from mpicomp.codec import (
     smallest,
 )
 from mpicomp.codec import few_bits_message as in_a_message
-from mpicomp.codec.indices import BITMAP, ELIAS_FANO, INDEX_FORMATS, INT32, RANGE
-from mpicomp.codec.values import VALUE_FORMATS, Offsets, Runs
+from mpicomp.codec.indices import (
+    BITMAP,
+    ELIAS_FANO,
+    INDEX_FORMATS,
+    INT32,
+    INT64,
+    RANGE,
+)
+from mpicomp.codec.values import (
+    STORED,
+    VALUE_FORMATS,
+    fits,
+    offsets_of,
+    runs,
+    table_of_runs,
+)
 from mpicomp.coded import Uncoded
 from mpicomp.compressors.selection import Selection
 from mpicomp.few_bits import BITS
@@ -110,8 +123,7 @@ def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
     nbytes = INDEX_FORMATS[form].nbytes(vector)
     if nbytes is None or nbytes > 10**6:
         return
-    coding = Coding(form, plain(vector).values)
-    message = encode(vector, coding)
+    message = encode(vector, (INDEX_FORMATS[form], plain(vector)[1]))
     same(decode(message), vector)
     section = np.full(nbytes, 255, np.uint8)
     INDEX_FORMATS[form].write(vector, section)
@@ -122,7 +134,7 @@ def test_every_index_format_comes_back_to_the_bit(case, form, dtype):
 
 @given(st.data(), st.sampled_from(range(len(VALUE_FORMATS))))
 def test_every_value_format_comes_back_to_the_bit(data, form):
-    own = VALUE_FORMATS[form].dtype
+    own, stored, _ = STORED[form]
     short = data.draw(st.sampled_from([np.float16, np.float32]))
     values = data.draw(
         hnp.arrays(
@@ -140,16 +152,15 @@ def test_every_value_format_comes_back_to_the_bit(data, form):
     if data.draw(st.booleans()):
         values = np.abs(np.rint(values))  # counts among them
         vector = SparseVector(np.arange(values.size), values, values.size)
-    if VALUE_FORMATS[form].fits(values):
-        same(decode(encode(vector, coding=Coding(0, VALUE_FORMATS[form]))), vector)
-    for coded in (
-        [Offsets.of(values), Runs.of(values, 1), Runs.of(values, 2)]
-        if values.size
-        else []
-    ):
-        if coded is None:
-            continue
-        same(decode(encode(vector, coding=Coding(0, coded))), vector)
+    forms = [VALUE_FORMATS[form]] if fits(values, stored) else []
+    if values.size:
+        forms.append(offsets_of(values))
+    for most in 1, 2:
+        table = table_of_runs(values, most)
+        if table is not None:
+            forms.append(runs(values.dtype, most, table))
+    for coded in forms:
+        same(decode(encode(vector, coding=(INT32, coded))), vector)
     same(decode(encode(vector, coding=smallest(vector))), vector)
 
 
@@ -217,13 +228,13 @@ def test_the_layout_of_offsets_is_the_documented_one():
     # 0x3c00, 0xbd00, 0x3f00, 0xbc00
     values = np.array([1, -1.25, 1.75, -1], np.float16)
     message = encode(
-        SparseVector(range(4), values, 4), coding=Coding(RANGE, Offsets.of(values))
+        SparseVector(range(4), values, 4), coding=(RANGE, offsets_of(values))
     ).tobytes()
     # of 0x000, 0x500, 0x300, 0x400: bits 8, 9 and 10
     bytes_and_bits = bytes(8), 0b0110, 0b0100, 0b1010
     assert message == (
         b"MV"
-        + bytes([4, RANGE | 15 << 3, 0, 0, 0, 0])
+        + bytes([4, RANGE.number | 15 << 3, 0, 0, 0, 0])
         + struct.pack("<qqq32x", 4, 4, 120)
         + struct.pack("<q", 0)
         + struct.pack("<8sQQQ", *bytes_and_bits)
@@ -232,7 +243,8 @@ def test_the_layout_of_offsets_is_the_documented_one():
 
 
 def in_runs(values, most=2):
-    return Coding(RANGE, Runs.of(values, most))
+    table = table_of_runs(values, most)
+    return RANGE, runs(values.dtype, most, table)
 
 
 @pytest.mark.parametrize("codec", ["two_bit", "sign", "float16", "bfloat16", None])
@@ -270,7 +282,7 @@ def test_the_layout_of_runs_is_the_documented_one():
     ).tobytes()
     assert message == (
         b"MV"
-        + bytes([4, RANGE | 12 << 3, 0, 0, 0, 0])
+        + bytes([4, RANGE.number | 12 << 3, 0, 0, 0, 0])
         + struct.pack("<qqq32x", 7, 7, 144)
         + struct.pack("<q", 0)
         + struct.pack("<QQ", 0b0001010, 0b1100110)
@@ -298,7 +310,7 @@ def test_runs_are_as_long_as_they_can_be(most):
                 starts.append(place)
                 seen = set()
             seen.add(magnitude)
-        assert Runs.of(values, most).table[:, 0].tolist() == starts
+        assert table_of_runs(values, most)[:, 0].tolist() == starts
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -333,12 +345,12 @@ def test_runs_that_lie_are_refused(dtype, place, number):
 
 def test_values_of_many_magnitudes_are_no_runs_nor_those_of_a_dense_vector():
     dense = np.resize(np.array([0, 3, 0, 2, 0, 5], np.float32), 600)
-    assert Runs.of(dense, 1) is Runs.of(dense, 2) is None
-    assert len(Runs.of(np.minimum(dense, 1), 2).table) == 1
+    assert table_of_runs(dense, 1) is table_of_runs(dense, 2) is None
+    assert len(table_of_runs(np.minimum(dense, 1), 2)) == 1
     values = np.arange(1, 3001, dtype=np.float32)
-    assert Runs.of(values, 1) is Runs.of(values, 2) is None
-    assert len(Runs.of(values[:1024], 1).table) == 1024
-    assert len(Runs.of(values[:2048], 2).table) == 1024
+    assert table_of_runs(values, 1) is table_of_runs(values, 2) is None
+    assert len(table_of_runs(values[:1024], 1)) == 1024
+    assert len(table_of_runs(values[:2048], 2)) == 1024
 
 
 @pytest.mark.parametrize(
@@ -347,7 +359,7 @@ def test_values_of_many_magnitudes_are_no_runs_nor_those_of_a_dense_vector():
 def test_offsets_that_lie_are_refused(least, width):
     message = encode(
         SparseVector(range(40), np.ones(40, np.float16), 40),
-        coding=Coding(RANGE, Offsets.of(np.ones(1, np.float16))),
+        coding=(RANGE, offsets_of(np.ones(1, np.float16))),
     )
     message[-16:] = np.array([least, width]).view(np.uint8)
     with pytest.raises(CodecError):
@@ -368,7 +380,7 @@ def test_the_layout_is_the_documented_one():
 def test_a_range_without_values_is_refused():
     """Eight bytes could claim any number of entries."""
     message = struct.pack(
-        HEADER + "q", b"MV", 4, RANGE | 1 << 3, 1, 2**62, 2**61, 72, 0
+        HEADER + "q", b"MV", 4, RANGE.number | 1 << 3, 1, 2**62, 2**61, 72, 0
     )
     with pytest.raises(CodecError, match="8 bytes of indices in format 2 do not hold"):
         decode(np.frombuffer(message, np.uint8))
@@ -440,10 +452,10 @@ def test_a_header_that_lies_is_refused(changes, message):
 def test_the_quick_coding_goes_by_the_true_count():
     values = np.ones(1000, np.float32)
     run = SparseVector(np.arange(5000, 6000), values, 10**6)
-    assert quick(run).indices == RANGE
+    assert quick(run)[0] == RANGE
     assert encoded_nbytes(run, quick(run)) == HEADER_NBYTES + 8 + 4000
     dense = SparseVector(np.arange(5000, 9000, 4), values, 10**6)
-    assert quick(dense).indices == BITMAP
+    assert quick(dense)[0] == BITMAP
     assert encoded_nbytes(dense, quick(dense)) == HEADER_NBYTES + 16 + 8 * 63 + 4000
     spread = SparseVector(np.arange(0, 10**6, 1000), values, 10**6)
     assert (
@@ -458,33 +470,32 @@ def test_the_quick_coding_goes_by_the_true_count():
 )
 def test_the_quick_coding_is_a_bitmap_up_to_a_quarter_of_the_plain_indices(span, form):
     vector = SparseVector([*range(999), span - 1], np.ones(1000), 10**6)
-    assert quick(vector).indices == form
+    assert quick(vector)[0] == form
 
 
 def test_the_smallest_coding_goes_by_the_true_count():
     def form_of(indices, length):
-        return smallest(
-            SparseVector(indices, np.ones(len(indices), np.float32), length)
-        ).indices
+        vector = SparseVector(indices, np.ones(len(indices), np.float32), length)
+        return smallest(vector)[0]
 
     assert form_of(range(5000, 6000), 10**6) == RANGE
     assert form_of(range(5000, 13000, 2), 10**6) == BITMAP
     assert form_of(random_support(0.01), 10**6) == ELIAS_FANO
     # plain: what EF spares is less than its head
-    assert form_of([0, 5, 2**40, 2**62], 2**63 - 1) == 1
+    assert form_of([0, 5, 2**40, 2**62], 2**63 - 1) == INT64
     close = np.sort(np.random.default_rng(1).choice(70_000, 200, replace=False)) + (
         1 << 30
     )
     assert form_of(close, 2**31 - 1) == ELIAS_FANO
     # no values, so no range
-    assert smallest(SparseVector(range(50), np.empty((50, 0)), 50)).indices == BITMAP
+    assert smallest(SparseVector(range(50), np.empty((50, 0)), 50))[0] == BITMAP
 
 
 def of_section(form, section, nnz, length):
     """Return a message of float64 whose section of indices has these 64-bit words."""
     body = struct.pack(f"<{len(section)}q{nnz}d", *section, *range(nnz))
     header = struct.pack(
-        HEADER, b"MV", 4, form | 2 << 3, 0, length, nnz, 64 + len(body)
+        HEADER, b"MV", 4, form.number | 2 << 3, 0, length, nnz, 64 + len(body)
     )
     return np.frombuffer(header + body, np.uint8)
 
@@ -528,7 +539,7 @@ def test_offsets_are_narrower_than_their_dtype(dtype):
     for width in (bits - 1, bits):
         octets, rest = divmod(width + 1, 8)
         body = struct.pack(f"<q{40 * octets + 8 * rest}xqq", 0, 0, width)
-        formats = RANGE | (15 + DTYPES.index(dtype)) << 3
+        formats = RANGE.number | (15 + DTYPES.index(dtype)) << 3
         message = (
             struct.pack(HEADER, b"MV", 4, formats, 0, 40, 40, 64 + len(body)) + body
         )

@@ -24,7 +24,6 @@ from mpicomp.arrays import like, to_array
 from mpicomp.codec import (
     CODECS,
     HEADER_NBYTES,
-    Coding,
     decode,
     encode,
     few_bits_message,
@@ -183,7 +182,7 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
 def test_a_range_that_lies_is_refused(cupy, first):
     message = encode(
         SparseVector([4, 5], [1.0, 2.0], 9),
-        coding=Coding(RANGE, as_they_are(np.ones(2))),
+        coding=(RANGE, as_they_are(np.ones(2))),
     )
     assert decode(cupy.asarray(message)).nnz == 2
     message[HEADER_NBYTES : HEADER_NBYTES + 8] = np.array([first]).view(np.uint8)

@@ -23,7 +23,7 @@ from strategies import DTYPES, finite_values
 
 from mpicomp import SparseVector, codec
 from mpicomp.codec.indices import BITMAP
-from mpicomp.codec.values import Offsets
+from mpicomp.codec.values import offsets_of
 from mpicomp.coded import Uncoded
 from mpicomp.few_bits import BITS
 from mpicomp.kernels import host
@@ -769,7 +769,7 @@ def test_indices_and_values_come_back_from_their_codes(mode, dtype, index_dtype,
             indices[-1] + 1,
         )
         back = codec.decode(
-            codec.encode(vector, coding=codec.Coding(BITMAP, Offsets.of(vector.values)))
+            codec.encode(vector, coding=(BITMAP, offsets_of(vector.values)))
         )
         assert vector.indices.dtype == index_dtype
         assert_same([back.indices, back.values], [vector.indices, vector.values])

@@ -73,9 +73,9 @@ def bits(density: float, form: str | None) -> tuple[float, float]:
     gradient = np.random.default_rng(0).standard_normal(LENGTH).astype(np.float32)
     compressor = TopK(density) if form is None else Quantised(TopK(density), form)
     vector = compressor.compress(gradient)
-    coding = codec.smallest(vector)
-    indices = codec.INDEX_FORMATS[coding.indices].nbytes(vector)
-    return 8 * indices / vector.nnz, 8 * coding.values.nbytes(vector.nnz) / vector.nnz
+    indices, values = codec.smallest(vector)
+    index_nbytes = indices.nbytes(vector)
+    return 8 * index_nbytes / vector.nnz, 8 * values.nbytes(vector.nnz) / vector.nnz
 
 
 def draw_bits(axes) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpicomp.arrays import (
+    VALUE_DTYPES,
     Buffer,
     Dtype,
     index_dtype,
@@ -22,8 +23,16 @@ from mpicomp.arrays import (
     write_fields,
 )
 from mpicomp.codec import values as value_formats
-from mpicomp.codec.indices import BITMAP, INDEX_FORMATS, INT32, INT64, RANGE, padded
-from mpicomp.codec.values import ValueFormat, format_of
+from mpicomp.codec.indices import (
+    BITMAP,
+    INDEX_FORMATS,
+    INT32,
+    INT64,
+    RANGE,
+    Format,
+    padded,
+)
+from mpicomp.codec.values import format_of
 from mpicomp.errors import CodecError
 from mpicomp.few_bits import BITS, BLOCKS, SCALES, FewBits
 from mpicomp.vector import MAX_LENGTH, SparseVector
@@ -62,17 +71,13 @@ class Header(NamedTuple):
     crc: int
 
 
-class Coding(NamedTuple):
-    """The formats of a vector in a message: the number of an index format, and a value format."""
-
-    indices: int
-    values: ValueFormat
-
+Coding = tuple[Format, Format]
+"""The formats of a vector in a message: of its indices, and of its values."""
 
 _PLAIN = {
-    (np.dtype(dtype), form.dtype): Coding(number, form)
-    for number, dtype in ((INT32, np.int32), (INT64, np.int64))
-    for form in value_formats.AS_THEY_ARE
+    (np.dtype(dtype), values): (form, value_formats.VALUE_FORMATS[number])
+    for form, dtype in ((INT32, np.int32), (INT64, np.int64))
+    for number, values in enumerate(VALUE_DTYPES)
 }
 
 
@@ -90,20 +95,18 @@ def quick(vector: SparseVector) -> Coding:
     coding = plain(vector)
     room = vector.indices.nbytes // 4
     for form in (RANGE, BITMAP):
-        size = INDEX_FORMATS[form].nbytes(vector)
+        size = form.nbytes(vector)
         if size is not None and size <= room:
-            return Coding(form, coding.values)
+            return form, coding[1]
     return coding
 
 
 def smallest(vector: SparseVector) -> Coding:
     """Return the coding with the smallest message."""
-    sizes = [
-        (index_format.nbytes(vector), form)
-        for form, index_format in enumerate(INDEX_FORMATS)
-    ]
+    sizes = [(form.nbytes(vector), form.number) for form in INDEX_FORMATS]
     _, least = min((size, form) for size, form in sizes if size is not None)
-    return Coding(least, value_formats.smallest(vector.values.reshape(-1)))
+    flat = vector.values.reshape(-1)
+    return INDEX_FORMATS[least], value_formats.smallest(flat)
 
 
 CODECS = {"plain": plain, "quick": quick, "smallest": smallest}
@@ -112,11 +115,8 @@ CODECS = {"plain": plain, "quick": quick, "smallest": smallest}
 def encoded_nbytes(vector: SparseVector, coding: Coding | None = None) -> int:
     """Return the size in bytes of the message for `vector` in a coding; None is the plain one."""
     indices, values = coding or plain(vector)
-    return (
-        HEADER_NBYTES
-        + (INDEX_FORMATS[indices].nbytes(vector) or 0)
-        + values.nbytes(vector.values.size)
-    )
+    section = indices.nbytes(vector) or 0
+    return HEADER_NBYTES + section + int(values.nbytes(vector.values.size))
 
 
 def encode(
@@ -132,13 +132,12 @@ def encode(
     coding: for this vector; None is the plain one. count, signature: fields of the
     header. line: zeros follow the message up to a multiple of it.
     """
-    form, value_format = coding or plain(vector)
-    index_format = INDEX_FORMATS[form]
+    index_format, value_format = coding or plain(vector)
     values = vector.values
     middle = HEADER_NBYTES + (index_format.nbytes(vector) or 0)
     nbytes = middle + value_format.nbytes(values.size)
     message = _room(nbytes, line, values)
-    formats = form | value_format.number << _FORM_BITS
+    formats = index_format.number | value_format.number << _FORM_BITS
     row = 0 if values.ndim == 1 else 1 + values.shape[1]
     write_fields(
         message,
@@ -309,7 +308,7 @@ def decode(
     dtype = index_dtype(length)
     numbers = section if fields is message else fields[HEADER_NBYTES:middle]
     # no values: 8 bytes could claim any number of entries
-    unbounded = form == RANGE and middle == nbytes and nnz
+    unbounded = form == RANGE.number and middle == nbytes and nnz
     indices = (
         None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype, numbers)
     )

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import numpy as np
 from kernel_cases import draw_sparse, families, last_plan, magnitude_keys
 
-from mpicomp.codec.values import Offsets
+from mpicomp.codec import values as value_formats
 from mpicomp.kernels import host
 from mpicomp.kernels.host import few_bits as host_few_bits
 
@@ -755,7 +755,8 @@ def offsets(device, cupy):
                 least, largest = host.magnitude_range(values)
                 width = (largest - least).bit_length()
                 planes = np.zeros(
-                    Offsets(dtype, least, width).nbytes(size) - 16, np.uint8
+                    value_formats.offsets(dtype, least, width).nbytes(size) - 16,
+                    np.uint8,
                 )
                 compare_in_place(
                     device,
