@@ -155,15 +155,15 @@ def code_of(*folders):
 # Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
 # use the slack of 3 %, a feature may not.
 BUDGET = {
-    "tokens": 87800,
+    "tokens": 87400,
     "density": 7.9,
     "wide assignments": 1,
     "tool tokens": 23500,
-    "classes": 100,
-    "functions": 1476,
-    "private nouns": 35,
-    "closure modules": 20,
-    "closure tokens": 25310,
+    "classes": 92,
+    "functions": 1467,
+    "private nouns": 34,
+    "closure modules": 19,
+    "closure tokens": 25010,
 }
 SLACK = 1.03
 
