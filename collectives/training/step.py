@@ -299,22 +299,20 @@ class Step:
 
     def _skip(self, buckets: Sequence[Bucket], form: str) -> None:
         """Prepare the results of a step that is skipped: zeros, or vectors without entries."""
-        outputs = [bucket.outputs(self._outs) for bucket in buckets]
-        self._writes = [
-            partial(vector.fill, 0)
-            for vectors in outputs
-            for vector in vectors.values()
-        ]
         self.results = dict(self._outs)
         self.means = []
-        for tensor in [tensor for bucket in buckets for tensor in bucket.tensors]:
-            if tensor.name in self._outs or form == "vectors":
-                continue
-            zeros = tensor.new()
-            result = tensor.wrap(zeros.reshape(tensor.shape))
-            if form == "sparse":
-                result = SparseVector.empty(tensor.size, tensor.dtype, like=zeros)
-            self.results[tensor.name] = result
+        self._writes = []
+        for bucket in buckets:
+            for vector in bucket.outputs(self._outs).values():
+                self._writes.append(partial(vector.fill, 0))
+            for tensor in bucket.tensors:
+                if tensor.name in self._outs or form == "vectors":
+                    continue
+                zeros = tensor.new()
+                result = tensor.wrap(zeros.reshape(tensor.shape))
+                if form == "sparse":
+                    result = SparseVector.empty(tensor.size, tensor.dtype, like=zeros)
+                self.results[tensor.name] = result
 
     def _commit(self, buckets: Sequence[Bucket]) -> None:
         """Commit all buckets and write to output buffers, complete on any stream of a device; cannot fail."""
