@@ -289,6 +289,22 @@ def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(
         GradientExchange(*parts, small=10)({"weight": rng.standard_normal(50)})
 
 
+@pytest.mark.at_least(2)
+def test_a_residual_that_is_not_finite_on_one_rank_is_found_on_all(comm, watched):
+    class Spoiling(ErrorFeedback):
+        def prepare_residual(self, corrected, sent, rejected=None):
+            super().prepare_residual(corrected, sent, rejected)
+            corrected[0] = np.nan
+
+    feedback = Spoiling() if comm.rank == 1 else ErrorFeedback()
+    exchange = GradientExchange(watched, TopK(k=3), feedback)
+    with pytest.raises(
+        CheckError,
+        match="step 0, in gradient: rank 1: the residual is not finite after the step",
+    ):
+        exchange(np.arange(9.0))
+
+
 @pytest.mark.parametrize("small", [5, 10])
 def test_an_error_of_a_step_names_rank_step_and_tensor(comm, watched, small):
     exchange = GradientExchange(

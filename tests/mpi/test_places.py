@@ -417,6 +417,16 @@ def test_an_outer_rate_that_differs_raises_on_all(comm):
 
 
 @pytest.mark.at_least(2)
+def test_lists_that_differ_in_one_array_name_it(comm):
+    exchange = GradientExchange(comm, TopK(k=1))
+    with pytest.raises(
+        CollectiveError,
+        match=r"same tensors: 'item 1 of the list' is float64 of shape \(4,\) on rank 0",
+    ):
+        exchange([np.ones(3), np.ones(4 + is_last(comm))])
+
+
+@pytest.mark.at_least(2)
 def test_a_mean_without_a_place_raises_on_all(comm):
     """As of a branch of a model that is unused on one rank, whose parameters have no gradient there."""
     exchange = GradientExchange(comm, TopK(0.5), small=0)
