@@ -105,7 +105,7 @@ class Bucket:
         return corrected, self.selection.select_outside(corrected, summands, *own)
 
     def correct(self, arrays: ByName) -> tuple[Array, Array]:
-        """Return the gradients with the residual added, twice; raises ValueError if a value is not finite."""
+        """Return the gradients with the residual added, all of which are sent; ValueError if a value is not finite."""
         gradient = self.gradient(arrays)
         corrected, summands = self.feedback.summands(*gradient, basis=self.basis)
         write_sum(summands, corrected)

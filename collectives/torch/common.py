@@ -234,10 +234,11 @@ class Handle:
 
     def _exchanged(self, parts: Iterable[tuple[Any, Any]]) -> Parts:
         """Return the names of parameters, themselves and their gradients, without those that are left out."""
-        named_parts = [
-            (self._names[parameter], parameter, part) for parameter, part in parts
+        return [
+            (name, parameter, part)
+            for parameter, part in parts
+            if (name := self._names[parameter]) not in self._held
         ]
-        return [part for part in named_parts if part[0] not in self._held]
 
     def _start(self, parts: Parts) -> None:
         """Start the exchange of the gradients of some parameters, which the end of the step overwrites.

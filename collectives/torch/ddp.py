@@ -118,6 +118,10 @@ _ANEW = (
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
+# the future of the means, the buffer and the gradients in it
+_Bucket = tuple[torch.futures.Future[torch.Tensor], torch.Tensor, Parts]
+
+
 class DDPHandle(Handle):
     """The hooks of a DistributedDataParallel model; made by `attach`."""
 
@@ -143,9 +147,7 @@ class DDPHandle(Handle):
         # with `clip`: of this rank's last gradient, before it was clipped
         self.norm: float | None = None
         # of this step
-        self._buckets: list[
-            tuple[torch.futures.Future[torch.Tensor], torch.Tensor, Parts]
-        ] = []
+        self._buckets: list[_Bucket] = []
         self._gradients: list[Any] = []  # what is in `.grad` before the pass
         model.register_forward_pre_hook(self)
         model.register_forward_hook(self)
@@ -258,9 +260,7 @@ class DDPHandle(Handle):
         buckets = self._buckets
         self._buckets = []
         if self._clip is not None:
-            self._clip_gradient(
-                [(buffer, parts) for _, buffer, parts in buckets], self._clip
-            )
+            self._clip_gradient(buckets, self._clip)
         means: dict[str, Any] = {}
         factor = math.nan
         if self._in_pass:
@@ -291,14 +291,12 @@ class DDPHandle(Handle):
             elif mean.any():
                 parameter.grad = mean if self._views else mean.clone()
 
-    def _clip_gradient(
-        self, buckets: list[tuple[torch.Tensor, Parts]], clip: float
-    ) -> None:
+    def _clip_gradient(self, buckets: list[_Bucket], clip: float) -> None:
         """Scale this rank's gradient to a norm of at most clip / sqrt(P), and start the exchange.
 
         The bits do not depend on the buckets.
         """
-        gradients = {name: part for _, parts in buckets for name, _, part in parts}
+        gradients = {name: part for *_, parts in buckets for name, _, part in parts}
         names = [name for name in self._names.values() if name in gradients]
         norms = [
             torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
@@ -309,7 +307,7 @@ class DDPHandle(Handle):
         in_host_memory = torch.stack(together).tolist() if norms else []
         self.norm = norm = math.hypot(*in_host_memory)
         limit = clip / math.sqrt(self.exchange.comm.size)
-        for buffer, parts in buckets:
+        for _, buffer, parts in buckets:
             # what is not finite is left for the exchange to find
             if limit < norm < math.inf:
                 self._multiply(buffer, parts, limit / norm)
