@@ -56,13 +56,14 @@ def parts(
 ) -> dict[str, Call]:
     """Return what a rank does in the direct algorithm, as calls on their own; the messages by MPI's collectives."""
     uncoded = Uncoded([array], out[1])
+    write = uncoded.coder(bits, block)
     ranges = shares(0, uncoded.blocks(block), comm.size)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
 
     def coded(rank: int, terms: Sequence[FewBits] = ()) -> FewBits:
         first, end = ranges[rank]
         room = few_bits_message((end - first) * block, bits, block, array)
-        return uncoded.code(room, terms, blocks=(first, end))
+        return write(room, terms, (first, end))
 
     coded_shares = [coded(rank) for rank in range(comm.size)]
     counts = [share.codes.nbytes + share.scales.nbytes for share in coded_shares]

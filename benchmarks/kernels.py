@@ -352,18 +352,15 @@ def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
 
     for bits in BITS:
         room = few_bits_message(values.size, bits, 256, values)
-        coded = Uncoded([values], out).code(room)
+        coded = Uncoded([values], out).coder(bits, 256)(room)
         arrays, others = (
             (coded.codes, coded.scales),
             (coded.codes.copy(), coded.scales.copy()),
         )
+        code = host.encoder([values], None, bits, 256, out, threads=1)
         calls: dict[str, Call] = {
-            "quantise": partial(
-                host.quantise, values, [], bits, 256, *arrays, out, threads=1
-            ),
-            "quantise a sum of two": partial(
-                host.quantise, values, [arrays], bits, 256, *others, out, threads=1
-            ),
+            "quantise": partial(code, *arrays),
+            "quantise a sum of two": partial(code, *others, [arrays]),
             "dequantise": partial(CodedSum([coded], [length]).write, out),
         }
         for name, ours in calls.items():

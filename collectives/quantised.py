@@ -223,11 +223,12 @@ def shares_of_sum(
     blocks: the first, and the one after the last, of those to sum. short: decoded
     values are exact in float16. A block of the sum is not finite if one of any rank is.
     """
+    write = uncoded.coder(bits, block, short=short)
 
     def code(share: tuple[int, int], others: Sequence[FewBits] = ()) -> FewBits:
         size = (share[1] - share[0]) * block
         room = few_bits_message(size, bits, block, uncoded.errors, line=LINE)
-        return uncoded.code(room, others, blocks=share, short=short)
+        return write(room, others, share)
 
     ranges = shares(*blocks, group.size)
     parts = [code(share) for rank, share in enumerate(ranges) if rank != group.rank]

@@ -1,6 +1,6 @@
 """Dense vectors to be coded in few bits, and sums of them: what one rank does in `quantised_allreduce`.
 
-All values are passed over twice. `Uncoded.code` adds them to the residual, codes them,
+All values are passed over twice. `Uncoded.coder` adds them to the residual, codes them,
 and writes the errors; `CodedSum.writer` decodes the sum, divides it, and writes it to
 where it is wanted. What is kept between the two are codes.
 """
@@ -96,35 +96,37 @@ class Uncoded:
             )
         return values
 
-    def code(
-        self,
-        into: FewBits,
-        others: Sequence[FewBits] = (),
-        *,
-        blocks: tuple[int, int] | None = None,
-        short: bool = False,
-    ) -> FewBits:
-        """Write the sum of the values and the others, in order, to `into`, and its errors; return `into`.
+    def coder(
+        self, bits: int, block: int, *, short: bool = False
+    ) -> Callable[..., FewBits]:
+        """Return a function that writes the values in few bits, and their errors.
 
-        into: as `few_bits_message` of `mpicomp.codec` makes it. others: as many values
-        each, in as many bits and blocks. blocks: the first, and the one after the last,
-        of `segments`; None for all. short: the decoded values are float16 numbers. The
-        error of a value in a block that is not finite is the value.
+        Its arguments: `into`, which it returns, as `few_bits_message` of
+        `mpicomp.codec` makes it; others, which it adds in order to the values: as many,
+        in as many bits and blocks; and blocks, the first, and the one after the last,
+        by default all. short: the decoded values are float16 numbers. The error of a
+        value in a block that is not finite is the value.
         """
-        kernels_for(self.errors).quantise_parts(
+        encode = kernels_for(self.errors).encoder(
             self.parts,
             self.residual,
-            [(other.codes, other.scales) for other in others],
-            into.bits,
-            into.block,
-            into.codes,
-            into.scales,
+            bits,
+            block,
             self.errors,
             decay=self.decay,
-            blocks=blocks,
             short=short,
         )
-        return into
+
+        def code(
+            into: FewBits,
+            others: Sequence[FewBits] = (),
+            blocks: tuple[int, int] | None = None,
+        ) -> FewBits:
+            terms = [(other.codes, other.scales) for other in others]
+            encode(into.codes, into.scales, terms, blocks)
+            return into
+
+        return code
 
 
 @dataclass(frozen=True)
@@ -168,30 +170,16 @@ class CodedSum:
         such vectors, and a factor: it adds the factor times the values to them, and
         writes the sums to the parts as well.
         """
-        decoders = []
-        first = 0
-        for share in self.shares:
-            end = first + share.blocks
-            if first == end:
-                continue
-            decoder = kernels_for(parts[0]).decoder(
-                share.codes,
-                share.scales,
-                share.bits,
-                share.block,
-                parts,
-                divisor=self.divisor,
-                onto=onto,
-                blocks=(first, end),
-            )
-            decoders.append(decoder)
-            first = end
-
-        def write() -> None:
-            for decode in decoders:
-                decode()
-
-        return write
+        one = self.shares[0]
+        writer: Callable[[], None] = kernels_for(parts[0]).decoder(
+            [(share.codes, share.scales) for share in self.shares],
+            one.bits,
+            one.block,
+            parts,
+            divisor=self.divisor,
+            onto=onto,
+        )
+        return writer
 
     def write(self, out: Array) -> None:
         """Write the values to a vector, rounded to its dtype."""

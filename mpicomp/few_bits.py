@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -46,3 +47,11 @@ class FewBits:
 def first_blocks(sizes: Iterable[int], block: int) -> list[int]:
     """Return the number of the first block of each segment, and at last the number of blocks."""
     return [0, *accumulate([-(-size // block) for size in sizes])]
+
+
+@lru_cache(maxsize=256)
+def places(sizes: tuple[int, ...], block: int) -> tuple[Array, Array]:
+    """Return the first block and the first value of each segment, each with the number of all."""
+    firsts = first_blocks(sizes, block)
+    edges = [*accumulate(sizes, initial=0)]
+    return np.array(firsts, np.int64), np.array(edges, np.int64)

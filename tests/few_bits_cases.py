@@ -102,7 +102,7 @@ ORACLES = {"direct": by_owners, "node_lanes": by_lanes}
 def decode(coded, out):
     """Write the values of `FewBits` to `out`, of their dtype."""
     if coded.bits in BITS:
-        fields = coded.codes, coded.scales, coded.bits, coded.block
-        kernels_for(out).decoder(*fields, [out])()
+        share = coded.codes, coded.scales
+        kernels_for(out).decoder([share], coded.bits, coded.block, [out])()
     else:
         out[...] = coded.codes.view(coded.dtype)

@@ -102,7 +102,7 @@ def sound_few_bits(rng):
     )
     bits, block = int(rng.choice(BITS)), 1 << int(rng.integers(5, 8))
     room = few_bits_message(values.size, bits, block, values)
-    return encode_few_bits(Uncoded([values], values.copy()).code(room))
+    return encode_few_bits(Uncoded([values], values.copy()).coder(bits, block)(room))
 
 
 def mutate(message, rng):

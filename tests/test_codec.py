@@ -564,10 +564,10 @@ def test_mutated_messages_decode_or_raise_codec_error():
 
 
 def few_bits_message(values, bits=4, block=32):
-    uncoded = Uncoded([values], np.empty_like(values))
-    coded = uncoded.code(in_a_message(values.size, bits, block, values))
+    code = Uncoded([values], np.empty_like(values)).coder(bits, block)
+    coded = code(in_a_message(values.size, bits, block, values))
     message = encode_few_bits(coded)
-    padded = uncoded.code(in_a_message(values.size, bits, block, values, line=64))
+    padded = code(in_a_message(values.size, bits, block, values, line=64))
     assert encode_few_bits(padded).tobytes() == message.tobytes() + bytes(
         -message.size % 64
     )

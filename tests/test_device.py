@@ -156,7 +156,7 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
         cupy.zeros(64, np.float32),
         np.zeros(64, np.float32),
     )
-    coded = Uncoded([values], np.empty_like(values)).code(
+    coded = Uncoded([values], np.empty_like(values)).coder(8, 32)(
         few_bits_message(64, 8, 32, values, line=64)
     )
     decode_values(coded, expected)

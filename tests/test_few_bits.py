@@ -17,7 +17,7 @@ from mpicomp.few_bits import BITS, SCALES, first_blocks
 from mpicomp.kernels import host
 from mpicomp.kernels.host.few_bits import (
     decoder,
-    quantise_parts,
+    encoder,
 )
 
 SIZES = 1000, 0, 1, 32, 31, 3000, 257
@@ -50,7 +50,7 @@ def alone(values, others, bits):
     """Return codes, scales and errors of one tensor."""
     codes, scales = room(values.size, bits, values.dtype)
     rejected = np.empty_like(values)
-    host.quantise(values, others, bits, BLOCK, codes, scales, rejected)
+    encoder([values], None, bits, BLOCK, rejected)(codes, scales, others)
     return codes, scales, rejected
 
 
@@ -91,19 +91,17 @@ def test_tensors_together_are_those_of_each_alone(monkeypatch, dtype, bits, thre
             rejected = residual.copy()  # in place
             codes = np.empty_like(expected[0])
             scales = np.empty_like(expected[1])
-            quantise_parts(
+            encode = encoder(
                 parts,
                 rejected,
-                given,
                 bits,
                 BLOCK,
-                codes,
-                scales,
                 rejected,
                 decay=decay,
                 scale=scale,
                 threads=threads,
             )
+            encode(codes, scales, given)
             assert_same((codes, scales, rejected), expected)
 
 
@@ -117,19 +115,20 @@ def test_ranges_of_blocks_are_parts_of_the_whole(dtype, bits):
     cuts = 0, 1, 33, 40, blocks
     decoded = [np.full_like(part, 7) for part in parts]
     found = np.full_like(rejected, 7)
+    encode = encoder(parts, None, bits, BLOCK, found)
     for first, last in pairwise(cuts):
         some = room((last - first) * BLOCK, bits, dtype)
         before = found.copy(), [each.copy() for each in decoded]
-        quantise_parts(parts, None, [], bits, BLOCK, *some, found, blocks=(first, last))
+        encode(*some, [], (first, last))
         width, each = BLOCK * bits // 8, 2 if bits == 2 else 1
         own = codes[first * width : last * width], scales[first * each : last * each]
         assert_same(some, own)
-        decoder(*some, bits, BLOCK, decoded, blocks=(first, last), long=0)()
+        decoder([some], bits, BLOCK, decoded, first=first, long=0)()
         changed = (found != before[0]).sum()
         assert changed <= (last - first) * BLOCK
     assert_same([found], [rejected])
     whole = [np.empty_like(part) for part in parts]
-    decoder(codes, scales, bits, BLOCK, whole)()
+    decoder([(codes, scales)], bits, BLOCK, whole)()
     assert_same(decoded, whole)
 
 
@@ -141,10 +140,10 @@ def test_decoding_over_a_divisor_is_a_division(dtype, bits, divisor, long):
     parts = drawn(dtype)
     codes, scales, _ = joined(alone(each, [], bits) for each in parts)
     decoded = [np.empty_like(part) for part in parts]
-    decoder(codes, scales, bits, BLOCK, decoded)()
+    decoder([(codes, scales)], bits, BLOCK, decoded)()
     means = drawn(dtype)  # each at another place of a cache line
     around = [each.base.copy() for each in means]
-    decoder(codes, scales, bits, BLOCK, means, divisor=divisor, long=long)()
+    decoder([(codes, scales)], bits, BLOCK, means, divisor=divisor, long=long)()
     assert_same(means, [each / dtype(divisor) for each in decoded])
     for each, before in zip(means, around, strict=True):
         start = before.size - each.size
@@ -161,7 +160,7 @@ def test_errors_that_bypass_the_cache_are_the_same(dtype, bits, start):
     some = np.empty_like(codes), np.empty_like(scales)
     room = new_vector(np, start + rejected.size, dtype)
     room[:] = 7
-    quantise_parts(parts, None, [], bits, BLOCK, *some, room[start:], long=0)
+    encoder(parts, None, bits, BLOCK, room[start:], long=0)(*some)
     assert_same((*some, room[start:]), (codes, scales, rejected))
     assert (room[:start] == 7).all()
 
@@ -177,13 +176,13 @@ def test_what_lies_beside_a_tensor_does_not_change_it(bits, size):
     blocks = int(first_blocks([1000, 64], 256)[-1])
     width, each = 256 * bits // 8, 2 if bits == 2 else 1
     some = codes[: blocks * width], scales[: blocks * each]
-    quantise_parts(parts, None, [], bits, 256, *some, np.empty(1064, np.float32))
+    encoder(parts, None, bits, 256, np.empty(1064, np.float32))(*some)
     decoded = [np.empty_like(part) for part in parts]
-    decoder(*some, bits, 256, decoded)()
+    decoder([some], bits, 256, decoded)()
     only = room(64, bits, np.float32, 256)
-    host.quantise(bias, [], bits, 256, *only, np.empty_like(bias))
+    encoder([bias], None, bits, 256, np.empty_like(bias))(*only)
     expected = np.empty_like(bias)
-    host.decoder(*only, bits, 256, [expected])()
+    host.decoder([only], bits, 256, [expected])()
     assert_same([decoded[1]], [expected])
     assert np.abs(expected).max() > 0
 
@@ -197,18 +196,8 @@ def test_a_block_that_is_not_finite_keeps_the_corrected_values(dtype, bits, bad)
     codes, scales = room(100, bits, dtype)
     expected = dtype(0.5) * residual + dtype(2) * part
     with np.errstate(invalid="ignore"):
-        quantise_parts(
-            [part],
-            residual,
-            [],
-            bits,
-            BLOCK,
-            codes,
-            scales,
-            residual,
-            decay=0.5,
-            scale=2.0,
-        )
+        encode = encoder([part], residual, bits, BLOCK, residual, decay=0.5, scale=2.0)
+        encode(codes, scales)
     np.testing.assert_array_equal(residual[32:64], expected[32:64])
     assert np.isfinite(residual[:32]).all()
     infinity = np.array([np.inf], dtype).view(f"u{part.itemsize}") >> 4 * part.itemsize
@@ -222,7 +211,7 @@ def test_the_largest_numbers_decode_to_finite_ones(dtype, bits, size):
     """So the check of a mean for its range is one of scales."""
     codes, scales, _ = alone(np.full(size, np.finfo(dtype).max), [], bits)
     decoded = np.empty(size, dtype)
-    host.decoder(codes, scales, bits, BLOCK, [decoded])()
+    host.decoder([(codes, scales)], bits, BLOCK, [decoded])()
     assert np.isfinite(decoded).all()
 
 
@@ -235,27 +224,21 @@ def test_decoding_onto_vectors_is_decoding_and_an_addition(dtype, bits, long):
     codes, scales, _ = joined(alone(each, [], bits) for each in parts)
     bases = [np.roll(part, 1) for part in parts]
     means = [np.empty_like(part) for part in parts]
-    decoder(codes, scales, bits, BLOCK, means, divisor=3)()
+    decoder([(codes, scales)], bits, BLOCK, means, divisor=3)()
     pairs = zip(means, bases, strict=True)
     expected = [dtype(-0.7) * mean + base for mean, base in pairs]
     sums = drawn(dtype)
     width, magnitudes = BLOCK * bits // 8, 2 if bits == 2 else 1
-    cuts = 0, 1, 33, 40, int(first_blocks(SIZES, BLOCK)[-1])
-    for first, last in pairwise(cuts):
-        some = (
+    cuts = 0, 1, 33, 33, 40, int(first_blocks(SIZES, BLOCK)[-1])
+    shares = [
+        (
             codes[first * width : last * width],
             scales[first * magnitudes : last * magnitudes],
         )
-        host.decoder(
-            *some,
-            bits,
-            BLOCK,
-            sums,
-            divisor=3,
-            onto=(bases, -0.7),
-            blocks=(first, last),
-            long=long,
-        )()
+        for first, last in pairwise(cuts)
+    ]
+    onto = bases, -0.7
+    decoder(shares, bits, BLOCK, sums, divisor=3, onto=onto, long=long)()
     assert_same(sums, expected)
     assert_same(bases, expected)
 
@@ -266,7 +249,7 @@ def test_what_is_decoded_to_lives_until_it_is_written():
     part = np.ones(512, np.float32)
     base = part.copy()
     memory = weakref.ref(part), weakref.ref(base)
-    decode = decoder(codes, scales, 4, BLOCK, [part], onto=([base], 1.0))
+    decode = decoder([(codes, scales)], 4, BLOCK, [part], onto=([base], 1.0))
     del part, base
     assert all(array() is not None for array in memory)
     decode()
@@ -276,8 +259,8 @@ LOOPS = """
 import numpy as np
 from mpicomp.kernels.host import few_bits
 part, codes, scales = np.ones(512, np.float32), np.empty(256, np.uint8), np.empty(2, np.uint16)
-few_bits.quantise_parts([part], part.copy(), [], 4, 256, codes, scales, part.copy())
-few_bits.decoder(codes, scales, 4, 256, [part])()
+few_bits.encoder([part], part.copy(), 4, 256, part.copy())(codes, scales)
+few_bits.decoder([(codes, scales)], 4, 256, [part])()
 for kernel in few_bits._quantise, few_bits._dequantise:
     print(*kernel.inspect_asm().values())
 """

@@ -101,18 +101,13 @@ def few_bits_calls(values, other, number):
         scales = scales[: blocks * (1 + (each == 2))]
         rejected, total = np.zeros_like(values), np.zeros_like(values)
         with np.errstate(all="ignore"):
-            host.quantise(values, [], each, 64, codes, scales, rejected, threads=number)
-            host.quantise(
-                other,
-                [(codes, scales)],
-                each,
-                64,
-                codes.copy(),
-                scales.copy(),
-                total,
-                threads=number,
+            host.encoder([values], None, each, 64, rejected, threads=number)(
+                codes, scales
             )
-            host.decoder(codes, scales, each, 64, [other], threads=number, long=0)()
+            host.encoder([other], None, each, 64, total, threads=number)(
+                codes.copy(), scales.copy(), [(codes, scales)]
+            )
+            host.decoder([(codes, scales)], each, 64, [other], threads=number, long=0)()
         yield codes, scales, rejected, total, other
 
 

@@ -863,19 +863,21 @@ def coded(values, bits, block, others=(), *, short=False, rejected=None):
         np.empty_like(values) if rejected is None else rejected,
     )
     terms = [
-        Uncoded([other], np.empty_like(other)).code(codec.few_bits_message(*room))
+        Uncoded([other], np.empty_like(other)).coder(bits, block)(
+            codec.few_bits_message(*room)
+        )
         for other in others
     ]
     found, again = (
-        Uncoded([values], rejected).code(
-            codec.few_bits_message(*room), terms, short=short
+        Uncoded([values], rejected).coder(bits, block, short=short)(
+            codec.few_bits_message(*room), terms
         ),
         np.empty_like(values),
     )
     decoded = [np.full_like(values, 7) for _ in (found, *terms)]
     for each, out in zip((found, *terms), decoded, strict=True):
         decode_values(each, out)
-    host.decoder(found.codes, found.scales, bits, block, [again], long=0)()
+    host.decoder([(found.codes, found.scales)], bits, block, [again], long=0)()
     assert again.tobytes() == decoded[0].tobytes()
     return sum(decoded[1:], values), decoded[0], rejected
 

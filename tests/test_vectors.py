@@ -64,9 +64,9 @@ host.add_parts(values, 1, [values], out, long=0)
 host.hadamard(values, out, 256)
 host.hadamard_writer(vector.indices, vector.values, out, 256, long=0)()
 codes, scales = np.empty(1 << 16, np.uint8), np.empty(1 << 9, np.uint16)
-host.quantise(values, [], 4, 256, codes, scales, out)
-host.quantise(values, [], 2, 256, codes, np.empty(1 << 10, np.uint16), out)
-host.decoder(codes, scales, 4, 256, [out])()
+host.encoder([values], None, 4, 256, out)(codes, scales)
+host.encoder([values], None, 2, 256, out)(codes, np.empty(1 << 10, np.uint16))
+host.decoder([(codes, scales)], 4, 256, [out])()
 
 
 def for_arm(code):

@@ -65,13 +65,14 @@ class FewBits:
                 for rank, pair in enumerate(zip(parts, errors, strict=True))
                 if rank != owner
             ]
-            size = end - start, self.bits, BLOCK, total
+            form = self.bits, BLOCK
+            size = end - start, *form, total
             others = [
-                Uncoded([part], error).code(few_bits_message(*size))
+                Uncoded([part], error).coder(*form)(few_bits_message(*size))
                 for part, error in pairs
             ]
             own = Uncoded([parts[owner]], errors[owner])
-            share = own.code(few_bits_message(*size), others)
+            share = own.coder(*form)(few_bits_message(*size), others)
             CodedSum([share], [end - start]).write(total[start:end])
             sent += share.codes.nbytes + share.scales.nbytes
         if self.basis:

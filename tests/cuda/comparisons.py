@@ -8,6 +8,7 @@ import numpy as np
 from kernel_cases import draw_sparse, families, last_plan, magnitude_keys
 
 from mpicomp.codec import values as value_formats
+from mpicomp.few_bits import first_blocks
 from mpicomp.kernels import host
 from mpicomp.kernels.host import few_bits as host_few_bits
 
@@ -812,15 +813,15 @@ def compare_few_bits(device, cupy, values, other, bits, block, short):
             np.zeros(blocks * (1 + (bits == 2)), stored),
         )
         room, ours, sent = there(cupy, [[codes, scales], own, terms])
-        device.quantise(ours, sent, bits, block, *room, ours, short=short)
-        host.quantise(own, terms, bits, block, codes, scales, own, short=short)
+        device.encoder([ours], None, bits, block, ours, short=short)(*room, sent)
+        host.encoder([own], None, bits, block, own, short=short)(codes, scales, terms)
         for found, expected in zip((*room, ours), (codes, scales, own), strict=True):
             assert_same(found.get(), expected)
         terms = [*terms, [codes, scales]]
     expected = np.ones_like(values)
     ours, sent = there(cupy, [expected, [codes, scales]])
-    device.decoder(*sent, bits, block, [ours])()
-    host.decoder(codes, scales, bits, block, [expected])()
+    device.decoder([sent], bits, block, [ours])()
+    host.decoder([(codes, scales)], bits, block, [expected])()
     assert_same(ours.get(), expected)
 
 
@@ -838,13 +839,13 @@ def few_bits_in_parts(device, cupy):
         )
         parts[0][:9] = np.nan
         parts[-1][3] = -np.inf
-        blocks = int(host_few_bits.first_blocks(sizes, block)[-1])
+        blocks = first_blocks(sizes, block)[-1]
         residual = np.concatenate(other)
         terms = []
         for first, last in ((0, blocks), (1, 7), (2, blocks)):
             room = coded_room(dtype, bits, block, last - first)
             terms = terms[:1] if first else []
-            factors = {"decay": 0.75, "scale": 0.1, "blocks": (first, last)}
+            factors = {"decay": 0.75, "scale": 0.1}
             some = [
                 [codes[: room[0].size], scales[: room[1].size]]
                 for codes, scales in terms
@@ -852,15 +853,18 @@ def few_bits_in_parts(device, cupy):
             ours = misaligned(cupy, parts)
             given, sent = there(cupy, [[*room, residual], some])
             given[0] = cupy.asarray(np.append(np.uint8(0), room[0]))[1:]
-            device.quantise_parts(ours, given[2], sent, bits, block, *given, **factors)
+            *coding, errors = given
+            encode = device.encoder(ours, errors, bits, block, errors, **factors)
+            encode(*coding, sent, (first, last))
             with np.errstate(all="ignore"):
-                host_few_bits.quantise_parts(
-                    parts, residual, some, bits, block, *room, residual, **factors
+                encode = host_few_bits.encoder(
+                    parts, residual, bits, block, residual, **factors
                 )
+                encode(*room, some, (first, last))
             for found, expected in zip(given, (*room, residual), strict=True):
                 assert_same(found.get(), expected)
             terms.append(room)
-            decode_in_parts(device, cupy, room, bits, block, other, (first, last))
+            decode_in_parts(device, cupy, room, bits, block, other, first)
 
 
 def sparse_vectors_in_parts(device, cupy):
@@ -906,18 +910,16 @@ def misaligned(cupy, parts):
     ]
 
 
-def decode_in_parts(device, cupy, room, bits, block, like, blocks):
+def decode_in_parts(device, cupy, room, bits, block, like, first):
     """Compare decoded values over divisors; the others' are left alone."""
     for divisor in (1, 2, 3, 127, 0.3, 1 << 20):
         expected = [np.full_like(part, 7) for part in like]
         ours, sent = misaligned(cupy, expected), there(cupy, room)
-        decode = device.decoder(
-            *sent, bits, block, ours, divisor=divisor, blocks=blocks
-        )
+        decode = device.decoder([sent], bits, block, ours, divisor=divisor, first=first)
         decode()
         with np.errstate(all="ignore"):
             host_few_bits.decoder(
-                *room, bits, block, expected, divisor=divisor, blocks=blocks
+                [room], bits, block, expected, divisor=divisor, first=first
             )()
         for found, values in zip(ours, expected, strict=True):
             assert_same(found.get(), values)

@@ -29,8 +29,7 @@ from mpicomp.kernels.device.coding import (
 )
 from mpicomp.kernels.device.few_bits import (
     decoder,
-    quantise,
-    quantise_parts,
+    encoder,
 )
 from mpicomp.kernels.device.fitting import end_fits, sample
 from mpicomp.kernels.device.merging import (
@@ -81,6 +80,7 @@ __all__ = [
     "decoder",
     "divide",
     "divide_largest",
+    "encoder",
     "end_fits",
     "entries_in_bins",
     "first_disorder",
@@ -97,8 +97,6 @@ __all__ = [
     "magnitudes_in_segments",
     "merge",
     "multiply",
-    "quantise",
-    "quantise_parts",
     "quotient",
     "raise_not_finite",
     "sample",

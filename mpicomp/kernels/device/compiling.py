@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_uint64
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate, chain
 from pathlib import Path
 from struct import Struct
@@ -15,7 +15,7 @@ from cupy.cuda import driver, runtime
 from numpy.typing import DTypeLike
 
 from mpicomp.arrays import addresses
-from mpicomp.few_bits import first_blocks
+from mpicomp.few_bits import places
 
 Array = Any  # CuPy's arrays, which are not typed
 
@@ -144,15 +144,7 @@ def segments_of(
     if len(parts) == 1 and not others:
         return (None, 0, parts[0], parts[0].size), in_tiles(parts[0].size, block)
     sizes = tuple([part.size for part in parts])
-    places, blocks = _places(sizes, block)
+    firsts, edges = places(sizes, block)
     known = addresses([*chain(parts, *others)])
-    table = cupy.asarray(np.append(places, np.array(known, np.int64)))
-    return (table, len(parts), None, 0), blocks
-
-
-@lru_cache(maxsize=256)
-def _places(sizes: tuple[int, ...], block: int) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the first block and the first value of segments, each with the number of all, and the number of blocks."""
-    firsts = first_blocks(sizes, block)
-    edges = accumulate(sizes, initial=0)
-    return np.array([*firsts, *edges], np.int64), firsts[-1]
+    table = np.concatenate([firsts, edges, np.array(known, np.int64)])
+    return (cupy.asarray(table), len(parts), None, 0), int(firsts[-1])

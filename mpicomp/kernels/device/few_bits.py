@@ -24,109 +24,96 @@ _LONG = 256  # values: a warp works on each longer block
 _MOST_DIVISOR = 1 << 20
 
 
-def quantise(
-    values: Array,
-    others: Sequence[tuple[Array, Array]],
-    bits: int,
-    block: int,
-    codes: Array,
-    scales: Array,
-    rejected: Array,
-    *,
-    short: bool = False,
-    threads: int | None = None,
-) -> None:
-    """Write codes, scales and errors of the sum of others and values, as `mpicomp.kernels.host.quantise` does.
-
-    threads: ignored.
-    """
-    quantise_parts(
-        [values], None, others, bits, block, codes, scales, rejected, short=short
-    )
-
-
-def quantise_parts(
+def encoder(
     parts: Sequence[Array],
     residual: Array | None,
-    others: Sequence[tuple[Array, Array]],
     bits: int,
     block: int,
-    codes: Array,
-    scales: Array,
     rejected: Array,
     *,
     decay: float = 1.0,
     scale: float = 1.0,
-    blocks: tuple[int, int] | None = None,
     short: bool = False,
     threads: int | None = None,
-) -> None:
-    """Quantise parts in one launch, as `mpicomp.kernels.host.quantise_parts` does.
+) -> Callable[..., None]:
+    """Return a function that codes parts in one launch, as `mpicomp.kernels.host.encoder` does.
 
     threads: ignored.
     """
     dtype = rejected.dtype
     form = rounding(dtype, bits, short=short)
-    terms = [(_in_words(term), steps) for term, steps in others]
-    room = _in_words(codes)
-    segments, last = segments_of(parts, terms, block)
-    first, last = blocks or (0, last)
     numbers = decay, scale, *form[1:], offset_of(dtype, bits)
     decay_bits, scale_bits, *limits = _bits_of(dtype, *numbers)
-    table, rows, *only = segments
-    args = [table, rows, len(terms), *only, first, last, block]
-    args += [residual, decay_bits, scale_bits, form.cut, *limits]
-    args += [room, scales, rejected]
-    if first == last:
-        return
-    if block > _LONG:
-        warps = in_tiles(last - first, THREADS // 32)
-        launch("quantise_long", [dtype], warps, *args, bits)
-    else:
-        tiles = in_tiles((last - first) * block, THREADS * _HELD)
-        launch(f"quantise_{bits}", [dtype], tiles, *args)
-    if room is not codes:
-        codes[...] = room
+
+    def encode(
+        codes: Array,
+        scales: Array,
+        others: Sequence[tuple[Array, Array]] = (),
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        terms = [(_in_words(term), steps) for term, steps in others]
+        room = _in_words(codes)
+        segments, last = segments_of(parts, terms, block)
+        first, last = blocks or (0, last)
+        table, rows, *only = segments
+        args = [table, rows, len(terms), *only, first, last, block]
+        args += [residual, decay_bits, scale_bits, form.cut, *limits]
+        args += [room, scales, rejected]
+        if first == last:
+            return
+        if block > _LONG:
+            warps = in_tiles(last - first, THREADS // 32)
+            launch("quantise_long", [dtype], warps, *args, bits)
+        else:
+            tiles = in_tiles((last - first) * block, THREADS * _HELD)
+            launch(f"quantise_{bits}", [dtype], tiles, *args)
+        if room is not codes:
+            codes[...] = room
+
+    return encode
 
 
 def decoder(
-    codes: Array,
-    scales: Array,
+    shares: Sequence[tuple[Array, Array]],
     bits: int,
     block: int,
     parts: Sequence[Array],
     *,
     divisor: float = 1.0,
     onto: tuple[Sequence[Array], float] | None = None,
-    blocks: tuple[int, int] | None = None,
+    first: int = 0,
     threads: int | None = None,
 ) -> Callable[[], None]:
-    """Return a function that writes the values over a divisor to the parts in one launch, and allocates no memory.
+    """Return a function that writes the values over a divisor to the parts, and allocates no memory.
 
-    As `mpicomp.kernels.host.decoder` does; threads: ignored. onto: takes a launch and a
-    copy more for each part.
+    As `mpicomp.kernels.host.decoder` does, in one launch a share; threads: ignored.
+    onto: takes a launch and a copy more for each part.
     """
-    dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
-    segments, last = segments_of(parts, (), block)
-    first, last = blocks or (0, last)
-    if first == last:
-        return lambda: None
+    dtype = np.dtype(np.float32 if shares[0][1].itemsize == 2 else np.float64)
+    segments, _ = segments_of(parts, (), block)
     is_short = float(divisor).is_integer() and 1 <= divisor < _MOST_DIVISOR
     numbers = _bits_of(dtype, divisor, 1 / divisor if is_short else 0)
-    tiles = in_tiles((last - first) * block, THREADS * 2 * _HELD)
-    args = *segments, first, last, block, *numbers, _in_words(codes), scales
-    decode = partial(launch, f"dequantise_{bits}", [dtype], tiles, *args)
-    if onto is None:
-        return decode
+    launches = []
+    last = first
+    for codes, scales in shares:
+        low, last = last, last + scales.size // (2 if bits == 2 else 1)
+        tiles = in_tiles((last - low) * block, THREADS * 2 * _HELD)
+        args = *segments, low, last, block, *numbers, _in_words(codes), scales
+        if low < last:
+            name = f"dequantise_{bits}"
+            launches.append(partial(launch, name, [dtype], tiles, *args))
     spans = _spans([part.size for part in parts], block, first, last)
 
-    def move() -> None:
-        decode()
+    def decode() -> None:
+        for run in launches:
+            run()
+        if onto is None:
+            return
         for part, base, span in zip(parts, onto[0], spans, strict=True):
             add_scaled(part[span], onto[1], base[span], base[span])
             part[span] = base[span]
 
-    return move
+    return decode
 
 
 def _spans(sizes: Sequence[int], block: int, first: int, last: int) -> list[slice]:

@@ -33,7 +33,7 @@ from mpicomp.kernels.host.coding import (
     to_elias_fano,
     to_offsets,
 )
-from mpicomp.kernels.host.few_bits import decoder, quantise, quantise_parts
+from mpicomp.kernels.host.few_bits import decoder, encoder
 from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, sample
 from mpicomp.kernels.host.fused import add_largest
 from mpicomp.kernels.host.merging import (
@@ -84,6 +84,7 @@ __all__ = [
     "decoder",
     "divide",
     "divide_largest",
+    "encoder",
     "end_fits",
     "entries_in_bins",
     "first_disorder",
@@ -100,8 +101,6 @@ __all__ = [
     "magnitudes_in_segments",
     "merge",
     "multiply",
-    "quantise",
-    "quantise_parts",
     "quotient",
     "raise_not_finite",
     "sample",

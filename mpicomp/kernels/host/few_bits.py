@@ -31,13 +31,14 @@ a segment is padded with zeros. A scale is the upper half of the bits of a float
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, address
-from mpicomp.few_bits import first_blocks
+from mpicomp.arrays import Array, address, views_between
+from mpicomp.few_bits import places
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import (
@@ -100,144 +101,126 @@ def rounding(dtype: np.dtype[Any], bits: int, *, short: bool) -> Rounding:
     return Rounding(cut, step, step * 2 ** (digits - 1), least, float(_HALF.max))
 
 
-def quantise(
-    values: Array,
-    others: Sequence[tuple[Array, Array]],
-    bits: int,
-    block: int,
-    codes: Array,
-    scales: Array,
-    rejected: Array,
-    *,
-    short: bool = False,
-    threads: int | None = None,
-) -> None:
-    """Write the codes and scales of a sum, and to `rejected` what it differs by from the decoded ones.
-
-    The sum is that of the values and then the others, in order. values, rejected: 1-d
-    contiguous float32 or float64, of one dtype and length; may be the same. others:
-    codes and scales of as many values, in as many bits. bits: 8, 4, 2 or 1. block: a
-    power of two, at least 32. codes: uint8, block * bits / 8 for each block, the last
-    one padded; scales: uint16 (uint32 for float64), one for each block, two for 2 bits.
-    short: round scales so that decoded values are float16 numbers. threads: the most
-    threads; None for `threads.count`.
-
-    ``rejected + decoded`` is the sum, bitwise for 8 and 4 bits: their difference needs
-    no rounding. If a block of the sum is not finite, `rejected` gets the values there.
-    """
-    quantise_parts(
-        [values],
-        None,
-        others,
-        bits,
-        block,
-        codes,
-        scales,
-        rejected,
-        short=short,
-        threads=threads,
-    )
-
-
-def quantise_parts(
+def encoder(
     parts: Sequence[Array],
     residual: Array | None,
-    others: Sequence[tuple[Array, Array]],
     bits: int,
     block: int,
-    codes: Array,
-    scales: Array,
     rejected: Array,
     *,
     decay: float = 1.0,
     scale: float = 1.0,
-    blocks: tuple[int, int] | None = None,
     short: bool = False,
     threads: int | None = None,
     long: int = LONG,
-) -> None:
-    """Quantise ``decay * residual + scale * parts`` and the others, in one pass, as `quantise` does for each part.
+) -> Callable[..., None]:
+    """Return a function that codes ``decay * residual + scale * parts`` and others, in one pass.
 
-    parts: 1-d contiguous, one for each segment. residual, rejected: 1-d contiguous, as
-    long as the parts together, of one dtype with them; they may be the same, and
-    without a residual `rejected` may be the memory of the parts. decay, scale: rounded
-    to the dtype; the products are rounded before they are added. blocks: the first
-    block, and the one after the last, of those to quantise, in the numbering of
-    `first_blocks`; None for all. codes, scales, others: of these blocks. long: the
+    Its arguments: codes and scales, which it writes; others, codes and scales of as
+    many values, in as many bits, which it adds in order; and the first of the blocks,
+    and the one after the last, in the numbering of `first_blocks`, by default all. To
+    `rejected` it writes what the sum differs by from the decoded one.
+
+    parts: 1-d contiguous float32 or float64, one for each segment. residual, rejected:
+    1-d contiguous, as long as the parts together, of one dtype with them; they may be
+    the same, and without a residual `rejected` may be the memory of the parts. bits: 8,
+    4, 2 or 1. block: a power of two, at least 32. codes: uint8, block * bits / 8 for
+    each block, the last one of a segment padded; scales: uint16 (uint32 for float64),
+    one for each block, two for 2 bits. decay, scale: rounded to the dtype; the products
+    are rounded before they are added. short: round scales so that decoded values are
+    float16 numbers. threads: the most threads; None for `threads.count`. long: the
     least bytes of `rejected` for stores that bypass the cache.
+
+    ``rejected + decoded`` is the sum, bitwise for 8 and 4 bits: their difference needs
+    no rounding. If a block of the sum is not finite, `rejected` gets the values there.
     """
     dtype, form = rejected.dtype, rounding(rejected.dtype, bits, short=short)
     layout = _layout(parts, block)
-    first, last = (0, int(layout[1][-1])) if blocks is None else blocks
     own = (
         np.full(block, -0.0, dtype) if residual is None else as_writable(residual),
         np.int64(residual is not None),
         dtype.type(decay),
         dtype.type(scale),
     )
-    terms = np.array([addresses(each) for each in others], np.int64).reshape(-1, 2)
     numbers = tuple(dtype.type(number) for number in form[1:])
-    sizes = bits, block, form.cut, 4 * dtype.itemsize, first
     # what is written over was read, and is in the cache
     past = rejected.nbytes >= long and not any(
         np.may_share_memory(rejected, each)
         for each in (*parts, *([] if residual is None else [residual]))
     )
-    coding = sizes, numbers, offset_of(dtype, bits), past, _rounds(bits)
+    coding = numbers, offset_of(dtype, bits), past, _rounds(bits)
 
-    def piece(start: int, end: int) -> None:
-        some = first + start // block, first + end // block
-        work = _workspace(block, dtype)
-        _quantise(layout, *some, own, rejected, terms, codes, scales, work, *coding)
+    def encode(
+        codes: Array,
+        scales: Array,
+        others: Sequence[tuple[Array, Array]] = (),
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        first, last = blocks or (0, int(layout[1][-1]))
+        terms = np.array([addresses(each) for each in others], np.int64).reshape(-1, 2)
+        sizes = bits, block, form.cut, 4 * dtype.itemsize, first
 
-    in_pieces(piece, (last - first) * block, threads, step=block)
+        def piece(start: int, end: int) -> None:
+            some = first + start // block, first + end // block
+            into = rejected, terms, codes, scales, _workspace(block, dtype)
+            _quantise(layout, *some, own, *into, sizes, *coding)
+
+        in_pieces(piece, (last - first) * block, threads, step=block)
+
+    return encode
 
 
 def decoder(
-    codes: Array,
-    scales: Array,
+    shares: Sequence[tuple[Array, Array]],
     bits: int,
     block: int,
     parts: Sequence[Array],
     *,
     divisor: float = 1.0,
     onto: tuple[Sequence[Array], float] | None = None,
-    blocks: tuple[int, int] | None = None,
+    first: int = 0,
     threads: int | None = None,
     long: int = LONG,
 ) -> Callable[[], Any]:
-    """Return a function that writes what `quantise_parts` encoded, over a divisor, to the parts, once.
+    """Return a function that writes what an `encoder` encoded, over a divisor, to the parts, once.
 
-    It takes one pass, and allocates no memory. parts: 1-d contiguous, one for each
-    segment, of the dtype of the quantised values. blocks: as for `quantise_parts`; the
-    others' values are left alone. long: the least bytes of the parts together for
-    stores that bypass the cache. onto: vectors like the parts, and a factor: it adds the factor times the values to
-    them, and writes the sums to the parts as well.
+    It takes one pass, and allocates no memory. shares: codes and scales of consecutive
+    blocks, from `first` on in the numbering of `first_blocks`; the others' values are
+    left alone. parts: 1-d contiguous, one for each segment, of the dtype of the
+    quantised values. long: the least bytes of the parts together for stores that
+    bypass the cache. onto: vectors like the parts, and a factor: it adds the factor
+    times the values to them, and writes the sums to the parts as well.
     """
-    dtype = np.dtype(np.float32 if scales.itemsize == 2 else np.float64)
+    dtype = np.dtype(np.float32 if shares[0][1].itemsize == 2 else np.float64)
     layout = _layout(parts, block)
-    first, last = (0, int(layout[1][-1])) if blocks is None else blocks
     past = sum(part.nbytes for part in parts) >= long
-    coded = as_writable(codes), as_writable(scales)
-    sizes = bits, block, 0, 4 * dtype.itemsize, first
     # a product with the inverse of a power of two has the bits of the quotient
     factor = 1 / divisor if math.frexp(divisor)[0] == 0.5 else 0.0
     over = dtype.type(divisor), dtype.type(factor)
     bases, rate = ((), 0.0) if onto is None else onto
     moved = addresses(bases), dtype.type(rate)
-    how = sizes, over, moved, past, _rounds(bits)
-    size = (last - first) * block
-    workspaces = [
-        _workspace(block, dtype) for _ in range(number_of_pieces(size, threads))
-    ]
+    how = over, moved, past, _rounds(bits)
 
-    def piece(start: int, end: int) -> None:
-        some = first + start // block, first + end // block
-        _dequantise(layout, *some, *coded, workspaces.pop(), *how)
+    def write(low: int, coded: Sequence[Array], start: int, end: int) -> None:
+        some = low + start // block, low + end // block
+        sizes = bits, block, 0, 4 * dtype.itemsize, low
+        work = workspaces.pop()
+        _dequantise(layout, *some, *coded, work, sizes, *how)
+        workspaces.append(work)
+
+    passes = []
+    for share in shares:
+        size = share[1].size // (2 if bits == 2 else 1) * block
+        coded = [as_writable(array) for array in share]
+        passes.append((partial(write, first, coded), size))
+        first += size // block
+    most = max(number_of_pieces(size, threads) for _, size in passes)
+    workspaces = [_workspace(block, dtype) for _ in range(most)]
 
     # what is kept is read and written by its address
     def decode(kept: object = (parts, bases)) -> None:
-        in_pieces(piece, size, threads, step=block)
+        for piece, size in passes:
+            in_pieces(piece, size, threads, step=block)
 
     return decode
 
@@ -254,9 +237,7 @@ def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
 
 def _layout(parts: Sequence[Array], block: int) -> tuple[Array, Array, Array]:
     """Return the first value and the first block of each segment, with the ends, and its address."""
-    sizes = [part.size for part in parts]
-    edges = np.append(0, np.cumsum(sizes, dtype=np.int64))
-    blocks = np.array(first_blocks(sizes, block), np.int64)
+    blocks, edges = places(tuple([part.size for part in parts]), block)
     return edges, blocks, addresses(parts)
 
 
@@ -272,12 +253,13 @@ def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
     two scales, the sum of magnitudes. -0.0 changes no value that is added to it.
     """
     group = max(block, _ROOM)
-    values, errors, nothing = (
-        _from_a_line(size, dtype)
-        for size in (group + LINE // dtype.itemsize, group, block)
+    line = LINE // dtype.itemsize
+    sizes = group + line, group, block, *[group // block] * 4
+    edges = [0, *accumulate(sizes)]
+    values, errors, nothing, *numbers = views_between(
+        _from_a_line(edges[-1], dtype), edges
     )
     nothing[...] = -0.0
-    numbers = np.empty((4, group // block), dtype)
     return values, errors, nothing, np.empty(block, np.uint8), *numbers
 
 
