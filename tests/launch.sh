@@ -17,7 +17,9 @@ fi
 shift
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${SLURM_PROCID:-0}}}
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 COLUMNS=${COLUMNS:-120}
-arguments=(--color=no -p lockstep -p no:cacheprovider -p no:faulthandler --only-mpi --basetemp "$out/tmp-$rank")
+# the plugins that are named only: looking for others takes each rank a second
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+arguments=(--color=no -p lockstep -p pytest_mpi -p no:cacheprovider -p no:faulthandler --only-mpi --basetemp "$out/tmp-$rank")
 if [ "$rank" = 0 ]; then
   exec python -m mpi4py -m pytest "${arguments[@]}" ${MPI_TEST_REPORT:+--junitxml="$MPI_TEST_REPORT"} "$@"
 fi
