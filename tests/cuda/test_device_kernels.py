@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import random
+from itertools import product
 
 import comparisons
 import kernels
@@ -43,8 +44,21 @@ def named(comparison):
     return comparison.__name__
 
 
-@pytest.mark.parametrize("schedule", ["on the device"] if real_cupy() else SCHEDULES)
-@pytest.mark.parametrize("comparison", SHORT, ids=named)
+def scheduled():
+    """Yield the comparisons with each schedule, half of them marked slow: every other one, of each schedule too."""
+    schedules = ["on the device"] if real_cupy() else SCHEDULES
+    for place, (comparison, schedule) in enumerate(product(SHORT, schedules)):
+        turn = place + place // len(schedules)
+        is_slow = turn % 2 == 1 and not real_cupy()
+        yield pytest.param(
+            comparison,
+            schedule,
+            marks=pytest.mark.slow if is_slow else (),
+            id=f"{named(comparison)}-{schedule}",
+        )
+
+
+@pytest.mark.parametrize(("comparison", "schedule"), scheduled())
 def test_the_bits_are_those_of_the_host(
     cupy, device, monkeypatch, schedule, comparison
 ):

@@ -2,10 +2,11 @@
 
 P is 1, 2 and 5, which fit into a world of 8 ranks beside each other, and so run a test
 at the same time. A test marked `every_size`, of the values that a collective returns,
-runs at P = 1, 2, 3, 4, 5, 7 and 8; one marked `small_groups`, of what is built on the
-collectives, at 1, 2 and 3. With MPI_TEST_ALL=1, as in `make test-all`, all run at P = 1
-to 8, in a world of 16 also at 16, those of small groups up to 5. The marker
-`at_least(P)` leaves the smaller groups out, `exactly(P)` all others.
+runs at P = 3 and 8 as well (tests/test_simulated.py has the sizes up to 17); one marked
+`small_groups`, of what is built on the collectives, at 1, 2 and 3. With MPI_TEST_ALL=1,
+as in `make test-all`, all run at P = 1, 2, 3, 4, 5, 7 and 8, in a world of 16 also at
+16, those of small groups up to 5. The marker `at_least(P)` leaves the smaller groups
+out, `exactly(P)` all others.
 """
 
 import os
@@ -69,7 +70,9 @@ def sizes_of(test):
     """Return the sizes of the groups that a test runs on, by its markers."""
     if test.get_closest_marker("small_groups"):
         return SIZES[:5] if ALL else SIZES[:3]
-    return SIZES if ALL or test.get_closest_marker("every_size") else (1, 2, 5)
+    if ALL:
+        return SIZES
+    return (1, 2, 3, 5, 8) if test.get_closest_marker("every_size") else (1, 2, 5)
 
 
 def pytest_generate_tests(metafunc):

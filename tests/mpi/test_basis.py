@@ -28,6 +28,8 @@ from mpicomp import (
     TopK,
 )
 
+pytestmark = pytest.mark.small_groups
+
 # in chunks of 16: whole, but for none
 SHAPES = {"w": (20, 16), "b": (48,), "v": (4, 4, 5), "s": (16,)}
 COLLECTIVES = [sparse_allreduce, sparse_allgather, gtopk_allreduce]

@@ -93,6 +93,10 @@ SETTINGS = [
 ]
 
 
+# in make test the second of two steps corrects by a residual; a warm-up has three stages
+STEPS = 3 if os.environ.get("MPI_TEST_ALL") else 2
+
+
 def compressors_with(feedback, turn, turns):
     """Yield those of a turn that work with a feedback; all of them in make test-all. Turns have all pairs."""
     for place, compressor in enumerate(COMPRESSORS, FEEDBACKS.index(feedback) + turn):
@@ -121,7 +125,7 @@ def test_each_tensor_is_exchanged_as_if_it_were_alone(comm, feedback, settings):
         homes = [
             {name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2)
         ]
-        for step in range(3):
+        for step in range(STEPS):
             for place, (name, array) in enumerate(
                 gradients(comm.rank, step, np.float64).items()
             ):

@@ -24,19 +24,14 @@ from mpicomp import (
     TopK,
 )
 
+pytestmark = pytest.mark.small_groups
+
 SHAPES = {"weight": (20, 30), "bias": (7,)}  # the second is sent dense
 START = {
     name: np.random.default_rng(len(name)).standard_normal(shape)
     for name, shape in SHAPES.items()
 }
 SMALL, DENSITY = 10, 0.1
-
-
-def few(test):
-    """Run a test on a few numbers of ranks only: what differs between these is tested elsewhere."""
-    for size in (1, 2, 5):
-        test = pytest.mark.exactly(size)(test)
-    return test
 
 
 def target(rank, step, name):
@@ -222,7 +217,6 @@ def test_every_step_and_dense_it_is_dense_sgd_bit_for_bit(comm, inner, outer, dt
 # Pitfalls of published code
 
 
-@few
 def test_a_round_of_rate_0_discards_its_progress_and_the_residual(comm):
     """So that nothing of a warm-up is applied later."""
     parameters, loop = made(comm, every=2, rate=0)
@@ -286,7 +280,6 @@ def test_the_debug_mode_compares_the_anchors_each_round(comm, fresh, monkeypatch
 # Settings
 
 
-@few
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
@@ -332,7 +325,6 @@ def test_settings_and_tensors_that_differ_are_named(comm):
         )
 
 
-@few
 def test_a_feedback_that_keeps_its_residual_in_the_gradient_is_refused(comm):
     exchange = GradientExchange(comm, TopK(k=3), ErrorFeedback(in_place=True))
     with pytest.raises(
@@ -344,7 +336,6 @@ def test_a_feedback_that_keeps_its_residual_in_the_gradient_is_refused(comm):
         OuterLoop(TopK(k=3), np.zeros(2000))
 
 
-@few
 def test_tied_parameters_count_once_and_a_list_and_an_array_are_taken(comm):
     shared = np.zeros((20, 30))
     parameters = {"embedding": shared, "head": shared.reshape(600)}
@@ -401,7 +392,6 @@ def test_a_frozen_parameter_does_not_change_and_can_be_trained_again(comm, setti
     assert loop.rounds == 8
 
 
-@few
 def progress(comm, parameters, names, step):
     """Another step on each rank, of the named parameters."""
     for name in names:
@@ -552,7 +542,6 @@ def test_a_function_returns_the_parameters_of_each_round(comm):
         loop.step()
 
 
-@few
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("change", ["added", "removed", "renamed"])
 def test_parameters_that_are_added_or_removed_on_one_rank_are_named_on_all(
@@ -577,7 +566,6 @@ def test_parameters_that_are_added_or_removed_on_one_rank_are_named_on_all(
     assert loop.rounds == 0
 
 
-@few
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, CancelledError])
 def test_what_a_function_of_the_parameters_raises_on_one_rank_undoes_the_round(
@@ -617,7 +605,6 @@ RESTARTS = {
 }
 
 
-@few
 @pytest.mark.parametrize("case", RESTARTS)
 def test_a_run_that_is_taken_up_at_any_step_continues_bit_for_bit(comm, case):
     settings = RESTARTS[case]
@@ -646,7 +633,6 @@ def test_a_run_that_is_taken_up_at_any_step_continues_bit_for_bit(comm, case):
         assert bits(other.state_dict()) == bits(loop.state_dict())
 
 
-@few
 def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
     last = comm.rank == comm.size - 1
     parameters, loop = made(comm, every=2, delay=1)
@@ -689,7 +675,6 @@ def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
     loop.step()
 
 
-@few
 def test_a_state_names_its_settings_and_no_wrapper(comm):
     parameters = {
         f"module._orig_mod.{name}": array.copy() for name, array in START.items()
