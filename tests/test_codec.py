@@ -557,10 +557,10 @@ def test_a_truncated_message_is_refused(size):
 
 
 def test_mutated_messages_decode_or_raise_codec_error():
-    """Ten thousand sound messages with bits turned, ends cut off, fields replaced; the script runs millions."""
-    counts = fuzz_codec.run(10_000, seed=0)
-    assert counts["refused"] > 5000
-    assert counts["decoded"] > 500
+    """Thousands of sound messages with bits turned, ends cut off, fields replaced; the script runs millions."""
+    counts = fuzz_codec.run(4_000, seed=0)
+    assert counts["refused"] > 2000
+    assert counts["decoded"] > 200
 
 
 def few_bits_message(values, bits=4, block=32):

@@ -195,8 +195,10 @@ def test_sums_of_all_values_need_no_density(capsys):
     assert capsys.readouterr().out.startswith("8 ranks on 8 nodes; 25000000 values\n")
 
 
-@pytest.mark.parametrize("memory", ["15", "1000"])
-@pytest.mark.parametrize("network", ["100mbit", "1gbit", "10gbit:50us", "100gbit"])
+@pytest.mark.parametrize(
+    ("network", "memory"),
+    [("100mbit", "15"), ("1gbit", "1000"), ("10gbit:50us", "15"), ("100gbit", "1000")],
+)
 @pytest.mark.parametrize(
     ("ranks", "per_node"), [(1, 1), (2, 1), (2, 2), (7, 3), (16, 4), (64, 1), (64, 8)]
 )

@@ -98,7 +98,8 @@ def test_variables_of_the_user_are_kept(tmp_path, monkeypatch, threads):
 @pytest.mark.parametrize("fails", ["raise ValueError('bad batch')", "sys.exit(3)"])
 def test_a_script_that_fails_on_one_rank_ends_the_job(tmp_path, fails):
     script = f"import os, sys\nfrom mpi4py import MPI\nif os.environ['RANK'] == '1':\n    {fails}\n"
-    done = start(tmp_path, script + "MPI.COMM_WORLD.Barrier()\nprint('not reached')\n")
+    script += "MPI.COMM_WORLD.Barrier()\nprint('not reached')\n"
+    done = start(tmp_path, script, ranks=2)
     assert done.returncode != 0
     assert "not reached" not in done.stdout
     assert "bad batch" in done.stderr or "sys.exit" in fails
@@ -127,7 +128,7 @@ from collectives import GradientExchange
 
 if __name__ == "__main__":
     exchange = GradientExchange(MPI.COMM_WORLD, bits=4)
-    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
         print(pool.map(abs, [-1, -2]))
 """
 

@@ -27,7 +27,6 @@ from mpicomp_bench.network import Network
 
 SIZES = [*range(1, 18), 32, 65]
 FEW = SIZES[:18]
-LARGE = [257, 1024]  # for algorithms with few and small messages
 
 
 def contribution(rank, size):
@@ -150,16 +149,20 @@ GTOPK_ROUNDS = {
 }
 
 
+@pytest.mark.parametrize("large", [257, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", GTOPK_ROUNDS)
-def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name):
-    """`tree` and, here on one node, `node_leaders` compare the call signatures first; `exact` gathers once at least."""
+def test_gtopk_loses_nothing_and_has_the_rounds_of_the_table(name, large):
+    """`tree` and, here on one node, `node_leaders` compare the call signatures first; `exact` gathers once at least.
+
+    large: for algorithms with few and small messages.
+    """
     fewer = {
         "tree": upper,
         "node_leaders": upper,
         "exact": lambda size: upper(size) * (upper(size) + 1),
     }
     fewer = fewer.get(name, lambda size: 0)
-    for size in SIZES + LARGE * (name != "exact"):
+    for size in SIZES + [large] * (name != "exact"):
         for rendezvous in (False, True)[: 1 + (size in FEW)]:
             kept, rounds = selected(Network(size, rendezvous=rendezvous), name, 5)
             assert (

@@ -106,18 +106,19 @@ from functools import partial
 from collectives.runtime import staging
 from collectives.runtime.messages import Arrival
 message = np.arange(1, 129).astype(np.uint8)
-request = MPI.COMM_SELF.Isend(message, 0, 0)
-arrival = Arrival(MPI.COMM_SELF, 0, 0, partial(staging.allocate, direct=False), staging.copy_in)
-arrival.wait()
-{prepare}
-arrival.buffer[:] = 0  # as the next message in this memory would
-request.Wait()
-print("sound" if (arrival.copy.get() == message).all() else "overwritten")
+for wait in staging.wait_for_stream, lambda: None:
+    request = MPI.COMM_SELF.Isend(message, 0, 0)
+    arrival = Arrival(MPI.COMM_SELF, 0, 0, partial(staging.allocate, direct=False), staging.copy_in)
+    arrival.wait()
+    wait()
+    arrival.buffer[:] = 0  # as the next message in this memory would
+    request.Wait()
+    print("sound" if (arrival.copy.get() == message).all() else "overwritten")
 """
 
 
 def child(prepare, *, size=2, program=CHILD, **environment):
-    """Return the finished run of a child job; what it is told to prepare makes it right or wrong."""
+    """Return the finished run of a child job; what `CHILD` is told to prepare makes it right or wrong."""
     path = os.pathsep.join(
         [str(TESTS.parent), str(TESTS), str(TESTS.parent / "benchmarks")]
     )
@@ -127,14 +128,8 @@ def child(prepare, *, size=2, program=CHILD, **environment):
 
 
 @ON_THE_STAND_IN
-@pytest.mark.parametrize(
-    ("aware", "long"),
-    [(False, LONG), (True, "")],
-    ids=["long, staged", "short, direct"],
-)
-def test_messages_arrive_staged_or_by_the_pointer_and_long_ones_in_pieces(aware, long):
-    done = child(long + CLAIM * aware, **DIRECT if aware else {})
-    assert done.stdout.strip() == "sound", done.stderr
+def test_staged_messages_arrive_and_long_ones_in_pieces():
+    assert (done := child(LONG)).stdout.strip() == "sound", done.stderr
 
 
 @ON_THE_STAND_IN
@@ -145,9 +140,9 @@ def test_a_step_of_two_ranks_waits_three_times_more_than_one_of_one():
 
 
 @ON_THE_STAND_IN
-def test_direct_messages_to_all_ranks_are_waited_for_once():
-    done = child("", size=4, program=ALL_TO_ALL, **DIRECT)
-    assert done.stdout.strip() == "sound", done.stderr
+def test_direct_messages_arrive_by_the_pointer_and_those_to_all_ranks_are_waited_for_once():
+    done = child(CLAIM, size=4, program=CHILD + ALL_TO_ALL, **DIRECT)
+    assert done.stdout.split() == ["sound", "sound"], done.stderr
 
 
 @ON_THE_STAND_IN
@@ -175,11 +170,9 @@ def test_who_sends_without_waiting_for_the_copy_is_caught():
 
 
 @ON_THE_STAND_IN
-@pytest.mark.parametrize(
-    ("wait", "found"), [("staging.wait_for_stream()", "sound"), ("", "overwritten")]
-)
-def test_the_memory_of_an_arrival_is_free_once_it_has_been_copied(wait, found):
-    assert child(wait, size=1, program=RELEASED).stdout.strip() == found
+def test_the_memory_of_an_arrival_is_free_once_it_has_been_copied():
+    done = child("", size=1, program=RELEASED)
+    assert done.stdout.split() == ["sound", "overwritten"], done.stderr
 
 
 @pytest.mark.parametrize(
