@@ -122,41 +122,35 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
     rounds = upper(case.ranks)
     union = case.union(case.ranks)
     gathered = case.ranks * case.entries
-    value = case.value_nbytes if case.bits is None else case.bits / 8
-    sent = value + _index_nbytes(case, case.entries)
-    # sums of values of a few bits need all bits of a float
-    summed = (value if value > 1 else case.value_nbytes) + _index_nbytes(case, union)
-    costs: dict[str, Cost] = {
-        "allgather": (rounds, 0, gathered * sent, 2.5 * gathered),
-        "split_allgather": (
-            2 * rounds + 1,
-            case.ranks,
-            case.entries * sent + union * summed,
-            0.6 * (case.entries + union),
-        ),
-    }
-    dense = 2 * case.length * case.value_nbytes
-    if case.nodes == 1:
-        doubled = min(gathered, rounds * union)
-        costs["recursive_doubling"] = 2 * rounds, 0, doubled * summed, 1.5 * doubled
-        costs["dense_mpi"] = rounds, 0, dense, case.length / 6
-    else:
+    doubled = min(gathered, rounds * union)
+    if case.ranks & (case.ranks - 1):
+        # one rank folds into another
+        doubled *= 2
+    dense = 2.0 * case.length * case.value_nbytes
+    waits = rounds
+    index = index_dtype(case.length).itemsize
+    if case.nodes > 1:
         # neighbours in a ring over the ranks share a node
-        costs["dense_mpi"] = 3 * rounds, 0, dense / case.per_node, case.length / 6
-    start, message, byte, added = constants
-    # a rank sends nothing to itself
-    byte *= 1 - 1 / case.ranks
-    return {
-        name: seconds(cost, (start, message, byte, added))
-        for name, cost in costs.items()
+        dense /= case.per_node
+        waits *= 3
+        # by Elias-Fano, at a density of some per cent
+        index = 1
+    value = case.value_nbytes if case.bits is None else case.bits / 8
+    sent = value + index
+    # sums of values of a few bits need all bits of a float
+    summed = (value if value > 1 else case.value_nbytes) + index
+    shares = case.entries * sent + union * summed
+    added = 0.6 * (case.entries + union)
+    costs: dict[str, Cost] = {
+        "recursive_doubling": (2 * rounds, 0, doubled * summed, 1.5 * doubled),
+        "allgather": (rounds, 0, gathered * sent, 2.5 * gathered),
+        "split_allgather": (2 * rounds + 1, case.ranks, shares, added),
+        "dense_mpi": (waits, 0, dense, case.length / 6),
     }
-
-
-def _index_nbytes(case: Case, entries: float) -> float:
-    """Return the bytes of an index in memory, or of Elias-Fano between nodes."""
-    if case.nodes == 1:
-        return index_dtype(case.length).itemsize
-    return (2 + math.log2(max(1.0, case.length / max(1.0, entries)))) / 8
+    start, message, byte, entry = constants
+    # a rank sends nothing to itself
+    sending = start, message, byte * (1 - 1 / case.ranks), entry
+    return {name: seconds(cost, sending) for name, cost in costs.items()}
 
 
 def _gtopk_allreduce(case: Case, links: Links) -> dict[str, float]:
