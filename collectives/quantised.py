@@ -14,7 +14,7 @@ values as they are, and rounds only the sum; scales have 8 significant bits, so 
 errors need no rounding; shares are whole blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -117,40 +117,27 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
     found by the algorithms.
     """
     contribution = call.contribution
-    if isinstance(contribution, Uncoded):
-        return _stored(call, contribution, lambda total: (total, contribution.errors))
-    values = contiguous(to_values(contribution))
-    flat = values.reshape(-1)
     out = call.own["out"]
-    if out is None:
-        room, rejected = np.empty_like(flat), np.empty_like(flat)
+    if isinstance(contribution, Uncoded):
+        uncoded = contribution
     else:
+        values = contiguous(to_values(contribution))
+        flat = values.reshape(-1)
         room, rejected = _outputs(out, flat)
-
-    def decoded(total: CodedSum) -> tuple[Any, Any]:
-        total.write(room)
-        if out is not None:
-            return out  # type: ignore[no-any-return]
-        shape = values.shape
-        return (
-            like(room.reshape(shape), original=contribution),
-            like(rejected.reshape(shape), original=contribution),
-        )
-
-    return _stored(call, Uncoded([flat], rejected), decoded)
-
-
-def _stored(
-    call: Call[Any], uncoded: Uncoded, convert: Callable[[CodedSum], Any]
-) -> SparseVector:
-    """Store values in a call, and how its result is made of their sum; return the vector for its signature."""
+        uncoded = Uncoded([flat], rejected)
     widened = uncoded.widened()
 
     def finish(result: Result) -> Any:
         total, errors = result
         if widened is not uncoded:
             uncoded.errors[...] = converted(errors, uncoded.dtype)
-        return convert(total)
+        if uncoded is contribution:
+            return total, uncoded.errors
+        total.write(room)
+        parts = (room, rejected)
+        return out or tuple(
+            like(part.reshape(values.shape), original=contribution) for part in parts
+        )
 
     call.own = {"uncoded": widened}
     call.finish = finish
@@ -159,7 +146,9 @@ def _stored(
 
 
 def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
-    """Return the arrays of `out` as vectors; TypeError or ValueError unless the result for these values fits."""
+    """Return the arrays of `out`, or new ones, as vectors; TypeError or ValueError unless the result fits."""
+    if out is None:
+        return np.empty_like(values), np.empty_like(values)
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(
             f"out is {type(out).__name__}: expected a tuple of two arrays, for the total and for rejected"

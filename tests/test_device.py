@@ -165,7 +165,9 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
         yield from ()
         group.like, message = total, group.pack(coded)
         arrival = Arrival(None, 0, 0)
-        arrival.buffer, arrival.copy = staging.allocate(message.size, direct=False)
+        arrival.buffer, arrival.copy = staging.allocate(
+            message.size, total, direct=False
+        )
         arrival.buffer[:] = message
         staging.copy_in(arrival.buffer, arrival.copy)
         return group._received(arrival)[0]

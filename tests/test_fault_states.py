@@ -292,7 +292,8 @@ def test_bad_arguments_and_arguments_that_differ_are_named_with_their_ranks(size
      "k must be the same on all ranks, got 5 on ranks 0-2; None on rank 3"),
     ([{}, {"operation": "sparse_bcast", "k": None, "length": 3}],
      "operation must be the same on all ranks, got gtopk_allreduce on rank 0; sparse_bcast on rank 1"),
-    ([{"support": 5}, {"support": 7}, {"support": 5}], "the supports differ: one on ranks 0, 2, another on rank 1"),
+    ([{"support": 5}, {"support": 7}, {"support": 5}],
+     "support must be the same on all ranks, got 5 on ranks 0, 2; 7 on rank 1"),
 ])  # fmt: skip
 def test_what_follows_from_a_difference_is_not_compared(calls, said):
     reports = [reported(call(**changes), None) for changes in calls]

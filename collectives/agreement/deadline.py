@@ -19,8 +19,8 @@ from collectives.runtime.messages import (
     Arrival,
     Pending,
     Sending,
-    new_status,
     notice_tag,
+    probed,
     send_pieces,
 )
 
@@ -82,7 +82,7 @@ def has_notice(faults: Faults, status: "MPI.Status | None" = None) -> bool:
 
 def receive_notice(faults: Faults) -> bool:
     """Receive another rank's notice, if one has arrived; return whether it has."""
-    status = new_status()
+    status = probed()
     if not has_notice(faults, status):
         return False
     comm = faults.comm

@@ -12,9 +12,10 @@ import numpy as np
 
 from collectives.agreement import ulfm
 from collectives.agreement.interrupts import defer_interrupt
-from collectives.agreement.state import Faults, named_ranks, ranks_by_value
+from collectives.agreement.state import Faults, differing
 from collectives.planning import links
-from collectives.runtime import cuda_aware, engine, waiting
+from collectives.runtime import cuda_aware, waiting
+from collectives.runtime.engine import of_process
 from collectives.runtime.launcher import lone_warning, torchrun_warning
 from collectives.runtime.link import (
     LINK,
@@ -29,7 +30,6 @@ from mpicomp import checking, threads
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FIRST = ", the first call on the communicator,"
 # in the environment, the same on all ranks, with what an unset variable means
 SETTINGS = {
     checking.VARIABLE: "0",
@@ -60,22 +60,21 @@ def _make_link(comm: Any, operation: str) -> Link:
         raise RuntimeError(wrong)
     if wrong := lone_warning(MPI.COMM_WORLD.size, os.environ):
         ulfm.warn_once(wrong)
-    engine.of_process().check_thread()
+    engine = of_process()
+    engine.check_thread()
     faults = faults_of(comm)
+    waits = f"{operation}, the first call on the communicator,", 0, set[int]()
     if faults.finished:
-        waits = operation + FIRST, 0, set[int]()
-        raise engine.of_process().error_of(faults, waits)
+        raise engine.error_of(faults, waits)
     duplicate = comm  # until there is one
     try:
-        with engine.of_process():
+        with engine:
             unmade, request = comm.Idup()
-            engine.of_process().wait_for_ranks(
-                Sending(request), faults, operation + FIRST
-            )
+            engine.wait_for_ranks(Sending(request), faults, waits)
         # now all ranks of `comm` are in here, and may block: none waits for a reply
         duplicate = unmade  # to revoke it before would crash Open MPI
         link = attached(comm, LINK, lambda: _made(duplicate))
-        engine.of_process().know(link.faults)
+        engine.know(link.faults)
         return link
     except MPI.Exception as error:
         if not ulfm.is_failure(error, comm):
@@ -110,7 +109,7 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
         backs_off=backs_off,
         direct=direct,
         checked=checking.is_enabled(),
-        on_free=engine.of_process().freed,
+        on_free=of_process().freed,
     )
 
 
@@ -149,16 +148,11 @@ def _compare_settings(comm: "MPI.Intracomm") -> None:
     mine = {name: os.environ.get(name) or off for name, off in SETTINGS.items()}
     everywhere = comm.allgather(mine)
     for name, off in SETTINGS.items():
-        holders = ranks_by_value(
-            (rank, settings[name]) for rank, settings in enumerate(everywhere)
-        )
-        if len(holders) > 1:
-            by_value = "; ".join(
-                f"{'not set' if value == off else value} on {named_ranks(ranks)}"
-                for value, ranks in holders.items()
-            )
+        values = [settings[name] for settings in everywhere]
+        shown = ["not set" if value == off else value for value in values]
+        if who := differing(enumerate(shown)):
             raise ValueError(
-                f"the environment variable {name} must be the same on all ranks, got {by_value}: export it to all "
+                f"the environment variable {name} must be the same on all ranks, got {who}: export it to all "
                 f"(mpirun -x {name}; srun --export=ALL; MPICH: mpiexec -genvlist {name})"
             )
 

@@ -81,24 +81,14 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
         )
     survivors = _survivors(comm)
     if survivors.size < needed:
-        missing = named_ranks(_missing(comm, survivors))
+        left = ulfm.ranks_of(survivors.Get_group(), comm)
+        missing = named_ranks({*range(comm.size)}.difference(left))
         raise RankFailedError(
             f"{survivors.size} of {comm.size} ranks are left, and {missing} died or cannot be reached: expected at "
             f"least {needed} (quorum=). The others may continue without this rank: end the job, and restart it from a "
             "checkpoint"
         )
     return survivors
-
-
-def _missing(comm: "MPI.Intracomm", survivors: "MPI.Intracomm") -> list[int]:
-    before = comm.Get_group()
-    after = survivors.Get_group()
-    try:
-        left = set(after.Translate_ranks(None, before))
-    finally:
-        before.Free()
-        after.Free()
-    return [rank for rank in range(comm.size) if rank not in left]
 
 
 def _survivors(comm: "MPI.Intracomm") -> "MPI.Intracomm":

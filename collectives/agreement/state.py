@@ -230,19 +230,11 @@ def disagreement(
             "the result: the next operation on the communicator raises on all ranks"
         )
     for name in {name: None for call in sound.values() for name in call}:
-        holders = ranks_by_value((rank, call.get(name)) for rank, call in sound.items())
-        if len(holders) > 1 and name == "support":
-            faults.append(
-                "the supports differ: one on "
-                + ", another on ".join(map(named_ranks, holders.values()))
-            )
-        elif len(holders) > 1:
-            who = "; ".join(
-                f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items()
-            )
+        who = differing((rank, call.get(name)) for rank, call in sound.items())
+        if who:
             faults.append(f"{name} must be the same on all ranks, got {who}")
-            if name == "operation":
-                break
+        if who and name == "operation":
+            break
     text = (
         f"{operation} raised on all {len(reports)} ranks, nothing was changed. "
         + ". ".join(faults)
@@ -256,6 +248,15 @@ def ranks_by_value(values: Iterable[tuple[int, Any]]) -> dict[Any, list[int]]:
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
     return ranks
+
+
+def differing(values: Iterable[tuple[int, Any]]) -> str:
+    """Return the values of the ranks, such as "5 on ranks 0, 2; 6 on rank 1", if they differ, else an empty text."""
+    ranks = ranks_by_value(values)
+    named = [
+        f"{value} on {named_ranks(its_ranks)}" for value, its_ranks in ranks.items()
+    ]
+    return "; ".join(named) if len(named) > 1 else ""
 
 
 def named_ranks(ranks: Iterable[int]) -> str:

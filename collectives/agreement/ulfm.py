@@ -149,10 +149,14 @@ def _awaited_dead(comm: Any) -> list[int]:
 
 def known_dead(comm: Any) -> list[int]:
     """Return the ranks that MPI reports here as dead."""
-    group = comm.Get_group()
-    failed = comm.Get_failed()
+    return ranks_of(comm.Get_failed(), comm)
+
+
+def ranks_of(group: "MPI.Group", comm: Any) -> list[int]:
+    """Return the ranks of a communicator that are in a group of MPI's, and free the group."""
+    everyone = comm.Get_group()
     try:
-        return sorted(failed.Translate_ranks(None, group)) if failed.size else []
+        return sorted(group.Translate_ranks(None, everyone)) if group.size else []
     finally:
+        everyone.Free()
         group.Free()
-        failed.Free()

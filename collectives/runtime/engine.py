@@ -323,7 +323,7 @@ class Engine:
         else:
             self.poll_until(pending.test, watch)
 
-    def wait_for_ranks(self, pending: Pending, faults: Faults, operation: str) -> None:
+    def wait_for_ranks(self, pending: Pending, faults: Faults, waits: Waits) -> None:
         """Return when all ranks have made their first call on a communicator; raises on all that wait if one is absent.
 
         So does a rank that comes after the others gave up: their notices are there.
@@ -333,7 +333,6 @@ class Engine:
             return
 
         def watch(waited: float) -> None:
-            waits = operation, 0, set[int]()
             listens = self.timeout is not None
             self._watch(faults, lambda: waits, waited, listens=listens)
 

@@ -102,14 +102,13 @@ class Link:
         return tag
 
     def lines(self, buffers: Sequence[Buffer]) -> list[Buffer]:
-        """Return the first line of each buffer that MPI takes from a device's memory, after one wait for its stream."""
-        if not self.direct:
-            return [messages.NOTHING] * len(buffers)
-        there = [buffer for buffer in buffers if on_device(buffer)]
-        lines = iter(staging.first_lines(there))
-        return [
-            next(lines) if on_device(buffer) else messages.NOTHING for buffer in buffers
-        ]
+        """Return the first line of each buffer if MPI takes them from a device's memory, after one wait for its stream.
+
+        All of them are on the device, or none is.
+        """
+        if self.direct and on_device(buffers[0]):
+            return staging.first_lines(buffers)
+        return [messages.NOTHING] * len(buffers)
 
     def send(
         self,
@@ -128,27 +127,22 @@ class Link:
         self.traffic.nbytes += buffer.size
         if buffer.size <= messages.BIDIRECTIONAL and not on_device(buffer):
             return Sending(self.comm.Isend(in_bytes(buffer), dest, tag))
-        start: Callable[..., list[Any]] = messages.send_pieces
-        if on_device(buffer):
-            start = partial(staging.send_pieces, direct=self.direct)
-            if self.direct and not line.size:
-                (line,) = staging.first_lines([buffer])
+        if self.direct and on_device(buffer) and not line.size:
+            (line,) = staging.first_lines([buffer])
         header = partial(send_size, self.comm, buffer.size, line, dest, tag)
-        if (
-            arrival is not None
-            and arrival.source == dest
-            and buffer.size > messages.BIDIRECTIONAL
-        ):
-            pieces = partial(start, self.comm, buffer, dest, tag)
-            return Sending(header(), after=(arrival, pieces))
-        headers = []
+        start = partial(
+            messages.send_pieces, self.comm, buffer, dest, tag, direct=self.direct
+        )
+        is_long = buffer.size > messages.BIDIRECTIONAL
+        if is_long and arrival is not None and arrival.source == dest:
+            return Sending(header(), after=(arrival, start))
         if line.size or buffer.size > messages.PIECE:
-            headers.append(header())
-        return Sending(*headers, *start(self.comm, buffer, dest, tag))
+            return Sending(header(), *start())
+        return Sending(*start())
 
     def discard(self, tag: int) -> bool:
         """Receive a message with this tag from any rank, and drop it; return whether one had arrived."""
-        status = messages.new_status()
+        status = messages.probed()
         message = self.comm.Improbe(mpi().ANY_SOURCE, tag, status)
         if message is None:
             return False
@@ -157,15 +151,7 @@ class Link:
 
     def receive(self, source: int, tag: int, like: Any = None) -> Arrival:
         """Start to receive a message into a buffer on the device of the array `like`; None: host memory."""
-        if on_device(like):
-            return Arrival(
-                self.comm,
-                source,
-                tag,
-                partial(staging.allocate, direct=self.direct),
-                staging.copy_in,
-            )
-        return Arrival(self.comm, source, tag)
+        return Arrival(self.comm, source, tag, like, direct=self.direct)
 
     def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Sending:
         """Start MPI's own Allreduce (sum) from `array` to `total`; counted with its lower bound, 2 f n v bytes.

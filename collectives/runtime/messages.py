@@ -16,13 +16,14 @@ only when its peer receives, and the peer may be in the same step.
 
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mpicomp.arrays import Buffer
+from collectives.runtime import staging
+from mpicomp.arrays import Buffer, on_device
 from mpicomp.errors import DamagedMessageError
 
 if TYPE_CHECKING:
@@ -59,11 +60,6 @@ class Pending:
 
 # a collective: it yields what it waits on, and returns its result
 Steps = Generator[tuple[Pending, ...], None, T]
-
-
-def in_host_memory(nbytes: int) -> tuple[Buffer, None]:
-    """Return a buffer for a message, and no copy of it."""
-    return np.empty(nbytes, np.uint8), None
 
 
 class Sending(Pending):
@@ -108,9 +104,9 @@ class Sending(Pending):
 class Arrival(Pending):
     """A message to be received, of unknown size; `buffer` contains it once it is complete.
 
-    allocate: a function of its size that returns `buffer`, and `copy`: on a device, if
-    the buffer is not, else None. copy_in: copies each piece from one to the other
-    (`staging`). `line` is its first line, in host memory, if it came ahead.
+    like: an array on the device of the message; None: host memory. direct: MPI takes
+    device pointers, so `buffer` is on that device; else `copy` is, and has the same
+    bytes. `line` is its first line, in host memory, if it came ahead.
     """
 
     def __init__(
@@ -118,8 +114,9 @@ class Arrival(Pending):
         comm: "MPI.Comm",
         source: int,
         tag: int,
-        allocate: Callable[[int], tuple[Buffer, Any]] = in_host_memory,
-        copy_in: Callable[[Buffer, Any], None] | None = None,
+        like: Any = None,
+        *,
+        direct: bool = False,
     ) -> None:
         self.source = source
         # called once its size is known, before it is received
@@ -127,18 +124,18 @@ class Arrival(Pending):
         self.buffer: Buffer = NOTHING
         self.copy: Any = None
         self.line: Buffer = NOTHING  # of a size header
-        self._envelope = (comm, source, tag)
-        self._allocate = allocate
-        self._copy_in = copy_in
+        self._comm = comm
+        self._tag = tag
+        self._like = like
+        self._direct = direct
         # pieces under way; None before it is matched
         self._awaited: list[tuple[MPI.Request, slice]] | None = None
 
     def test(self) -> bool:
         """See `Pending.test`."""
         if self._awaited is None:
-            comm, source, tag = self._envelope
-            status = _probed()
-            message = comm.Improbe(source, tag, status)
+            status = probed()
+            message = self._comm.Improbe(self.source, self._tag, status)
             if message is None:
                 return False
             self._awaited = self._matched(message, status)
@@ -149,9 +146,9 @@ class Arrival(Pending):
     def wait(self) -> None:
         """See `Pending.wait`."""
         if self._awaited is None:
-            comm, source, tag = self._envelope
-            status = _probed()
-            self._awaited = self._matched(comm.Mprobe(source, tag, status), status)
+            status = probed()
+            message = self._comm.Mprobe(self.source, self._tag, status)
+            self._awaited = self._matched(message, status)
         for request, part in self._awaited:
             request.Wait()
             if self.copy is not None:
@@ -162,7 +159,6 @@ class Arrival(Pending):
         self, message: "MPI.Message", status: "MPI.Status"
     ) -> "list[tuple[MPI.Request, slice]]":
         """Start to receive the probed message, or the size header of a long one."""
-        comm, source, tag = self._envelope
         nbytes = status.Get_count(_byte())
         has_header = nbytes % LINE == _SIZE.itemsize
         if has_header:
@@ -177,17 +173,22 @@ class Arrival(Pending):
         if self.when_known is not None:
             self.when_known()
             self.when_known = None  # it keeps a buffer
-        self.buffer, self.copy = self._allocate(nbytes)
+        self.buffer, self.copy = staging.allocate(
+            nbytes, self._like, direct=self._direct
+        )
         if not has_header:
             return [(message.Irecv(in_bytes(self.buffer)), slice(0, nbytes))]
         return [
-            (comm.Irecv(in_bytes(self.buffer[part]), source, tag), part)
+            (
+                self._comm.Irecv(in_bytes(self.buffer[part]), self.source, self._tag),
+                part,
+            )
             for part in pieces(nbytes)
         ]
 
     def _received(self, piece: slice) -> None:
-        if self.copy is not None and self._copy_in is not None:
-            self._copy_in(self.buffer[piece], self.copy[piece])
+        if self.copy is not None:
+            staging.copy_in(self.buffer[piece], self.copy[piece])
 
 
 def notice_tag(comm: "MPI.Comm") -> int:
@@ -204,14 +205,16 @@ def send_size(
 
 
 def send_pieces(
-    comm: "MPI.Comm", buffer: Buffer, dest: int, tag: int
+    comm: "MPI.Comm", buffer: Buffer, dest: int, tag: int, *, direct: bool = False
 ) -> "list[MPI.Request]":
-    """Start to send a buffer in pieces; each request keeps its memory alive."""
-    if buffer.size <= PIECE:
-        return [comm.Isend(in_bytes(buffer), dest, tag)]
-    return [
-        comm.Isend(in_bytes(buffer[part]), dest, tag) for part in pieces(buffer.size)
-    ]
+    """Start to send a buffer in pieces; each request keeps its memory alive.
+
+    direct: MPI takes device pointers; after `staging.first_lines`.
+    """
+    parts: Iterable[Buffer] = [buffer[part] for part in pieces(buffer.size)]
+    if on_device(buffer) and not direct:
+        parts = staging.copied_out(parts)
+    return [comm.Isend(in_bytes(part), dest, tag) for part in parts]
 
 
 def pieces(nbytes: int) -> list[slice]:
@@ -254,11 +257,6 @@ def _byte() -> "MPI.Datatype":
 
 
 @cache
-def _probed() -> "MPI.Status":
-    """Return a status object that is reused: creating one takes as long as a probe."""
-    return new_status()
-
-
-def new_status() -> "MPI.Status":
-    """Return a new MPI.Status."""
+def probed() -> "MPI.Status":
+    """Return a status object that every probe reuses: creating one takes as long as a probe."""
     return mpi().Status()  # type: ignore[no-any-return]

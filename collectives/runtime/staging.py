@@ -5,63 +5,57 @@ synchronises CuPy's current stream before it passes a buffer to MPI, and before 
 returns arrays that the caller uses on streams of its own.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.runtime import messages
-from collectives.runtime.messages import LINE, in_bytes, pieces
-from mpicomp.arrays import Buffer
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpicomp.arrays import Buffer, on_device
+from mpicomp.codec import HEADER_NBYTES
 
 
-def send_pieces(
-    comm: "MPI.Comm", block: Any, dest: int, tag: int, *, direct: bool
-) -> "list[MPI.Request]":
-    """Start to send a device buffer in pieces; each request keeps its memory alive. direct: after `first_lines`."""
-    if direct:
-        return messages.send_pieces(comm, block, dest, tag)
-    landing = pinned(block.size)
-    parts = pieces(block.size)
-    copied = []
-    for part in parts:
-        _copy_out(block[part], landing[part])
-        copied.append(_stream().record())
-    requests = []
-    for part, event in zip(parts, copied, strict=True):
+def copied_out(blocks: Iterable[Any]) -> Iterator[Buffer]:
+    """Start to copy device buffers to pinned memory; yield each copy once it is complete."""
+    started = []
+    for block in blocks:
+        copy = pinned_like(block)
+        _copy_out(block, copy)
+        started.append((copy, _stream().record()))
+    for copy, event in started:
         event.synchronize()
-        requests.append(comm.Isend(in_bytes(landing[part]), dest, tag))
-    return requests
+        yield copy
 
 
 def first_lines(blocks: Sequence[Any]) -> list[Buffer]:
     """Wait for what was queued on the current stream, once, and return the first line of each device buffer."""
     if not blocks:
         return []
-    lines = [*pinned(LINE * len(blocks)).reshape(-1, LINE)]
+    lines = [*pinned(HEADER_NBYTES * len(blocks)).reshape(-1, HEADER_NBYTES)]
     for block, line in zip(blocks, lines, strict=True):
-        block.data.copy_to_host_async(line.ctypes.data, LINE, _stream())
+        _copy_out(block, line)
     wait_for_stream()
     return lines
 
 
-def allocate(nbytes: int, *, direct: bool) -> tuple[Buffer, Any]:
-    """Return a buffer for a message for the device, and where `copy_in` copies it; see `Arrival`.
+def allocate(nbytes: int, like: Any, *, direct: bool) -> tuple[Buffer, Any]:
+    """Return a buffer for a message, and where `copy_in` copies it to on the device of `like`; see `Arrival`.
 
     direct: the buffer is on the device, and there is no copy. Else it is pinned memory:
     keep it until `copied`, or until an operation that reads the asynchronous copy has
     been synchronised, as `decode` does.
     """
+    if not on_device(like):
+        return np.empty(nbytes, np.uint8), None
+    import cupy
+
     if direct:
-        buffer = _on_device(nbytes)
+        buffer = cupy.empty(nbytes, np.uint8)
         wait_for_stream()  # what had this memory before may still be at work on it
         return buffer, None
-    # a line has no entries
-    return pinned(nbytes), _on_device(nbytes) if nbytes > LINE else None
+    # a header alone has no entries
+    copy = cupy.empty(nbytes, np.uint8) if nbytes > HEADER_NBYTES else None
+    return pinned(nbytes), copy
 
 
 def copied() -> Callable[[], None]:
@@ -125,13 +119,7 @@ def pinned_like(array: Any) -> NDArray[Any]:
 
 
 def _copy_out(block: Any, landing: NDArray[Any]) -> None:
-    block.data.copy_to_host_async(landing.ctypes.data, block.nbytes, _stream())
-
-
-def _on_device(nbytes: int) -> Any:
-    import cupy
-
-    return cupy.empty(nbytes, np.uint8)
+    block.data.copy_to_host_async(landing.ctypes.data, landing.nbytes, _stream())
 
 
 def _stream() -> Any:
