@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from collectives.agreement.metadata import Metadata, exchange_metadata, is_short
+from collectives.agreement.metadata import (
+    Metadata,
+    bounds_of,
+    entries_of,
+    exchange_metadata,
+    is_short,
+    mean_bits,
+    whole_vectors,
+)
 from collectives.agreement.votes import gather_votes
 from collectives.planning.choice import algorithm_for
 from collectives.planning.partition import equal_bounds
@@ -106,7 +114,7 @@ LONG_NBYTES = 1 << 22
 # of sums that are remembered, apart by powers of two of their entries and bits
 MOST_KINDS = 1024
 UNSAMPLED = ("allgather", "recursive_doubling", "dense_mpi")  # they have no shares
-NO_METADATA = Metadata([], 0)
+NO_METADATA: Metadata = ()
 ALGORITHMS: dict[str, Summing] = {}
 
 
@@ -124,46 +132,31 @@ def run_chosen(
     choose: Choose, vector: SparseVector, group: Group, votes: bool = False
 ) -> Steps[Any]:
     """Choose an algorithm and run it; MPI's own allreduces run in the order in which the operations began."""
-    total = None
-    turn = group.turn()
+    group.turn()
     try:
         name, metadata = yield from choose(vector, group)
-        if name == "dense_mpi":
-            yield (turn,)
-            total = yield from dense_mpi(vector, group, metadata)
+        if name != "dense_mpi":
+            group.end_turn()
+        run = partial(run_counting, name) if votes else ALGORITHMS[name]
+        return (yield from run(vector, group, metadata))
     finally:
         group.end_turn()
-    if votes:
-        return (yield from run_counting(name, total, vector, group, metadata))
-    return (
-        (yield from ALGORITHMS[name](vector, group, metadata))
-        if total is None
-        else total
-    )
 
 
 def run_counting(
-    name: str,
-    total: SparseVector | None,
-    vector: SparseVector,
-    group: Group,
-    metadata: Metadata,
+    name: str, vector: SparseVector, group: Group, metadata: Metadata
 ) -> Steps[tuple[SparseVector, Array]]:
-    """Run an algorithm, unless its sum is already available, and return the sum and its votes."""
+    """Run an algorithm, and return the sum and its votes."""
     if name == "allgather" or (name == "recursive_doubling" and group.size <= 2):
         parts = yield from all_vectors(vector, group, metadata)
         return add_up(parts), count_up(parts).values.astype(np.int64)
     bounds = equal_bounds(vector.length, group.size)
     if name == "split_allgather":
-        bounds = metadata.bounds(group.size)
+        bounds = bounds_of(metadata, group.size)
         received = yield from scatter(vector, group, bounds)
         total = join((yield from all_vectors(add_up(vectors_of(received)), group)))
     else:
-        total = (
-            (yield from ALGORITHMS[name](vector, group, metadata))
-            if total is None
-            else total
-        )
+        total = yield from ALGORITHMS[name](vector, group, metadata)
         received = yield from scatter(vector.support(), group, bounds)
     counts = count_up(vectors_of(received))
     return total, (yield from gather_votes(total, counts, bounds, group))
@@ -201,11 +194,10 @@ def choose_freely(
     metadata = yield from exchange_metadata(
         vector, group, sampling=cut, bits=bits, sends_vector=short or again
     )
-    if metadata.vectors and all(
-        [is_short(vector, group) for vector in metadata.vectors]
-    ):
+    vectors = whole_vectors(metadata)
+    if vectors and all([is_short(vector, group) for vector in vectors]):
         return "allgather", metadata
-    name = best(sum(metadata.counts) / group.size, bits=metadata.bits)
+    name = best(sum(entries_of(metadata)) / group.size, bits=mean_bits(metadata))
     gathered.discard(kind)
     if name == "allgather":
         if len(gathered) >= MOST_KINDS:
@@ -248,7 +240,7 @@ def all_vectors(
     vector: SparseVector, group: Group, metadata: Metadata = NO_METADATA
 ) -> Steps[Sequence[SparseVector]]:
     """Gather the vectors of all ranks, unless the metadata exchange did."""
-    return metadata.vectors or vectors_of((yield from group.gather(vector)))
+    return whole_vectors(metadata) or vectors_of((yield from group.gather(vector)))
 
 
 @algorithm
@@ -264,7 +256,7 @@ def split_allgather(
     vector: SparseVector, group: Group, metadata: Metadata
 ) -> Steps[SparseVector]:
     """Sum every share on its owner, and gather the shares."""
-    bounds = metadata.bounds(group.size)
+    bounds = bounds_of(metadata, group.size)
     share = yield from sum_of_share(vector, group, bounds)
     return join((yield from all_vectors(share, group)))
 
@@ -282,10 +274,13 @@ def dense_mpi(
     )
     filled = to_numpy(values).reshape(-1)
     summed = np.empty_like(filled)
-    yield (group.reduce(filled, summed),)
+    yield (group.turn(),)
+    summing = group.reduce(filled, summed)
+    group.end_turn()
+    yield (summing,)
     total = converted(to_device_of(summed, values), vector.dtype).reshape(values.shape)
-    indices = kernels_for(total).consecutive(0, metadata.length, vector.indices.dtype)
-    return SparseVector(indices, total, metadata.length)
+    indices = kernels_for(total).consecutive(0, vector.length, vector.indices.dtype)
+    return SparseVector(indices, total, vector.length)
 
 
 @algorithm
@@ -299,7 +294,7 @@ def node_lanes(
     """
     lanes = min(map(len, group.nodes))
     node = group.node()
-    bounds = metadata.bounds(lanes)
+    bounds = bounds_of(metadata, lanes)
     share = yield from sum_of_share(vector, node, bounds)
     if node.rank < lanes:
         share = yield from among_some(share, group.lane(node))

@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "votes: the counts that differ are not written",
         "collectives/agreement/votes.py",
-        "votes[theirs.indices] = theirs.values.reshape(-1)",
-        "votes[theirs.indices] += 0",
+        "votes[share][differing.indices] = differing.values.reshape(-1)",
+        "votes[share][differing.indices] += 0",
         f"{ON_RANKS} tests/mpi/test_votes.py",
     ),
     Mutant(

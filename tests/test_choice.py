@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from collectives import allreduce, gtopk_allreduce, reduce_scatter, sparse_allreduce
-from collectives.agreement.metadata import Metadata
+from collectives.agreement.metadata import BITS_WIDTH
 from collectives.planning.choice import Case, choose
 from collectives.planning.links import NETWORKS, Links, links_of, rounded, seconds
 from collectives.runtime.group import Group
@@ -119,9 +119,7 @@ def test_formulas_against_counted_bytes_and_rounds(size, coded):
             )
             for rank in range(size)
         ]
-        metadata = Metadata(
-            [entries] * size, length, [SparseVector.empty(length)] * size
-        )
+        metadata = [(SparseVector.empty(length), entries << BITS_WIDTH)] * size
         case = Case(size, length, entries, 1 if coded else size)
         nodes = None if coded else [0] * size
         for name in SUMS:

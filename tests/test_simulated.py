@@ -18,6 +18,7 @@ from collectives import (
     rooted,
     sparse_allreduce,
 )
+from collectives.agreement.metadata import BITS_WIDTH, entries_of
 from collectives.agreement.notification import run_or_notify
 from collectives.planning.partition import likely
 from collectives.runtime.group import Group
@@ -67,9 +68,7 @@ def fold(size):
 
 
 def metadata_of(size):
-    return allreduce.Metadata(
-        [4] * size, 2 * size + 1, [SparseVector.empty(2 * size + 1)] * size
-    )
+    return [(SparseVector.empty(2 * size + 1), 4 << BITS_WIDTH)] * size
 
 
 def over(network, steps, **signature):
@@ -326,7 +325,9 @@ def test_the_others(size):
     )
     exchanged, rounds = over(Network(size), allreduce.exchange_metadata)
     assert rounds == upper(size)
-    assert all(each.counts == [vector.nnz for vector in vectors] for each in exchanged)
+    assert all(
+        entries_of(each) == [vector.nnz for vector in vectors] for each in exchanged
+    )
 
 
 @pytest.mark.parametrize("size", [5, 7, 13])
@@ -392,7 +393,7 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         return start
 
     def exact(name):
-        metadata = allreduce.Metadata([50] * size, 50, [SparseVector.empty(50)] * size)
+        metadata = [(SparseVector.empty(50), 50 << BITS_WIDTH)] * size
         return lambda vector, group: allreduce.ALGORITHMS[name](vector, group, metadata)
 
     for steps in [

@@ -6,10 +6,9 @@ exchange is the allgather; if only some do, the chosen algorithm follows as usua
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from collectives.planning.partition import Bounds, balanced_bounds, sample
-from collectives.runtime.group import Group, vectors_of
+from collectives.runtime.group import Group, Part, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import to_numpy
 from mpicomp.vector import SparseVector
@@ -21,37 +20,37 @@ BITS_WIDTH = 15
 MOST_BITS = (1 << BITS_WIDTH) - 1
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """The metadata of all ranks: entries of each, and the length.
+# of each rank its vector, or one at samples of its indices, and the count
+Metadata = Sequence[Part]
 
-    received: of each rank its vector, which then has all of its entries, or one at
-    samples of its indices. bits: mean bits of a value.
-    """
 
-    counts: list[int]
-    length: int
-    received: Sequence[SparseVector] = ()
-    bits: float = 0.0
+def entries_of(metadata: Metadata) -> list[int]:
+    """Return the number of entries of each rank."""
+    return [count >> BITS_WIDTH for _, count in metadata]
 
-    @property
-    def vectors(self) -> Sequence[SparseVector]:
-        """The vectors of all ranks if each sent its own, else none."""
-        return self.received if all(self._are_whole()) else ()
 
-    def bounds(self, size: int) -> Bounds:
-        """Return the bounds of the shares of `size` owners."""
-        supports = [to_numpy(vector.indices) for vector in self.received]
-        ranks = enumerate(zip(supports, self._are_whole(), strict=True))
-        samples = [
-            sample(vector, rank, len(supports)) if is_whole else vector
-            for rank, (vector, is_whole) in ranks
-        ]
-        return balanced_bounds(samples, self.counts, self.length, size)
+def mean_bits(metadata: Metadata) -> float:
+    """Return the mean bits of a value, as coded."""
+    bits = sum((count >> BITS_WIDTH) * (count & MOST_BITS) for _, count in metadata)
+    return bits / max(1, sum(entries_of(metadata)))
 
-    def _are_whole(self) -> list[bool]:
-        pairs = zip(self.received, self.counts, strict=False)
-        return [vector.nnz == count for vector, count in pairs]
+
+def whole_vectors(metadata: Metadata) -> list[SparseVector]:
+    """Return the vectors of all ranks if each sent its own, else none."""
+    vectors = vectors_of(metadata)
+    sent = [vector.nnz for vector in vectors]
+    return vectors if sent == entries_of(metadata) else []
+
+
+def bounds_of(metadata: Metadata, size: int) -> Bounds:
+    """Return the bounds of the shares of `size` owners."""
+    samples = []
+    entries = entries_of(metadata)
+    for rank, vector in enumerate(vectors_of(metadata)):
+        indices = to_numpy(vector.indices)
+        is_whole = vector.nnz == entries[rank]
+        samples.append(sample(indices, rank, len(entries)) if is_whole else indices)
+    return balanced_bounds(samples, entries, metadata[0][0].length, size)
 
 
 def exchange_metadata(
@@ -74,14 +73,8 @@ def exchange_metadata(
         if sampling
         else group.nothing
     )
-    fields = vector.nnz << BITS_WIDTH | min(round(bits), MOST_BITS)
-    received = yield from group.gather(sent, fields)
-    counts = [packed >> BITS_WIDTH for _, packed in received]
-    all_bits = sum(
-        (packed >> BITS_WIDTH) * (packed & MOST_BITS) for _, packed in received
-    )
-    vectors = vectors_of(received)
-    return Metadata(counts, vector.length, vectors, all_bits / max(1, sum(counts)))
+    count = vector.nnz << BITS_WIDTH | min(round(bits), MOST_BITS)
+    return (yield from group.gather(sent, count))
 
 
 def samples_of(vector: SparseVector, group: Group) -> SparseVector:

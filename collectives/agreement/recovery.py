@@ -54,8 +54,6 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
     `comm` does not change, and a rank may call again. ValueError for a bad `quorum`.
     RuntimeError without ULFM.
     """
-    from mpi4py import MPI
-
     link = link_if_any(comm)
     remedy = " (ranks), or None"
     needed = (
@@ -64,9 +62,8 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
         else to_integer("quorum", quorum, 1, comm.size, remedy=remedy)
     )
     if not ulfm.survives():
-        library = MPI.Get_library_version().partition(",")[0]
         raise RuntimeError(
-            f"{library} cannot continue after the death of a rank, as it was started: expected Open MPI 5 under "
+            "this MPI cannot continue after the death of a rank, as it was started: expected Open MPI 5 under "
             "mpirun --with-ft ulfm; elsewhere restart from a checkpoint (examples/save_on_failure.py)"
         )
     if link is not None:

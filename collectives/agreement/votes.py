@@ -7,15 +7,16 @@ owners.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from collectives.planning.partition import Bounds, cut
+from collectives.planning.partition import Bounds
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import Array, namespace
-from mpicomp.vector import SparseVector, join, places_of
+from mpicomp.vector import SparseVector, places_of
 
 
 def gather_votes(
@@ -26,26 +27,21 @@ def gather_votes(
     counts: of this rank's share, float32. An owner sends its most frequent count once,
     without indices.
     """
-    supports = cut(total, bounds)
-    own = namespace(total.values).zeros(supports[group.rank].nnz, np.int64)
-    if own.size == counts.nnz:  # the same entries
-        own[...] = counts.values
-    else:
-        own[np.searchsorted(supports[group.rank].indices, counts.indices)] = (
-            counts.values
-        )
+    shares = [slice(*ends) for ends in pairwise(places_of(total, bounds))]
+    votes: Array = namespace(total.values).zeros(total.nnz, np.int64)
+    own = votes[shares[group.rank]]
+    own[np.searchsorted(total.indices[shares[group.rank]], counts.indices)] = (
+        counts.values
+    )
     usual = int(np.bincount(own).argmax()) if own.size else 0
     others = np.flatnonzero(own != usual)
     sent = SparseVector(others, own[others].astype(np.float32), own.size)
-    parts = []
-    for support, (theirs, count) in zip(
-        supports, (yield from group.gather(sent, usual)), strict=True
-    ):
-        votes = namespace(total.values).full(support.nnz, count, np.float32)
+    gathered = yield from group.gather(sent, usual)
+    for share, (differing, count) in zip(shares, gathered, strict=True):
+        votes[share] = count
         # no entries: of the shape of the sum
-        votes[theirs.indices] = theirs.values.reshape(-1)
-        parts.append(SparseVector(support.indices, votes, support.length))
-    return join(parts).values.astype(np.int64)
+        votes[share][differing.indices] = differing.values.reshape(-1)
+    return votes
 
 
 def contributors(

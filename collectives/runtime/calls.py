@@ -20,7 +20,7 @@ from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import DTYPE_NAMES
 from mpicomp.codec import CODECS
-from mpicomp.errors import kept
+from mpicomp.errors import CollectiveError, kept
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
 
@@ -52,6 +52,8 @@ def start(
         name = next(iter(collective.algorithms))
     run: Any = collective.algorithms.get(name, collective.automatic)
     with engine.of_process() as own:
+        if link.lost:
+            error = error or CollectiveError(link.take_lost())
         group = Group(
             link,
             _signature(call, operation, name, vector),

@@ -56,7 +56,7 @@ def verdict(environment: Mapping[str, str]) -> tuple[bool, str]:
         return setting == "1", reason
     if fault := trial():
         raise ValueError(
-            f"the environment variable {reason}, but this MPI ({_library()}) says that it is not CUDA-aware, and "
+            f"the environment variable {reason}, but this MPI says that it is not CUDA-aware, and "
             f"{fault}: unset it, and messages are staged through pinned memory, or use an MPI that was built with CUDA"
         )
     return True, f"{reason}; this MPI says that it is not CUDA-aware, but {ARRIVED}"
@@ -106,9 +106,3 @@ def trial() -> str:
     last = (done.stderr.strip().splitlines() or [""])[-1]
     failed = f"a child process that sends a device buffer to itself ended with exit status {done.returncode}"
     return f"{failed} {last}".strip() if done.returncode else ""
-
-
-def _library() -> str:
-    from mpi4py import MPI
-
-    return MPI.Get_library_version().strip("\0 \n").splitlines()[0].partition(",")[0]

@@ -233,8 +233,6 @@ class Engine:
             self.give_up(faults, request.waits())
         if faults.finished:
             raise self.error_of(faults, request.waits())
-        if link.lost:
-            group.contribute(CollectiveError(link.take_lost()))
         try:
             request.advance(block=True)  # nothing is pending yet
         except BaseException as error:

@@ -227,17 +227,13 @@ def key_of(what: str) -> int:
     """Return the key under which objects of a kind are cached on communicators."""
     from mpi4py import MPI
 
-    def free(comm: "MPI.Comm", key: int, link: Link) -> None:
-        link.on_free(link)
-        # else messages may be in flight on it, or ranks be dead
-        if not link.faults.finished:
-            link.comm.Free()
+    def free(comm: "MPI.Comm", key: int, cached: Any) -> None:
+        if isinstance(cached, Faults):
+            cached.free("the first call")
+        if isinstance(cached, Link):
+            cached.on_free(cached)
+            # else messages may be in flight on it, or ranks be dead
+            if not cached.faults.finished:
+                cached.comm.Free()
 
-    def finish(comm: "MPI.Comm", key: int, faults: Faults) -> None:
-        faults.free("the first call")
-
-    frees: dict[str, Callable[[MPI.Comm, int, Any], None]] = {
-        LINK: free,
-        FAULTS: finish,
-    }
-    return MPI.Comm.Create_keyval(delete_fn=frees.get(what))
+    return MPI.Comm.Create_keyval(delete_fn=free)

@@ -107,7 +107,8 @@ def test_values_of_another_shape_raise_everywhere(comm):
 def test_ranks_whose_plans_differ_do_not_add_up_what_does_not_belong_together(comm):
     plans = [plan_of(comm, 100, 9, first) for first in (1, 2)]
     with pytest.raises(
-        CollectiveError, match="support must be the same on all ranks, got .* on rank 0; "
+        CollectiveError,
+        match=r"support must be the same on all ranks, got .* on rank 0; ",
     ):
         plans[comm.rank == 0].allreduce(np.ones(9))
     with pytest.raises(
@@ -124,7 +125,8 @@ def test_ranks_whose_plans_differ_do_not_add_up_what_does_not_belong_together(co
 def test_plans_of_the_same_indices_in_vectors_of_different_lengths_differ(comm):
     plan = SupportPlan(SparseVector([3, 5], [1.0, 1.0], 9 + (comm.rank == 0)), comm)
     with pytest.raises(
-        CollectiveError, match="support must be the same on all ranks, got .* on rank 0; "
+        CollectiveError,
+        match=r"support must be the same on all ranks, got .* on rank 0; ",
     ):
         plan.allreduce(np.ones(2))
 
