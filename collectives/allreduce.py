@@ -132,15 +132,12 @@ def run_chosen(
     choose: Choose, vector: SparseVector, group: Group, votes: bool = False
 ) -> Steps[Any]:
     """Choose an algorithm and run it; MPI's own allreduces run in the order in which the operations began."""
-    group.turn()
-    try:
-        name, metadata = yield from choose(vector, group)
-        if name != "dense_mpi":
-            group.end_turn()
-        run = partial(run_counting, name) if votes else ALGORITHMS[name]
-        return (yield from run(vector, group, metadata))
-    finally:
-        group.end_turn()
+    group.join_queue()
+    name, metadata = yield from choose(vector, group)
+    if name != "dense_mpi":
+        group.leave_queue()
+    run = partial(run_counting, name) if votes else ALGORITHMS[name]
+    return (yield from run(vector, group, metadata))
 
 
 def run_counting(
@@ -274,10 +271,7 @@ def dense_mpi(
     )
     filled = to_numpy(values).reshape(-1)
     summed = np.empty_like(filled)
-    yield (group.turn(),)
-    summing = group.reduce(filled, summed)
-    group.end_turn()
-    yield (summing,)
+    yield from group.reduce(filled, summed)
     total = converted(to_device_of(summed, values), vector.dtype).reshape(values.shape)
     indices = kernels_for(total).consecutive(0, vector.length, vector.indices.dtype)
     return SparseVector(indices, total, vector.length)

@@ -74,16 +74,11 @@ def mpi(
     **compared: Any,
 ) -> Steps[Any]:
     """Compare the call signatures, and sum the arrays by MPI; the sum is on the device of `like`."""
-    turn = group.turn()
-    try:
-        mine = array.reshape(-1)
-        # first: a rank without memory for it breaks off before MPI's own sum
-        total = staging.pinned_like(mine) if on_device(like) else np.empty_like(mine)
-        yield from group.compare_calls()
-        yield (turn,)
-        summing = group.reduce(mine, total)
-    finally:
-        group.end_turn()
-    yield (summing,)
+    group.join_queue()
+    mine = array.reshape(-1)
+    # first: a rank without memory for it breaks off before MPI's own sum
+    total = staging.pinned_like(mine) if on_device(like) else np.empty_like(mine)
+    yield from group.compare_calls()
+    yield from group.reduce(mine, total)
     total = staging.to_device(total) if on_device(like) else total
     return converted(total, vector.dtype).reshape(array.shape)

@@ -104,7 +104,7 @@ class SimulatedLink:
         self.nodes = nodes
         self.by_node = groups(nodes)
         self.traffic = Traffic()
-        self.turns = list[int]()
+        self.queue = list[int]()
         self.reduced = 0
         self.choice = network.choice
         self.gathered = set[tuple[Any, ...]]()

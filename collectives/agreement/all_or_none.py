@@ -119,14 +119,7 @@ def _agree(
     mine = total = np.array((error is not None, digest, digest * digest), np.int64)
     if group.size > 1:
         total = np.empty(3, np.int64)
-        turn = group.turn()
-        try:
-            if not turn.test():
-                yield (turn,)
-            summing = group.reduce(mine, total)
-        finally:
-            group.end_turn()
-        yield (summing,)
+        yield from group.reduce(mine, total)
     failed, linear, square = total.tolist()
     if failed:
         group.fail(error)

@@ -40,12 +40,12 @@ def checked(
 
 
 def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
-    group.turn()  # that of `steps`
+    group.join_queue()  # for `steps`
     try:
         _compare_calls((yield from group.gather_objects(call)), _where(group))
         return (yield from run_or_notify(group, steps))
     finally:
-        group.end_turn()
+        group.leave_queue()
         # else an error, its traceback and this frame hold each other
         del group, steps
 

@@ -145,20 +145,15 @@ class Group:
         )
         return SparseVector.empty(*what, like=self.like)
 
-    def turn(self) -> Pending:
-        """Queue for MPI's own collectives, and return what to wait for: the same order on all ranks.
+    def join_queue(self) -> None:
+        """Queue for `reduce`; before the first yield of the operation, so the order is the same on all ranks."""
+        if self.number not in self.link.queue:
+            self.link.queue.append(self.number)
 
-        Call it before the first yield of the operation, and `end_turn` in the end.
-        """
-        turns = self.link.turns
-        if self.number not in turns:
-            turns.append(self.number)
-        return Pending(lambda: turns[0] == self.number)
-
-    def end_turn(self) -> None:
-        """Leave the queue of `turn`, if the operation is still in it."""
-        if self.number in self.link.turns:
-            self.link.turns.remove(self.number)
+    def leave_queue(self) -> None:
+        """Leave the queue for MPI's own collectives, if the operation is still in it."""
+        if self.number in self.link.queue:
+            self.link.queue.remove(self.number)
 
     def fail(self, error: Exception | None) -> NoReturn:
         """End the operation on all ranks, which all detect it, with the error of this rank, if it has one."""
@@ -276,9 +271,15 @@ class Group:
             raise DisagreementError
         return received
 
-    def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Pending:
-        """Start MPI's own Allreduce (sum) from one host array to another, in this operation's `turn`."""
-        return self.link.reduce(array, total)
+    def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Steps[None]:
+        """Sum by MPI's own Allreduce from one host array to another, when it is this operation's turn."""
+        self.join_queue()
+        queue = self.link.queue
+        if queue[0] != self.number:
+            yield (Pending(lambda: queue[0] == self.number),)
+        summing = self.link.reduce(array, total)
+        self.leave_queue()
+        yield (summing,)
 
     def exchange_reports(self, report: str) -> Steps[list[dict[str, Any]]]:
         """Send an error notification to every rank, and return the reports of all ranks, in rank order.

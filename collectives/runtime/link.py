@@ -78,7 +78,7 @@ class Link:
         self.gathered: set[tuple[Any, ...]] = set()
         self.traffic = Traffic()
         # the numbers of operations that are to call MPI's own collectives, in order
-        self.turns: list[int] = []
+        self.queue: list[int] = []
         self._tags = notice_tag(duplicate)
         self._next_tag = 0
         self.faults = Faults(self.rank, self.size, duplicate)

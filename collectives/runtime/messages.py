@@ -134,11 +134,10 @@ class Arrival(Pending):
     def test(self) -> bool:
         """See `Pending.test`."""
         if self._awaited is None:
-            status = probed()
-            message = self._comm.Improbe(self.source, self._tag, status)
+            message = self._comm.Improbe(self.source, self._tag, probed())
             if message is None:
                 return False
-            self._awaited = self._matched(message, status)
+            self._awaited = self._matched(message)
         while self._awaited and self._awaited[0][0].Test():
             self._received(self._awaited.pop(0)[1])
         return not self._awaited
@@ -146,20 +145,17 @@ class Arrival(Pending):
     def wait(self) -> None:
         """See `Pending.wait`."""
         if self._awaited is None:
-            status = probed()
-            message = self._comm.Mprobe(self.source, self._tag, status)
-            self._awaited = self._matched(message, status)
+            message = self._comm.Mprobe(self.source, self._tag, probed())
+            self._awaited = self._matched(message)
         for request, part in self._awaited:
             request.Wait()
             if self.copy is not None:
                 self._received(part)
         self._awaited = []
 
-    def _matched(
-        self, message: "MPI.Message", status: "MPI.Status"
-    ) -> "list[tuple[MPI.Request, slice]]":
+    def _matched(self, message: "MPI.Message") -> "list[tuple[MPI.Request, slice]]":
         """Start to receive the probed message, or the size header of a long one."""
-        nbytes = status.Get_count(_byte())
+        nbytes = probed().Get_count(_byte())
         has_header = nbytes % LINE == _SIZE.itemsize
         if has_header:
             header = np.empty(nbytes, np.uint8)
