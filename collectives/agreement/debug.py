@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from collectives.agreement.notification import run_or_notify
-from collectives.agreement.state import named_ranks, ranks_by_value
+from collectives.agreement.state import differing
 from collectives.runtime.collective import Sum, ToSum
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
@@ -77,10 +77,7 @@ def _where(group: Group) -> str:
 def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
     """Raise CheckError on all ranks if they call different operations; a call is its name and its line."""
     if len({name for name, _ in calls}) > 1:
-        callers = ranks_by_value(enumerate(f"{name} at {line}" for name, line in calls))
-        who = "; ".join(
-            f"{call} on {named_ranks(ranks)}" for call, ranks in callers.items()
-        )
+        who = differing(enumerate(f"{name} at {line}" for name, line in calls))
         raise CheckError(f"{where}must be the same operation on all ranks, got {who}")
 
 
@@ -124,12 +121,8 @@ def audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
     ]
     if faults:
         raise CheckError(where + "; ".join(faults))
-    holders = ranks_by_value(enumerate(account["bits"] for account in accounts))
-    if len(holders) > 1:
-        different = ", another on ".join(map(named_ranks, holders.values()))
-        raise CheckError(
-            f"{where}the ranks hold different bits: one result on {different}"
-        )
+    if who := differing(enumerate(account["bits"] for account in accounts)):
+        raise CheckError(f"{where}the ranks hold different bits: {who}")
     contributed = total_mass(account["contributed"] for account in accounts)
     returned = total_mass(
         [accounts[0]["same"], *(account["own"] for account in accounts)]

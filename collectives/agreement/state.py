@@ -242,17 +242,11 @@ def disagreement(
     return (StepSkippedError if skips == len(faults) > 0 else CollectiveError)(text)
 
 
-def ranks_by_value(values: Iterable[tuple[int, Any]]) -> dict[Any, list[int]]:
-    """Return the ranks with each value, from pairs of a rank and its value."""
+def differing(values: Iterable[tuple[int, Any]]) -> str:
+    """Return the values of the ranks, such as "5 on ranks 0, 2; 6 on rank 1", if they differ, else an empty text."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
-def differing(values: Iterable[tuple[int, Any]]) -> str:
-    """Return the values of the ranks, such as "5 on ranks 0, 2; 6 on rank 1", if they differ, else an empty text."""
-    ranks = ranks_by_value(values)
     named = [
         f"{value} on {named_ranks(its_ranks)}" for value, its_ranks in ranks.items()
     ]

@@ -109,8 +109,7 @@ def _vector_of(
     if call.codec != "auto":
         to_choice("codec", call.codec, ["auto", *CODECS])
     for name, check in collective.declaration.checks.items():
-        if name in call.arguments:
-            call.arguments[name] = check(call.arguments[name], link.size)
+        call.arguments[name] = check(call.arguments[name], link.size)
     if call.follow and link.rank != call.arguments["root"]:
         contribution = call.contribution
         is_vector = isinstance(contribution, SparseVector)

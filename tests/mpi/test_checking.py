@@ -154,7 +154,7 @@ _sound = allreduce.allgather
     [
         (_lossy, "sparse_allreduce: mass is not conserved: the ranks contributed"),
         (_astray, "mass is not conserved"),
-        (_apart, "the ranks hold different bits: one result on rank"),
+        (_apart, "the ranks hold different bits: "),
         (_disordered, r"rank 0: its result: indices\[2\] is \d+ and follows \d+"),
     ],
 )
