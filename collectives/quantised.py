@@ -134,9 +134,11 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
         if uncoded is contribution:
             return total, uncoded.errors
         total.write(room)
-        parts = (room, rejected)
-        return out or tuple(
-            like(part.reshape(values.shape), original=contribution) for part in parts
+        if out is not None:
+            return out
+        return (
+            like(room.reshape(values.shape), original=contribution),
+            like(rejected.reshape(values.shape), original=contribution),
         )
 
     call.own = {"uncoded": widened}

@@ -32,7 +32,8 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
         except DisagreementError:
             pass
         finally:
-            group.leave_queue()
+            if group.link.queue:
+                group.leave_queue()
             while group.landings:
                 _, wait = group.landings.pop()
                 wait()
