@@ -9,15 +9,12 @@ Differences from the paper: parts may differ in size and be empty; headers conta
 sizes, so no round exchanges them, and several parts are sent as one message.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from collectives.runtime.collective import Call, Codec, Sum, collective
+from collectives.runtime.collective import Call, Codec, Comm, Sum, collective
 from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up, widened
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 def added_up(parts: list[SparseVector]) -> Sum:
@@ -28,7 +25,7 @@ def added_up(parts: list[SparseVector]) -> Sum:
 @collective(added_up, promise=Sum)
 def sparse_allgather(
     vector: SparseVector,
-    comm: "MPI.Comm",
+    comm: "Comm",
     *,
     algorithm: Literal["auto", "dissemination"] = "auto",
     codec: Codec = "auto",

@@ -15,7 +15,7 @@ these are distributed; a metadata exchange comes first.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from collectives.agreement.votes import gather_votes
 from collectives.planning.choice import algorithm_for
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import scatter, sum_of_share
-from collectives.runtime.collective import Call, Codec, Sum, collective
+from collectives.runtime.collective import Call, Codec, Comm, Sum, collective
 from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, doubling
@@ -47,9 +47,6 @@ from mpicomp.arrays import (
 from mpicomp.codec import encoded_nbytes
 from mpicomp.settings import to_bool
 from mpicomp.vector import SparseVector, add_up, count_up, join
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 SumAlgorithm = Literal[
     "auto",
@@ -74,7 +71,7 @@ def with_votes(result: Any) -> Sum:
 )
 def sparse_allreduce(
     vector: SparseVector,
-    comm: "MPI.Comm",
+    comm: "Comm",
     *,
     algorithm: SumAlgorithm = "auto",
     codec: Codec = "auto",

@@ -14,21 +14,18 @@ owner. A rank may contribute all entries of its own share, which it does not sen
 `GradientExchange` does, and then the residual in this share is the server's.
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from collectives.gtopk import Result, numbers
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import sum_of_share
-from collectives.runtime.collective import Call, Codec, collective, with_rejected
+from collectives.runtime.collective import Call, Codec, Comm, collective, with_rejected
 from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import negated, read_only
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import check_compressor, check_selected
 from mpicomp.vector import SparseVector, check_range, join, merge, without_zeros
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 def own_share(length: int, rank: int, size: int) -> tuple[int, int]:
@@ -40,7 +37,7 @@ def own_share(length: int, rank: int, size: int) -> tuple[int, int]:
 @collective(with_rejected, own_share=own_share)
 def compressed_allreduce(
     vector: SparseVector,
-    comm: "MPI.Comm",
+    comm: "Comm",
     compressor: Compressor,
     *,
     algorithm: Literal["auto", "split_allgather"] = "auto",

@@ -5,24 +5,21 @@ memory or hangs.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.runtime import staging
-from collectives.runtime.collective import Call, Sum, collective
+from collectives.runtime.collective import Call, Comm, Sum, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import converted, like, namespace, on_device, to_array
 from mpicomp.vector import SparseVector
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 @collective(Sum, takes_arrays=True)
-def dense_allreduce(array: Any, comm: "MPI.Comm") -> Call[Any]:
+def dense_allreduce(array: Any, comm: "Comm") -> Call[Any]:
     """Sum an array over all ranks by MPI's own allreduce.
 
     array: any shape, float16, float32 or float64 (float16 is sent as float32, MPI has

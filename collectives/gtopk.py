@@ -18,7 +18,7 @@ small in every block is dropped although its sum may be large.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from collectives.reduce_scatter import scatter
 from collectives.runtime.collective import (
     Call,
     Codec,
+    Comm,
     collective,
     sound,
     with_rejected,
@@ -55,9 +56,6 @@ from mpicomp.vector import (
     without_zeros,
 )
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 TYPICAL_DENSITY = 0.001  # where the call has no k
 
 Result = tuple[SparseVector, SparseVector]
@@ -72,7 +70,7 @@ def to_count(k: Any, size: int) -> int | None:
 @collective(with_rejected, compare=compare_by_doubling, checks={"k": to_count})
 def gtopk_allreduce(
     vector: SparseVector,
-    comm: "MPI.Comm",
+    comm: "Comm",
     k: int | None = None,
     *,
     algorithm: Literal[

@@ -11,12 +11,13 @@ with their sizes in the headers.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from collectives.planning.partition import Bounds, cut, equal_bounds, given_bounds
 from collectives.runtime.collective import (
     Call,
     Codec,
+    Comm,
     collective,
     part_of_sum,
     sound,
@@ -25,14 +26,11 @@ from collectives.runtime.group import Group, Part, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 @collective(promise=part_of_sum)
 def sparse_reduce_scatter(
     vector: SparseVector,
-    comm: "MPI.Comm",
+    comm: "Comm",
     *,
     algorithm: Literal["auto", "split"] = "auto",
     partition: Literal["equal"] | Sequence[int] = "equal",

@@ -8,11 +8,12 @@ Differences from the paper: any root and any number of ranks; vectors of unequal
 mismatch raises everywhere.
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from collectives.runtime.collective import (
     Call,
     Codec,
+    Comm,
     Sum,
     collective,
     part_of_sum,
@@ -23,9 +24,6 @@ from collectives.runtime.patterns import add, hand_down, reduce_up
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 def to_root(root: Any, size: int) -> int:
     """Return the root as an integer of Python's; raises if no rank has this number."""
@@ -35,7 +33,7 @@ def to_root(root: Any, size: int) -> int:
 @collective(promise=part_of_sum, checks={"root": to_root})
 def sparse_reduce(
     vector: SparseVector,
-    comm: "MPI.Comm",
+    comm: "Comm",
     root: int = 0,
     *,
     algorithm: Literal["auto", "tree"] = "auto",
@@ -62,7 +60,7 @@ sparse_ireduce = sparse_reduce.nonblocking
 @collective(promise=Sum, checks={"root": to_root})
 def sparse_bcast(
     vector: SparseVector | None,
-    comm: "MPI.Comm",
+    comm: "Comm",
     root: int = 0,
     *,
     algorithm: Literal["auto", "tree"] = "auto",

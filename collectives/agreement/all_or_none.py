@@ -6,7 +6,6 @@ reaches all ranks.
 """
 
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from collectives.agreement import recovery, ulfm
+from collectives.agreement.state import differing
 from collectives.runtime.collective import NOTHING, Call, collective
 from collectives.runtime.group import Group
 from collectives.runtime.link import link_if_any
@@ -161,16 +161,10 @@ def _digest(position: str) -> int:
     return zlib.crc32(position.encode()) >> 8
 
 
-def _raise_apart(operation: str, places: list[str]) -> NoReturn:
-    """Raise CollectiveError that names the ranks that are at another position than most."""
-    usual = Counter(places).most_common(1)[0][0]
-    odd = ", ".join(
-        f"rank {rank} is at {position}"
-        for rank, position in enumerate(places)
-        if position != usual
-    )
+def _raise_apart(operation: str, positions: list[str]) -> NoReturn:
+    """Raise CollectiveError that names which ranks are at which position."""
     raise CollectiveError(
-        f"{operation}: ranks are out of step: {odd}, and the others are at {usual}: load states of one step on all "
+        f"{operation}: ranks are out of step: {differing(enumerate(positions))}: load states of one step on all "
         "ranks, call the same methods on all, and make and step exchanges in the same order on all"
     )
 

@@ -32,7 +32,11 @@ from mpicomp.arrays import is_array, sparse_remedy
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
+    from mpi4py.MPI import Comm as Comm
+
     from collectives.runtime.engine import Request
+else:
+    Comm = Any
 
 P = ParamSpec("P")
 T = TypeVar("T")
