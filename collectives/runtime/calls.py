@@ -52,8 +52,6 @@ def start(
         name = next(iter(collective.algorithms))
     run: Any = collective.algorithms.get(name, collective.automatic)
     with engine.of_process() as own:
-        if link.lost:
-            error = error or CollectiveError(link.take_lost())
         group = Group(
             link,
             _signature(call, operation, name, vector),
@@ -61,8 +59,10 @@ def start(
             codec=call.codec,
             like=vector.values,
         )
+        if link.lost:
+            group.contribute(CollectiveError(link.take_lost()))
         steps: Any = None  # a rank with an error runs none
-        if error is None:
+        if group.error is None:
             try:
                 steps = run(vector, group, **call.arguments, **call.own)
             except BaseException as raised:

@@ -160,6 +160,10 @@ class Group:
         self.error = error
         raise DisagreementError
 
+    def contribute(self, error: BaseException) -> None:
+        """End the operation on all ranks with an error of this rank, its first; before the operation is started."""
+        self.error = self.error or error
+
     @property
     def is_broken(self) -> bool:
         """Whether another rank broke off in the middle of the schedule."""
