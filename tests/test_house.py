@@ -155,15 +155,15 @@ def code_of(*folders):
 # Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
 # use the slack of 3 %, a feature may not.
 BUDGET = {
-    "tokens": 87400,
+    "tokens": 86640,
     "density": 7.9,
     "wide assignments": 1,
     "tool tokens": 23500,
-    "classes": 92,
-    "functions": 1467,
-    "private nouns": 34,
+    "classes": 91,
+    "functions": 1460,
+    "private nouns": 33,
     "closure modules": 19,
-    "closure tokens": 25010,
+    "closure tokens": 24950,
 }
 SLACK = 1.03
 
