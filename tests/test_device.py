@@ -27,9 +27,9 @@ from mpicomp.codec import (
     decode,
     encode,
     few_bits_message,
+    plain,
 )
 from mpicomp.codec.indices import RANGE
-from mpicomp.codec.values import as_they_are
 from mpicomp.coded import Uncoded
 from mpicomp.compressors import quantised
 from mpicomp.vector import add_up, join, merge, top_k, without_zeros
@@ -182,10 +182,8 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
 
 @pytest.mark.parametrize("first", [9, 2**31 - 1, 2**32, 2**63 - 2, 2**63 - 1])
 def test_a_range_that_lies_is_refused(cupy, first):
-    message = encode(
-        SparseVector([4, 5], [1.0, 2.0], 9),
-        coding=(RANGE, as_they_are(np.ones(2))),
-    )
+    vector = SparseVector([4, 5], [1.0, 2.0], 9)
+    message = encode(vector, coding=(RANGE, plain(vector)[1]))
     assert decode(cupy.asarray(message)).nnz == 2
     message[HEADER_NBYTES : HEADER_NBYTES + 8] = np.array([first]).view(np.uint8)
     with pytest.raises(CodecError):

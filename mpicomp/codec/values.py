@@ -288,11 +288,6 @@ def format_of(number: int, message: Buffer, nbytes: int) -> Format | None:
     return runs(dtype, most, table.reshape(last, 1 + most))
 
 
-def as_they_are(values: Array) -> Format:
-    """Return the format that stores values in their own dtype."""
-    return VALUE_FORMATS[VALUE_DTYPES.index(values.dtype)]
-
-
 def smallest(values: Array) -> Format:
     """Return the format that stores values (1-d) in the fewest bytes, without loss."""
     shortest = _shortest(values)
@@ -316,10 +311,13 @@ def _shortest(values: Array) -> Format:
         table = table_of_runs(values, most)
         if table is not None:
             candidates.append(runs(values.dtype, most, table))
-    for form in sorted(candidates, key=lambda form: form.nbytes(values.size)):
-        if form.number >= len(STORED) or fits(values, STORED[form.number][1]):
-            return form
-    return as_they_are(values)
+    candidates.sort(key=lambda form: form.nbytes(values.size))
+    # at last the one that stores them in their own dtype
+    return next(
+        form
+        for form in candidates
+        if form.number >= len(STORED) or fits(values, STORED[form.number][1])
+    )
 
 
 def _sample(values: Array) -> NDArray[Any]:
