@@ -135,7 +135,8 @@ class Replay:
     def __enter__(self) -> "Replay":
         cuda = cupy.cuda
         places = cupy, cupy.ndarray, cuda, cuda.Stream, cuda.Event, cuda.MemoryPointer
-        for place in places:
+        memory = sys.modules["cupy._memory"].Memory
+        for place in (*places, memory):
             for name, value in list(vars(place).items()):
                 if inspect.isfunction(value) and name != "__init__":
                     self._replace(place, name, self._timed(value))

@@ -11,7 +11,7 @@ Array algebra is written once: NumPy's functions dispatch on CuPy's arrays, and
 import ctypes
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from hashlib import blake2b
 from importlib import import_module
@@ -166,19 +166,13 @@ def _check_memory(tensor: Any) -> None:
 
 def _on_current_device(array: Any) -> Any:
     """Return a CuPy array; raise ValueError unless it is on the current device, where kernels run."""
-    if is_on_current_device(array):
-        return array
-    own = array.data.device_id
+    own = array.data.device_id  # `device.id` makes an object
     current = sys.modules["cupy"].cuda.runtime.getDevice()
+    if own == current:
+        return array
     raise ValueError(
         f"got an array on device {own}, and the current one is {current}: call cupy.cuda.Device({own}).use() first"
     )
-
-
-def is_on_current_device(array: Any) -> bool:
-    """Return whether a CuPy array is on the device where kernels run."""
-    current = sys.modules["cupy"].cuda.runtime.getDevice()
-    return bool(array.data.device_id == current)  # `device.id` makes an object
 
 
 def _import_cupy(array: Any) -> ModuleType:
@@ -308,9 +302,17 @@ def address(array: Any) -> int:
 
 def addresses(arrays: Sequence[Any]) -> list[int]:
     """Return the address of the first value of each of some NumPy or CuPy arrays."""
-    if arrays and on_device(arrays[0]) and len({*map(type, arrays)}) == 1:
-        return [array.data.ptr for array in arrays]
+    if arrays and on_device(arrays[0]):
+        try:
+            return [array.data.ptr for array in arrays]
+        except AttributeError:  # of NumPy's
+            pass
     return [address(array) for array in arrays]
+
+
+def sizes_of(arrays: Iterable[Any]) -> tuple[int, ...]:
+    """Return the number of values of each array."""
+    return tuple([array.size for array in arrays])
 
 
 def concatenated(parts: Sequence[Array], out: Array | None = None) -> Array:

@@ -5,7 +5,6 @@ list, or one array, is one segment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -22,6 +21,7 @@ from mpicomp.arrays import (
     flat,
     kernels_for,
     like,
+    sizes_of,
     to_values,
     views_between,
     widened_values,
@@ -63,7 +63,7 @@ class Bucket:
         self.feedback = feedback
         self.dense = dense
         self.basis = basis
-        self.bounds = [0, *accumulate(tensor.size for tensor in tensors)]
+        self.bounds = [0, *accumulate(sizes_of(tensors))]
         self.length = self.bounds[-1]  # in values
         is_alone = list(names) == [ALONE]
         self.edges = [0, self.length] if is_alone else self.bounds
@@ -117,7 +117,7 @@ class Bucket:
         gradient = self.gradient(arrays, by_tensor=True)
         corrected, uncoded = self.feedback.uncoded(*gradient, basis=self.basis)
         check = partial(self._check_values, arrays)
-        return corrected, replace(uncoded, check=check)
+        return corrected, uncoded._replace(check=check)
 
     def _check_values(self, arrays: ByName, values: Array) -> None:
         """Raise ValueError that names a value that is not finite, of a gradient rather than a coefficient."""
@@ -173,7 +173,9 @@ class Bucket:
             mean = signs(mean)
         if isinstance(mean, SparseVector) and mean.nnz == mean.length:
             mean = mean.values
-        missing = [tensor for tensor in self.tensors if tensor.name not in outs]
+        missing = []
+        if len(outs) < len(self.tensors):
+            missing = [tensor for tensor in self.tensors if tensor.name not in outs]
         # what is rounded is copied, and has to have its values now
         if any([tensor.is_rounded for tensor in missing]):
             mean = dense(mean)

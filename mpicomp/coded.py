@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from mpicomp.arrays import (
     converted,
     kernels_for,
     namespace,
+    sizes_of,
     views_between,
 )
 from mpicomp.few_bits import FewBits, first_blocks
@@ -43,8 +45,7 @@ def in_parts(vector: Array, sizes: Sequence[int]) -> list[Array]:
     return views_between(vector, [0, *accumulate(sizes)])
 
 
-@dataclass(frozen=True)
-class Uncoded:
+class Uncoded(NamedTuple):
     """Values to be coded, ``decay * residual + parts``, and where their errors are written.
 
     parts: 1-d contiguous, one for each vector in which a block begins anew. errors:
@@ -65,9 +66,9 @@ class Uncoded:
         return self.errors.dtype
 
     @property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> tuple[int, ...]:
         """The number of values of each part."""
-        return [part.size for part in self.parts]
+        return sizes_of(self.parts)
 
     def blocks(self, block: int) -> int:
         """Return the number of blocks, of so many values each: a block begins anew at each part."""

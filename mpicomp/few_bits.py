@@ -1,6 +1,5 @@
 """Consecutive values of a dense vector in few bits: what a message of `quantised_allreduce` has."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -44,9 +43,10 @@ class FewBits:
         return -(-self.size // self.block)
 
 
-def first_blocks(sizes: Iterable[int], block: int) -> list[int]:
+@lru_cache(maxsize=256)
+def first_blocks(sizes: tuple[int, ...], block: int) -> tuple[int, ...]:
     """Return the number of the first block of each segment, and at last the number of blocks."""
-    return [0, *accumulate([-(-size // block) for size in sizes])]
+    return 0, *accumulate([-(-size // block) for size in sizes])
 
 
 @lru_cache(maxsize=256)

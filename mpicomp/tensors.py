@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from mpicomp.arrays import (
     Dtype,
     contiguous,
     flat,
-    is_on_current_device,
     kind_of,
     namespace,
     to_values,
@@ -110,12 +108,12 @@ class Tensor:
 
     def _checked(self, name: str, array: Any) -> Array:
         if (
-            type(array) is self.xp.ndarray
+            type(array) is np.ndarray
+            and self.xp is np
             and array.shape == self.shape
             and array.dtype == self.dtype
-            and (self.xp is np or is_on_current_device(array))
         ):
-            return array  # type: ignore[no-any-return]
+            return array
         values = _values(name, array)
         if namespace(values) is not self.xp:
             raise ValueError(
@@ -129,9 +127,6 @@ class Tensor:
         return values
 
 
-_facts = attrgetter("__class__", "shape", "dtype", "_c_contiguous", "data.device_id")
-
-
 def device_arrays(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | None:
     """Return the arrays of tensors, by name, in the shapes that they have; None for others than the described ones.
 
@@ -141,13 +136,15 @@ def device_arrays(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | No
     xp = tensors[0].xp
     if xp is np or tensors[0].facts[-1] != xp.cuda.runtime.getDevice():
         return None
-    found = [arrays.get(tensor.name) for tensor in tensors]
+    found: Any = [arrays.get(tensor.name) for tensor in tensors]
     try:
-        facts = [*map(_facts, found)]
+        facts = [
+            (a.__class__, a.shape, a.dtype, a._c_contiguous, a.data.device_id)
+            for a in found
+        ]
     except AttributeError:  # of another library
         return None
-    is_same = facts == [tensor.facts for tensor in tensors]
-    return found if is_same else None  # type: ignore[return-value]
+    return found if facts == [tensor.facts for tensor in tensors] else None
 
 
 def _values(name: str, array: Any) -> Array:

@@ -173,7 +173,7 @@ def test_what_lies_beside_a_tensor_does_not_change_it(bits, size):
     weight = (size * rng.standard_normal(1000)).astype(np.float32)
     parts = weight, bias
     codes, scales = room(2048, bits, np.float32, 256)
-    blocks = int(first_blocks([1000, 64], 256)[-1])
+    blocks = int(first_blocks((1000, 64), 256)[-1])
     width, each = 256 * bits // 8, 2 if bits == 2 else 1
     some = codes[: blocks * width], scales[: blocks * each]
     encoder(parts, None, bits, 256, np.empty(1064, np.float32))(*some)

@@ -4,7 +4,7 @@ import sys
 
 import gpu_costs
 import pytest
-from devices import real_cupy
+from devices import counted, real_cupy
 
 pytestmark = pytest.mark.skipif(
     real_cupy() is not None, reason="there is a GPU, and no stand-in"
@@ -66,6 +66,18 @@ def calls_of_a_step(name, tensors):
 def test_a_step_calls_no_function_for_each_tensor(name):
     few, many = (len(calls_of_a_step(name, tensors)) for tensors in (54, 160))
     assert 100 < many <= few
+
+
+def test_a_table_of_arrays_is_written_where_those_of_the_step_before_were_elsewhere():
+    exchange = gpu_costs.made("bits=4", 5, gpu_costs.MPI.COMM_SELF)
+    uploads = []
+    for seed in (0, 1):
+        given = gpu_costs.gradient(5, 640, seed)
+        for _ in range(2):
+            with counted(gpu_costs.cupy) as counts:
+                exchange(given, out=given)
+            uploads.append(counts.uploads)
+    assert uploads == [1, 0, 1, 0]
 
 
 def test_a_path_is_the_shortest_of_those_with_most_wide_accesses():

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomp.arrays import Array, check_finite, converted, kernels_for
+from mpicomp.arrays import Array, check_finite, converted, flat, kernels_for
 from mpicomp.compressors.base import (
     Compressor,
     SegmentedCompressor,
@@ -46,25 +46,25 @@ def _to_bfloat16(values: Array) -> Array:
     return converted(np.where(is_nan, bits, rounded).view(np.float32), values.dtype)
 
 
-def _to_magnitudes(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
+def _to_magnitudes(values: Array, edges: Array, *, two: bool) -> Array:
     """Return signs with one or two magnitudes for each segment; their bits do not depend on the other segments."""
     kernels = kernels_for(values)
-    by_segment = kernels.magnitudes_in_segments(values, bounds, two=two)
-    most = np.finfo(np.float64).max / np.diff(bounds).clip(1)
-    factor = 1.0
+    by_segment = kernels.magnitudes_in_segments(values, edges, two=two)
+    most = _MOST / np.maximum(edges[1:] - edges[:-1], 1)
     if not (by_segment[:, :2] <= most[:, None]).all():  # sums are not finite
         check_finite(values)
-        factor = 2.0**64
-        by_segment = kernels.magnitudes_in_segments(values / factor, bounds, two=two)
-    by_segment = by_segment[:, 2:] * factor
+        less = values / 2.0**64
+        by_segment = kernels.magnitudes_in_segments(less, edges, two=two) * 2.0**64
+    by_segment = by_segment[:, 2:]
     rows = by_segment.astype(values.dtype)
     # rounded down, it divides values of the dtype as in float64
-    away = rows[:, 2] > by_segment[:, 2]
-    rows[away, 2] = np.nextafter(rows[away, 2], values.dtype.type(0))
-    signed: Array = kernels.with_magnitudes(values, bounds, rows)
+    limits = rows[:, 2]
+    np.nextafter(limits, 0, out=limits, where=limits > by_segment[:, 2])
+    signed: Array = kernels.with_magnitudes(values, edges, rows)
     return signed
 
 
+_MOST = np.finfo(np.float64).max
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16}
 _MAGNITUDES = {"sign": False, "two_bit": True}  # whether there are two
 
@@ -90,10 +90,10 @@ def quantise(
             if bounds is None or len(bounds) == 2
             else places_of(vector, bounds)
         )
-        width = 1 if vector.width is None else vector.width
-        places = [edge * width for edge in edges]
-        flat = _to_magnitudes(vector.values.reshape(-1), places, two=_MAGNITUDES[form])
-        rounded = flat.reshape(vector.values.shape)
+        places = np.multiply(edges, vector.width or 1)
+        rounded = _to_magnitudes(flat(vector.values), places, two=_MAGNITUDES[form])
+        if vector.width:
+            rounded = rounded.reshape(vector.values.shape)
     elif form in _ROUNDINGS:
         rounded = _ROUNDINGS[form](vector.values)
     else:

@@ -25,6 +25,7 @@ from mpicomp.arrays import (
     new_vector,
     on_device,
     read_only,
+    sizes_of,
     to_device_of,
     views_between,
 )
@@ -302,7 +303,7 @@ class Feedback(Configured):
     def _stage(self, gradient: Sequence[Array]) -> None:
         """Check a gradient, and allocate the arrays before the first step."""
         first = gradient[0]
-        self._bounds = [0, *accumulate([part.size for part in gradient])]
+        self._bounds = [0, *accumulate(sizes_of(gradient))]
         size = self._bounds[-1]
         self._prepared = ()  # the spares are overwritten
         if any([type(array) is not type(first) for array in self._arrays.values()]):

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from mpicomp.arrays import Array, ByName, Dtype, kernels_for, negated
+from mpicomp.arrays import Array, ByName, Dtype, kernels_for, negated, sizes_of
 from mpicomp.bases import Basis
 from mpicomp.compressors.base import Summands, write_sum
 from mpicomp.feedback.base import Dtypes, Feedback
@@ -126,7 +126,7 @@ class InPlaceErrorFeedback(ErrorFeedback):
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
     ) -> None:
         """Prepare to subtract from the gradients what was sent, and to add what was rejected."""
-        bounds = [0, *accumulate([vector.size for vector in self._gradients])]
+        bounds = [0, *accumulate(sizes_of(self._gradients))]
         self._changes = [
             (vector, part)
             for change in self._checked_changes(corrected, sent, rejected)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_uint64
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from struct import Struct
-from threading import local
+from threading import get_ident, local
 from typing import Any
 
 import cupy
@@ -14,8 +14,8 @@ import numpy as np
 from cupy.cuda import driver, runtime
 from numpy.typing import DTypeLike
 
-from mpicomp.arrays import addresses
-from mpicomp.few_bits import places
+from mpicomp.arrays import addresses, sizes_of
+from mpicomp.few_bits import first_blocks, places
 
 Array = Any  # CuPy's arrays, which are not typed
 
@@ -73,7 +73,9 @@ def _plan(device: int, name: str, arguments: int) -> Callable[..., None]:
     stream_of_now = cupy.cuda.get_current_stream
 
     def start(blocks: int, threads: int, args: Sequence[Array | int | None]) -> None:
-        pack(words, 0, *map(_word, args))
+        # most are integers, which need no call
+        numbers = [arg & _ALL_BITS if type(arg) is int else _word(arg) for arg in args]
+        pack(words, 0, *numbers)
         stream = stream_of_now().ptr
         driver.launchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, params, 0)
 
@@ -82,8 +84,6 @@ def _plan(device: int, name: str, arguments: int) -> Callable[..., None]:
 
 
 def _word(arg: Array | int | None) -> int:
-    if type(arg) is int:
-        return arg & _ALL_BITS
     if not isinstance(arg, cupy.ndarray):
         return 0 if arg is None else int(arg) & _ALL_BITS
     if arg._c_contiguous:  # `flags` makes an object: 0.9 us
@@ -143,8 +143,19 @@ def segments_of(
     """
     if len(parts) == 1 and not others:
         return (None, 0, parts[0], parts[0].size), in_tiles(parts[0].size, block)
-    sizes = tuple([part.size for part in parts])
+    sizes = sizes_of(parts)
+    known = tuple(addresses([*chain(parts, *others)]))
+    stream = runtime.getDevice(), cupy.cuda.get_current_stream().ptr, get_ident()
+    table = _table(stream, block, sizes, known)
+    return (table, len(parts), None, 0), first_blocks(sizes, block)[-1]
+
+
+# most steps pass arrays at the places of the step before
+@lru_cache(maxsize=64)
+def _table(stream: Any, block: int, sizes: Any, known: Any) -> Array:
+    """Return the table of segments: first blocks, first values, and addresses.
+
+    stream: on which it is complete for what follows.
+    """
     firsts, edges = places(sizes, block)
-    known = addresses([*chain(parts, *others)])
-    table = np.concatenate([firsts, edges, np.array(known, np.int64)])
-    return (cupy.asarray(table), len(parts), None, 0), int(firsts[-1])
+    return cupy.asarray(np.concatenate([firsts, edges, np.array(known, np.int64)]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicomp.arrays import sizes_of
 from mpicomp.few_bits import first_blocks
 from mpicomp.kernels.device.compiling import (
     THREADS,
@@ -102,7 +103,7 @@ def decoder(
         if low < last:
             name = f"dequantise_{bits}"
             launches.append(partial(launch, name, [dtype], tiles, *args))
-    spans = _spans([part.size for part in parts], block, first, last)
+    spans = _spans(sizes_of(parts), block, first, last)
 
     def decode() -> None:
         for run in launches:
@@ -116,7 +117,7 @@ def decoder(
     return decode
 
 
-def _spans(sizes: Sequence[int], block: int, first: int, last: int) -> list[slice]:
+def _spans(sizes: tuple[int, ...], block: int, first: int, last: int) -> list[slice]:
     """Return which values of each part are in the blocks from `first` to before `last`."""
     firsts = first_blocks(sizes, block)
     spans = []

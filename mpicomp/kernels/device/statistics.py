@@ -49,24 +49,18 @@ def magnitudes_in_segments(
     One launch, with a block of threads for each segment of up to 2^18 values; a few for
     each longer one.
     """
-    edges = np.asarray(bounds, np.int64)
-    is_long = np.diff(edges) > _FEW
-    segments = edges.size - 1
-    found = np.zeros((segments, 5))
-    if not is_long.all():
-        rows = cupy.empty((segments, 5))
-        rounds = LLOYD_ROUNDS if two else 0
-        table = np.empty((segments, 2), np.int64)
-        table[:, 0] = edges[:-1]
-        # of the long ones nothing is read
-        table[:, 1] = np.where(is_long, edges[:-1], edges[1:])
-        args = values, cupy.asarray(table), rounds, rows
-        launch("magnitudes", [values.dtype], segments, *args)
-        found = rows.get()
-    for row in np.flatnonzero(is_long).tolist():
-        found[row] = magnitudes_by_sides(
-            values[bounds[row] : bounds[row + 1]], sides, two=two
-        )
+    edges = np.array([bounds[:-1], bounds[1:]], np.int64)
+    (long,) = (edges[1] - edges[0] > _FEW).nonzero()
+    edges[1, long] = edges[0, long]  # of these nothing is read
+    segments = edges.shape[1]
+    rows = cupy.empty((segments, 5))
+    rounds = LLOYD_ROUNDS if two else 0
+    args = values, cupy.asarray(edges.T.copy()), rounds, rows
+    launch("magnitudes", [values.dtype], segments, *args)
+    found: np.ndarray[Any, Any] = rows.get()
+    for row in long.tolist():
+        part = values[bounds[row] : bounds[row + 1]]
+        found[row] = magnitudes_by_sides(part, sides, two=two)
     return found
 
 

@@ -3,7 +3,6 @@
 import ctypes
 import mmap
 import os
-import weakref
 from collections import defaultdict
 
 import numpy as np
@@ -57,14 +56,12 @@ class Arena:
                 raise MemoryError("the fake device is full")
         self._poison(offset, min(size, max(nbytes, 1)))
         self._sizes[offset] = nbytes
-        memory = Memory(self, offset, nbytes)
-        weakref.finalize(memory, self._release, offset, size, nbytes)
-        return memory
+        return Memory(self, offset, nbytes, size)
 
     def _poison(self, offset: int, nbytes: int) -> None:
         ctypes.memset(self.base + offset, POISON, nbytes)
 
-    def _release(self, offset: int, size: int, nbytes: int) -> None:
+    def release(self, offset: int, size: int, nbytes: int) -> None:
         self._poison(offset, nbytes)
         del self._sizes[offset]
         self._free[size].append(offset)
@@ -91,8 +88,11 @@ class Arena:
 class Memory:
     """One block; arrays on it keep it alive."""
 
-    def __init__(self, arena: Arena, offset: int, nbytes: int) -> None:
-        self.arena, self.offset, self.size = arena, offset, nbytes
+    def __init__(self, arena: Arena, offset: int, nbytes: int, room: int) -> None:
+        self.arena, self.offset, self.size, self._room = arena, offset, nbytes, room
+
+    def __del__(self) -> None:
+        self.arena.release(self.offset, self._room, self.size)
 
     def bytes(self) -> np.ndarray:
         """Return the block as a NumPy array that keeps it alive."""
