@@ -103,7 +103,7 @@ def decoder(
         if low < last:
             name = f"dequantise_{bits}"
             launches.append(partial(launch, name, [dtype], tiles, *args))
-    spans = _spans(sizes_of(parts), block, first, last)
+    spans = _spans(sizes_of(parts), block, first, last) if onto else []
 
     def decode() -> None:
         for run in launches:
