@@ -372,13 +372,16 @@ class SparseVector:
 
     def copy(self) -> "SparseVector":
         """Return the vector with arrays of its own; without entries itself."""
-        if not self.indices.size:
+        indices = self.indices
+        if not indices.size:
             return self
         vector: SparseVector = object.__new__(SparseVector)
         fields = vars(vector)
-        fields.update(vars(self))  # and what is known of them
-        fields["indices"] = self.indices.copy()
+        if type(indices) is not np.ndarray:  # and what is known of those on a device
+            fields.update(vars(self))
+        fields["indices"] = indices.copy()
         fields["values"] = self.values.copy()
+        fields["length"] = self.length
         return vector
 
     def every(self, step: int, start: int = 0) -> "SparseVector":

@@ -32,7 +32,10 @@ def start(
     to_sum: Callable[[Any], Any] | None,
 ) -> Request[Any]:
     """Start a collective with the caller's arguments. to_sum: converts its result."""
-    call = _call_of(collective, args, kwargs)
+    try:
+        call = collective.call(*args, **kwargs)
+    except Exception as raised:
+        call = _failed_call(raised, args, kwargs)
     operation = call.operation or collective.name
     link = link_of(call.comm, operation)
     vector = NOTHING
@@ -86,18 +89,15 @@ def _contributed(call: Call[Any], vector: SparseVector) -> Any:
     return call.own.get("array", vector) if uncoded is None else uncoded.values()
 
 
-def _call_of(
-    collective: Collective[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _failed_call(
+    error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call[Any]:
-    """Return the call; if a keyword is unknown or an argument is missing, with that error as the contribution."""
-    try:
-        return collective.call(*args, **kwargs)
-    except Exception as error:
-        communicators = [argument for argument in args if hasattr(argument, "Get_attr")]
-        comm = kwargs.get("comm", next(iter(communicators), None))
-        if comm is None:
-            raise
-        return Call(kept(error), comm)
+    """Return a call that contributes the error of an unknown keyword or a missing argument; raise it without a comm."""
+    communicators = [argument for argument in args if hasattr(argument, "Get_attr")]
+    comm = kwargs.get("comm", next(iter(communicators), None))
+    if comm is None:
+        raise error
+    return Call(kept(error), comm)
 
 
 def _vector_of(

@@ -82,6 +82,8 @@ class Reduction:
                 raise ValueError(
                     f"the collective returned {part}: expected a sum of length {length}"
                 )
+            if self.is_own:
+                part.check_order()
         if rejected is not None:
             rejected = rejected.with_values(converted(rejected.values, dtype))
         return Sum(widened(value), rejected, votes)

@@ -10,6 +10,7 @@ from cases import RandomK, integers, state_of
 
 from collectives import (
     GradientExchange,
+    Sum,
     gtopk_allreduce,
     gtopk_iallreduce,
     sparse_allgather,
@@ -444,7 +445,24 @@ def test_memory_that_ends_in_the_norm_for_the_log_is_a_warning(comm, monkeypatch
     assert norms == [exchange.residual_norm]
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_indices_out_of_range_of_a_callers_collective_are_refused(comm, part):
+    """In the sum and in what was rejected: the residual is not written to beyond its end."""
+    bad = SparseVector(np.array([0, 9, 5], np.int32), np.ones(3, np.float32), 8)
+
+    def own(vector, comm):
+        result = [sparse_allreduce(vector, comm), SparseVector.empty(8)]
+        if isinstance(vector, SparseVector):
+            result[part] = bad
+        return Sum(*result)
+
+    exchange = GradientExchange(comm, TopK(k=3), ErrorFeedback(), own)
+    with pytest.raises(ValueError, match=r"indices\[1\] is 9: expected 0 <="):
+        exchange(np.ones(8, np.float32))
+
+
 @pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.unchecked("refuses a sum that loses mass")
 def test_a_collective_is_any_function(comm, blocks):
     def of_two(given, comm):
         half = (

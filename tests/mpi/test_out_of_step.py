@@ -243,7 +243,7 @@ def test_tensors_that_are_held_from_the_start_are_taken_up_and_a_resumed_run_has
 def test_held_tensors_that_differ_raise_on_all(comm):
     exchange = MAKERS["top-k"](comm)
     exchange(gradients(comm, 0))
-    with pytest.raises(CollectiveError, match=r"hold\(bias\) on rank"):
+    with pytest.raises(CollectiveError, match=r"hold\(bias\) "):
         exchange.hold(["bias"] if is_last(comm) else [])
     with pytest.raises(
         KeyError if is_last(comm) else CollectiveError, match="'unknown'"
