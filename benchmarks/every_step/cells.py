@@ -150,7 +150,7 @@ def behind(rows: Sequence[Any]) -> list[list[str]]:
     heads = ["nats behind dense Muon", *(f"{ranks} ranks" for ranks in RANKS)]
     named = {"4 bits in every step": FEW_BITS}
     named |= {f"local steps, H = {every}": local(every) for every in EVERY[:3]}
-    named["2 bits, H = 10"] = local(10, 2)
+    named["2 bits, H = 5"] = local(5, 2)
     lines = []
     for name, method in named.items():
         gaps = [cell.gap(rows, method, "muon") for cell in places]

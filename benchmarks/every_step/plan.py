@@ -33,6 +33,7 @@ TRIED: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {
         ("local-sparse-10", "muon"): (4e-3, 8e-3),
         ("local-few-bits-10", "adamw"): (2e-3,),
         ("local-few-bits-5", "muon"): (8e-3,),
+        ("muloco-30", "muon"): (16e-3,),
         (IN_BASIS, "sgd"): (2e-3, 4e-3),
     },
     "cosine": {
