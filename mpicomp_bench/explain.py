@@ -33,9 +33,10 @@ from mpicomp_bench.options import above_zero, positive, share
 
 ABOUT = """\
 For every algorithm: seconds, bytes that the busiest rank sends, rounds; beside the least bytes, the
-entropy of what has to be sent. "auto" chooses by estimates with fewer terms; no MPI is started. Every
-rank has a core of its own. Where ranks share a node, algorithms that ignore nodes count its link as
-shared by all of them; a dense sum is the faster of a ring over the ranks and one over the nodes.
+entropy of what has to be sent. "auto" chooses by estimates with fewer terms; no MPI is started.
+Every rank has a core of its own. Where ranks share a node, algorithms that ignore nodes count its
+link as shared by all of them; a dense sum is the faster of a ring over the ranks and one over the
+nodes.
 
 The speed-up over a dense allreduce ("dense /") is smaller for a whole exchange, which also selects
 or codes, keeps the residual and writes the mean (as measured on one core), and smaller again for a
