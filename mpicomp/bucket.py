@@ -176,8 +176,8 @@ class Bucket:
         missing = []
         if len(outs) < len(self.tensors):
             missing = [tensor for tensor in self.tensors if tensor.name not in outs]
-        # what is rounded is copied, and has to have its values now
-        if any([tensor.is_rounded for tensor in missing]):
+        # what is copied has to have its values now
+        if any([tensor.is_copied for tensor in missing]):
             mean = dense(mean)
         values: Any = mean
         if isinstance(mean, Written):

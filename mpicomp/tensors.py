@@ -58,9 +58,10 @@ class Tensor:
         return math.prod(self.shape)
 
     @cached_property
-    def is_rounded(self) -> bool:
-        """Whether the caller's arrays are bfloat16: `wrap` then returns a copy."""
-        return self.kind.startswith("bfloat16")
+    def is_copied(self) -> bool:
+        """Whether `wrap` may return a copy: of bfloat16, or of another library, as JAX copies what is not aligned."""
+        dtype, _, library = self.kind.partition(" of ")
+        return dtype == "bfloat16" or library not in ("numpy", "cupy", "torch")
 
     @cached_property
     def facts(self) -> tuple[Any, ...]:
