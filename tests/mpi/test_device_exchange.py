@@ -313,7 +313,9 @@ def assert_few(comm, cupy, name, tensors, *more):
     assert found.synchronisations <= synchronisations + more[1], found
 
 
-TENSORS = pytest.mark.parametrize("tensors", [1, 54, 160])
+TENSORS = pytest.mark.parametrize(
+    "tensors", [1, pytest.param(54, marks=pytest.mark.slow), 160]
+)
 
 
 @pytest.mark.stand_in("counts launches")

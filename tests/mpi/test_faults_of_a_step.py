@@ -282,7 +282,7 @@ def test_memory_that_ends_anywhere_leaves_all_of_a_step_or_none(
         return arrays if form == "dict" else list(arrays.values())
 
     exchange(gradients(0))
-    assert failures_of(comm, exchange, lambda: gradients(1), monkeypatch) > 3
+    assert failures_of(comm, exchange, lambda: gradients(1), monkeypatch) >= 3
 
 
 @pytest.mark.exactly(2)
