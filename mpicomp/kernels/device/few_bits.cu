@@ -272,7 +272,7 @@ __device__ inline i32 ones_of_team(u32 sum, i32 lanes) {
 #pragma unroll
     for (int by = 8; by; by /= 2)
         if (by < lanes) sum += exchanged(sum, by);
-    return (i32)((sum >> Few<T>::DIGITS % 32) * -(Few<T>::BIAS + 2) & 511);
+    return (i32)((sum >> Few<T>::DIGITS % 32) * (u32)-(Few<T>::BIAS + 2) & 511);
 }
 
 // The smaller of two numbers that are not negative; the second one if one is NaN.
@@ -428,7 +428,7 @@ __device__ inline void quantise_in_registers(
                 const T value = values[4 * group + i], number = value + T(0.0f);  // -0.0 is positive
                 const bool is_large = BITS == 2 && magnitude(value) > threshold;
                 if (BITS == 2) fields = __funnelshift_l(is_large ? ALL : 0, fields, 1);
-                fields = __funnelshift_l(top_word(number), fields, 3 - BITS);
+                fields = __funnelshift_l(top_word(number), fields, (u32)(3 - BITS));
                 const Key size = bits_of(is_large ? high : low);
                 errors[4 * group + i] = value - number_of((Key)(size | (bits_of(number) & Rounding<T>::SIGN)));
             }
