@@ -151,9 +151,9 @@ class Bucket:
         """
         if not outs:
             return {}
-        found = device_arrays(self.tensors, outs)
-        if found:
-            return dict(zip(self.names_of_tensors, found, strict=True))
+        vectors = device_arrays(self.tensors, outs)
+        if vectors:
+            return dict(zip(self.names_of_tensors, vectors, strict=True))
         return {
             tensor.name: tensor.writable(outs[tensor.name], f"out for {tensor.name}")
             for tensor in self.tensors

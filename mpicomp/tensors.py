@@ -137,15 +137,15 @@ def device_arrays(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | No
     xp = tensors[0].xp
     if xp is np or tensors[0].facts[-1] != xp.cuda.runtime.getDevice():
         return None
-    found: Any = [arrays.get(tensor.name) for tensor in tensors]
+    of_tensors: Any = [arrays.get(tensor.name) for tensor in tensors]
     try:
         facts = [
             (a.__class__, a.shape, a.dtype, a._c_contiguous, a.data.device_id)
-            for a in found
+            for a in of_tensors
         ]
     except AttributeError:  # of another library
         return None
-    return found if facts == [tensor.facts for tensor in tensors] else None
+    return of_tensors if facts == [tensor.facts for tensor in tensors] else None
 
 
 def _values(name: str, array: Any) -> Array:

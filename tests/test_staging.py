@@ -117,7 +117,7 @@ for wait in staging.wait_for_stream, lambda: None:
 
 
 def child(prepare, *, size=2, program=CHILD, **environment):
-    """Return the finished run of a child job; what `CHILD` is told to prepare makes it right or wrong."""
+    """Return the finished run of a child job. `prepare` is Python that `CHILD` runs first; it decides the outcome."""
     path = os.pathsep.join(
         [str(TESTS.parent), str(TESTS), str(TESTS.parent / "benchmarks")]
     )

@@ -79,10 +79,10 @@ def choose(
     of_all_ranks: these are all ranks of the communicator, so MPI's own allreduce is a
     candidate.
     """
-    taken = ESTIMATES[collective](case, links)
+    estimates = ESTIMATES[collective](case, links)
     if not (of_all_ranks and case.value_nbytes):
-        taken.pop("dense_mpi", None)
-    return min(taken, key=taken.__getitem__)
+        estimates.pop("dense_mpi", None)
+    return min(estimates, key=estimates.__getitem__)
 
 
 def constants_of(case: Case, links: Links) -> Constants:
@@ -96,7 +96,7 @@ def upper(ranks: int) -> int:
 
 
 def _sparse_allreduce(case: Case, links: Links) -> dict[str, float]:
-    taken = _exact_sums(case, constants_of(case, links))
+    estimates = _exact_sums(case, constants_of(case, links))
     if 1 < case.nodes < case.ranks:
         lanes = case.per_node
         shares = replace(
@@ -109,12 +109,12 @@ def _sparse_allreduce(case: Case, links: Links) -> dict[str, float]:
         )
         between = links.between(lanes)
         moved = case.entries + case.union(case.ranks)
-        taken["node_lanes"] = (
+        estimates["node_lanes"] = (
             seconds((3, 2 * lanes, 8 * moved, moved), links.inside())
             + upper(case.ranks) * between[0]
             + min(_exact_sums(shares, between).values())
         )
-    return taken
+    return estimates
 
 
 def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
@@ -157,27 +157,27 @@ def _gtopk_allreduce(case: Case, links: Links) -> dict[str, float]:
     rounds = upper(case.ranks)
     k = case.entries
     constants = constants_of(case, links)
-    taken = {
+    estimates = {
         "recursive_doubling": rounds * seconds((1, 0, 6 * k, 3 * k), constants),
         "exact": seconds((rounds + 1, 2 * case.ranks, 12 * k, 9 * k), constants),
     }
     if 1 < case.nodes < case.ranks:
         union = case.union(case.per_node)
         gathered = upper(case.per_node) * union
-        taken["node_leaders"] = seconds(
+        estimates["node_leaders"] = seconds(
             (2 * rounds, 0, 8 * gathered, 3 * gathered), links.inside()
         ) + seconds((rounds + 3, 0, 4.5 * union, 0), links.between(1))
-    return taken
+    return estimates
 
 
 def _quantised_allreduce(case: Case, links: Links) -> dict[str, float]:
     coded = case.length * (case.bits or 4) / 4
     direct = 2, 2 * case.ranks, coded, 0
-    taken = {"direct": seconds(direct, constants_of(case, links))}
+    estimates = {"direct": seconds(direct, constants_of(case, links))}
     if 1 < case.nodes < case.ranks:
         inside = seconds((2, 0, 6 * case.length, 0), links.inside())
-        taken["node_lanes"] = inside + seconds((4, 0, coded, 0), links.between(1))
-    return taken
+        estimates["node_lanes"] = inside + seconds((4, 0, coded, 0), links.between(1))
+    return estimates
 
 
 # rounds, further messages, bytes and merged entries are those by which the algorithms

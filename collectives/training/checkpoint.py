@@ -117,8 +117,8 @@ def _step_of(called: str, state: ByName, settings: ByName) -> str:
                 f"{called} has {key!r}: expected parts of {COMPRESSOR} and {FEEDBACK}"
             )
     remedy = "each rank loads what it saved; redistribute_state continues on another number of ranks"
-    place = {key: settings[key] for key in ("rank", "ranks")}
-    check_table(called, state[TABLE], place, remedy)
+    rank_and_size = {key: settings[key] for key in ("rank", "ranks")}
+    check_table(called, state[TABLE], rank_and_size, remedy)
     step = table.get("steps", "")
     if not step.isdecimal():
         raise ValueError(f"{called} is of step {step}: expected an integer")

@@ -312,9 +312,9 @@ class OuterLoop:
 
         def load_own() -> dict[str, str]:
             before.update(self.exchange.state_dict())
-            given = state() if callable(state) else state
-            check_names(given)
-            saved = dict(given)  # each array read from a file once
+            source = state() if callable(state) else state
+            check_names(source)
+            saved = dict(source)  # each array read from a file once
             if same_settings:
                 check_table(
                     "the state", saved.get(TABLE, ()), self._settings(), OTHER_LOOP
