@@ -41,7 +41,7 @@ from mpicomp import (  # noqa: E402
     TopK,
 )
 from mpicomp.codec import CODECS, decode, encode, few_bits_message  # noqa: E402
-from mpicomp.coded import Uncoded  # noqa: E402
+from mpicomp.coded import CodedSum, Uncoded  # noqa: E402
 from mpicomp.few_bits import BITS  # noqa: E402
 
 Call = Callable[[], Any]
@@ -226,9 +226,9 @@ def steps(cupy: Any, values: Any, density: float) -> Rows:
 
 
 def of_tensors(values: Any, density: float) -> Rows:
-    """Yield steps of a model of many tensors, every third of them small."""
+    """Yield steps of a model of one tensor and of many, every third of them small."""
     nbytes = values.nbytes
-    for count in (54, 160):
+    for count in (1, 54, 160):
         weights = np.where(np.arange(count) % 3 == 2, 1 / 256, 1.0)
         ends = np.cumsum(weights / weights.sum() * values.size).astype(int)
         ends[-1] = values.size
@@ -247,7 +247,7 @@ def of_tensors(values: Any, density: float) -> Rows:
         }
         for name, (passes, make) in made.items():
             yield (
-                f"{count} tensors, {name}",
+                f"{count} {'tensor' if count == 1 else 'tensors'}, {name}",
                 passes * nbytes,
                 lambda make=make, parts=parts: partial(make(), parts),  # type: ignore[misc]
             )
@@ -257,13 +257,33 @@ def few_bits(cupy: Any, values: Any) -> Rows:
     """Yield codes of all values, their decoding, and the basis."""
     nbytes, errors = values.nbytes, cupy.empty_like(values)
     for bits in BITS:
-        into = few_bits_message(values.size, bits, BLOCK, values)
-        coding = partial(Uncoded([values], errors).code, into)
-        yield f"quantise {bits}", nbytes * (2 + bits / 32), lambda call=coding: call  # type: ignore[misc]
-        decoding = partial(into.write, errors)
-        yield f"dequantise {bits}", nbytes * (1 + bits / 32), lambda call=decoding: call  # type: ignore[misc]
+        coded = nbytes * bits / 32
+        yield (
+            f"quantise {bits}",
+            2 * nbytes + coded,
+            partial(quantising, values, errors, bits),
+        )
+        yield (
+            f"dequantise {bits}",
+            nbytes + coded,
+            partial(dequantising, values, errors, bits),
+        )
     basis = Hadamard(BLOCK)
     yield "Hadamard", 2 * nbytes, lambda: partial(basis.forward, values, errors)
+
+
+def quantising(values: Any, errors: Any, bits: int) -> Call:
+    """Return a call that codes values in few bits, and writes their errors."""
+    into = few_bits_message(values.size, bits, BLOCK, values)
+    return partial(Uncoded([values], errors).coder(bits, BLOCK), into)
+
+
+def dequantising(values: Any, out: Any, bits: int) -> Call:
+    """Return a call that decodes values in few bits to `out`, whose memory is that of the errors before."""
+    into = few_bits_message(values.size, bits, BLOCK, values)
+    coded = Uncoded([values], out).coder(bits, BLOCK)(into)
+    total = CodedSum([coded], [values.size])
+    return lambda: total.writer([out])()
 
 
 def messages(values: Any, density: float) -> Rows:

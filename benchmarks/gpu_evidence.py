@@ -66,7 +66,7 @@ COUNTERS = (
 
 
 def main() -> int:
-    """Run everything; 1 where a test failed, 2 where there is no GPU or a package is missing."""
+    """Run everything; 1 where a test or a benchmark failed, 2 where there is no GPU or a package is missing."""
     options = parsed()
     os.environ.update(environment(options))
     missing = [
@@ -104,7 +104,8 @@ def main() -> int:
     passed = isinstance(tests, dict) and all(
         each["passed"] and not each["failed"] for each in tests.values()
     )
-    return 0 if passed else 1
+    ended = [part for part in found.values() if str(part).startswith("exit ")]
+    return 0 if passed and not ended else 1
 
 
 BEGAN, LEAST = time.monotonic(), 5.0

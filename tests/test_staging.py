@@ -256,6 +256,33 @@ def test_no_evidence_is_written_where_there_is_no_gpu():
 
 
 @ON_THE_STAND_IN
+def test_every_call_of_the_benchmark_on_a_gpu_can_be_measured(tmp_path):
+    report = tmp_path / "calls.json"
+    script = TESTS.parent / "benchmarks" / "gpu_calls.py"
+    subprocess.run(
+        [
+            sys.executable,
+            str(script),
+            "--length=20000",
+            "--repeats=1",
+            "--json",
+            str(report),
+        ],
+        env=os.environ | {"PYTHONPATH": f"{TESTS / 'fake_cupy'}:{TESTS}"},
+        check=True,
+        timeout=120,
+    )
+    rows = json.loads(report.read_text())
+    errors = {row["name"]: row["error"] for row in rows if "error" in row}
+    other_libraries = {
+        "torch.topk of magnitudes",
+        "cuda.compute.select of magnitudes",
+    }
+    assert errors.keys() <= other_libraries
+    assert len(rows) > 30
+
+
+@ON_THE_STAND_IN
 def test_a_dry_run_of_the_evidence_writes_that_there_was_no_time(tmp_path):
     """Every part on the stand-in takes a minute: make test-cupy does that."""
     done = gpu_evidence(
