@@ -29,7 +29,7 @@ from mpicomp.arrays import (
 from mpicomp.bases import Basis, Coefficients, runs
 from mpicomp.coded import CodedSum, Uncoded
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.base import write_sum
+from mpicomp.compressors.base import Summands
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
 from mpicomp.tensors import ALONE, Tensor, device_arrays
@@ -73,57 +73,40 @@ class Bucket:
         # of a list of arrays that are one segment
         self._buffer: Array | None = None
 
-    def gradient(self, arrays: ByName, *, by_tensor: bool = False) -> Sequence[Array]:
-        """Return the gradients, by tensor name, as vectors: one for each segment.
+    def correct(
+        self, arrays: ByName, *, by_tensor: bool = False
+    ) -> tuple[Array, Summands | None]:
+        """Return the vector to compress, the gradients plus the residual, and what it is the sum of.
 
-        A tensor without an array counts as zero. by_tensor: without a basis, one for each
-        tensor. Raises TypeError or ValueError for a bad gradient.
+        arrays: the gradients by tensor name; a tensor without one counts as zero. by_tensor: of a
+        list, the tensors are parts of the sum, not its segment. See `Feedback.summands`; raises
+        TypeError or ValueError for a bad gradient.
         """
         vectors = self.feedback.vectors(self.tensors, arrays)
         if self.basis is not None:
             # coefficients of float16 may be out of its range
             vectors = [widened_values(vector) for vector in vectors]
             by_tensor = False
-        if by_tensor or len(self.names) > 1:
-            return vectors
-        joined = adjacent(vectors)
-        if joined is None:
-            joined = self._buffer = concatenated(vectors, self._buffer)
-        return [joined]
+        if len(self.names) == 1 and not by_tensor:
+            joined = adjacent(vectors)
+            if joined is None:
+                joined = self._buffer = concatenated(vectors, self._buffer)
+            vectors = [joined]
+        return self.feedback.summands(*vectors, basis=self.basis)
 
-    def compress(
-        self, arrays: ByName, own: tuple[int, int]
-    ) -> tuple[Array, SparseVector]:
-        """Return the gradients with the residual added, and the entries to send.
+    def uncoded(
+        self, arrays: ByName, corrected: Array, summands: Summands | None
+    ) -> Uncoded:
+        """Return what `correct` returned, by tensor, as values to be coded: tensors begin new blocks."""
 
-        arrays: the gradients by tensor name. own: a range of which all values are sent.
-        """
-        gradient = self.gradient(arrays)
-        corrected, summands = self.feedback.summands(*gradient, basis=self.basis)
-        if own[0] == own[1]:
-            return corrected, self.selection.select(corrected, summands)
-        return corrected, self.selection.select_outside(corrected, summands, *own)
+        def check(values: Array) -> None:
+            # names the gradient, and not a coefficient
+            if self.basis is not None:
+                self.check_finite(arrays, ValueError)
+            self.selection.check_finite(values)
 
-    def correct(self, arrays: ByName) -> tuple[Array, Array]:
-        """Return the gradients with the residual added, all of which are sent; ValueError if a value is not finite."""
-        gradient = self.gradient(arrays)
-        corrected, summands = self.feedback.summands(*gradient, basis=self.basis)
-        write_sum(summands, corrected)
-        self.selection.check_finite(corrected)
-        return corrected, corrected
-
-    def code(self, arrays: ByName) -> tuple[Array, Uncoded]:
-        """Return the buffer for the gradients and the residual, and their sum to be coded; tensors begin new blocks."""
-        gradient = self.gradient(arrays, by_tensor=True)
-        corrected, uncoded = self.feedback.uncoded(*gradient, basis=self.basis)
-        check = partial(self._check_values, arrays)
-        return corrected, uncoded._replace(check=check)
-
-    def _check_values(self, arrays: ByName, values: Array) -> None:
-        """Raise ValueError that names a value that is not finite, of a gradient rather than a coefficient."""
-        if self.basis is not None:
-            self.check_finite(arrays, ValueError)
-        self.selection.check_finite(values)
+        uncoded = self.feedback.uncoded(corrected, summands)
+        return uncoded._replace(check=check)
 
     def out_of_basis(self, mean: Mean) -> Mean | Coefficients:
         """Return a mean of coefficients as one of values; of a sparse one, they are transformed where they are written.

@@ -484,10 +484,20 @@ def from_all_values(array: Array) -> SparseVector:
     return SparseVector.trusted(indices, array, array.size)
 
 
-def widened(vector: SparseVector) -> SparseVector:
-    """Return the vector with values of at least float32."""
-    values = widened_values(vector.values)
-    return vector if values is vector.values else vector.with_values(values)
+def widened(part: Any) -> Any:
+    """Return a vector or an array with values of at least float32; anything else as it is."""
+    if isinstance(part, SparseVector):
+        values = widened_values(part.values)
+        return part if values is part.values else part.with_values(values)
+    is_dense = isinstance(part, np.ndarray) or on_device(part)
+    return widened_values(part) if is_dense else part
+
+
+def entries(part: Any) -> int:
+    """Return the number of entries of a vector, or of values of an array; 0 for None."""
+    if isinstance(part, SparseVector):
+        return part.nnz
+    return 0 if part is None else int(part.size)
 
 
 def places_of(vector: SparseVector, bounds: Sequence[int]) -> list[int]:

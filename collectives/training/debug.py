@@ -15,10 +15,10 @@ from collectives.training.reduction import OPERATION, Reduction
 from collectives.training.statistics import Statistics
 from collectives.training.step import Started, Step
 from mpicomp.arrays import Array, to_numpy
-from mpicomp.bases import coefficients_of
 from mpicomp.bucket import Bucket
 from mpicomp.checking import mass
 from mpicomp.coded import CodedSum
+from mpicomp.compressors.base import write_sum
 from mpicomp.errors import CheckError, prefix
 from mpicomp.vector import SparseVector
 
@@ -38,8 +38,9 @@ class CheckedStep(Step):
     ) -> tuple[Any, Any, dict[str, Array]]:
         if not self._skips:
             bucket.check_finite(self.arrays, ValueError)
-        coefficients = coefficients_of(bucket.gradient(self.arrays), bucket.basis)
-        expected = bucket.feedback.correct(*coefficients).copy()
+        vector, summands = bucket.correct(self.arrays)
+        write_sum(summands, vector)
+        expected = vector.copy()
         self._expected[bucket] = expected
         prepared = super()._prepare(bucket, reduction)
         _check_input(bucket, expected, prepared[0])

@@ -12,7 +12,7 @@ from collectives.allreduce import sparse_allreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.collective import Collective, Declaration, Sum
-from mpicomp.arrays import converted, kernels_for, on_device, to_vector, widened_values
+from mpicomp.arrays import converted, kernels_for, on_device, to_vector
 from mpicomp.bucket import Mean
 from mpicomp.coded import CodedSum
 from mpicomp.few_bits import BITS
@@ -48,14 +48,6 @@ class Reduction:
     def is_own(self) -> bool:
         """Whether the sum is a function of the user's own, which declares nothing."""
         return self.declared.to_sum is None
-
-    def start(self, sent: Any, comm: Any) -> Any:
-        """Start the sum of what this rank sends; float16 in float32, so that the mean alone has to be in range."""
-        if isinstance(sent, SparseVector):
-            sent = widened(sent)
-        elif isinstance(sent, np.ndarray) or on_device(sent):
-            sent = widened_values(sent)
-        return self.call(sent, comm)
 
     def received(self, outcome: Any, length: int, dtype: Any) -> Sum:
         """Return what the collective returned, for vectors of a length, as a `Sum` whose value is a vector.
@@ -137,13 +129,6 @@ class Reduction:
             check_range(mean, "sum over the ranks")
             raise
         return mean
-
-
-def entries(part: Mean | None) -> int:
-    """Return the number of entries of a vector, or of values of an array."""
-    if isinstance(part, SparseVector):
-        return part.nnz
-    return 0 if part is None else int(part.size)
 
 
 def reduction(collective: Any, bits: int | None, average: bool | str) -> Reduction:

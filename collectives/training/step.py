@@ -29,14 +29,13 @@ from collectives.training.reduction import (
     SIGN,
     Reduction,
     dense_reduction,
-    entries,
 )
 from collectives.training.statistics import Statistics
 from mpicomp.arrays import Array, ByName, check_apart
 from mpicomp.bucket import Bucket, Mean, Write, signs
 from mpicomp.compressors.base import Snapshot, restore
 from mpicomp.errors import NotFiniteError, StepSkippedError, kept
-from mpicomp.vector import SparseVector, from_all_values, split
+from mpicomp.vector import SparseVector, entries, from_all_values, split, widened
 
 
 class Started(NamedTuple):
@@ -143,12 +142,37 @@ class Step:
         is_complete: bool = False,
         error: Exception | None = None,
     ) -> None:
-        """Start the full buckets in order; all of them if all gradients have been added."""
+        """Compress the full buckets in order, and start their sums; of all if all gradients have been added.
+
+        error: of this rank, which it contributes to the sums.
+        """
         for bucket in buckets[len(self.started) :]:
             names = bucket.names_of_tensors
             if not (is_complete or all([name in self.arrays for name in names])):
                 break
-            self._start(bucket, error)
+            began = perf_counter()
+            reduction = self._reduction
+            if bucket.dense:
+                reduction = dense_reduction(reduction.average)
+            prepared: tuple[Any, Any, ByName] = (None, None, {})
+            contribution: Any = error or outcome_of(self._prepare, bucket, reduction)
+            if not isinstance(contribution, Exception):
+                prepared = contribution
+                _, contribution, _ = prepared
+            ready = perf_counter()
+            outcome: Any = None
+            try:
+                # float16 in float32, so that the mean alone has to be in range
+                outcome = reduction.call(widened(contribution), self._comm)
+            except Exception as raised:
+                outcome = kept(raised)
+            except BaseException as interrupt:  # the other ranks have what was sent
+                outcome = contributed(interrupt)
+                raise
+            finally:
+                self.started.append(Started(bucket, reduction, *prepared, outcome))
+            self._compressing += ready - began
+            self._communicating += perf_counter() - ready
 
     def start_failed(self, bucket: Bucket, error: Exception) -> None:
         """Count a bucket as started whose sum failed, as another call of this rank was taken for it."""
@@ -160,56 +184,35 @@ class Step:
             if isinstance(started.outcome, Request) and not started.outcome.test():
                 break  # what is in flight advances together
 
-    def _start(self, bucket: Bucket, error: Exception | None) -> None:
-        """Compress this rank's gradients, and start the sum; an error of this rank is contributed."""
-        began = perf_counter()
-        reduction = self._reduction
-        if bucket.dense:
-            reduction = dense_reduction(reduction.average)
-        prepared: tuple[Any, Any, ByName] = (None, None, {})
-        contribution: Any = error or outcome_of(self._prepare, bucket, reduction)
-        if not isinstance(contribution, Exception):
-            prepared = contribution
-            _, contribution, _ = prepared
-        ready = perf_counter()
-        outcome: Any = None
-        try:
-            outcome = reduction.start(contribution, self._comm)
-        except Exception as raised:
-            outcome = kept(raised)
-        except BaseException as interrupt:  # the other ranks have what was sent
-            outcome = contributed(interrupt)
-            raise
-        finally:
-            self.started.append(Started(bucket, reduction, *prepared, outcome))
-        self._compressing += ready - began
-        self._communicating += perf_counter() - ready
-
     def _prepare(
         self, bucket: Bucket, reduction: Reduction
     ) -> tuple[Any, Any, dict[str, Array]]:
         """Return the corrected gradient, what is sent, and the output buffers: all that can fail before the sum."""
         declared = reduction.declared
-        self.snapshots += bucket.selection.snapshot()
+        selection = bucket.selection
+        self.snapshots += selection.snapshot()
         buffers = bucket.outputs(self._outs)
         if self._skips:
             bucket.check_finite(self.arrays, NotFiniteError)
+        sent: Any
         try:
-            compressed: tuple[Any, Any]
+            corrected, summands = bucket.correct(
+                self.arrays, by_tensor=declared.takes_uncoded
+            )
             if declared.takes_uncoded:
-                compressed = bucket.code(self.arrays)
+                sent = bucket.uncoded(self.arrays, corrected, summands)
             elif declared.takes_arrays:
-                compressed = bucket.correct(self.arrays)
+                sent = selection.all_values(corrected, summands)
             else:
                 comm = self._comm
-                own = declared.own_share(bucket.length, comm.rank, comm.size)
-                compressed = bucket.compress(self.arrays, own)
+                share = declared.own_share(bucket.length, comm.rank, comm.size)
+                sent = selection.select(corrected, summands, share)
         except ValueError:
             # to name the gradient, and not a coefficient
             if bucket.basis is not None:
                 bucket.check_finite(self.arrays, ValueError)
             raise
-        return *compressed, buffers
+        return corrected, sent, buffers
 
     def _finish(self, error: Exception | None, form: str) -> bool:
         """Wait for all sums, and prepare what is committed; raise the first error that is no skip.

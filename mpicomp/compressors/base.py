@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, check_finite, flat, kernels_for, read_only, to_vector
+from mpicomp.arrays import Array, flat, kernels_for, read_only, to_vector
 from mpicomp.bases import Basis, coefficients_of
 from mpicomp.kernels import Selected
 from mpicomp.state import ROWS, SHARED, Configured, check_object
@@ -252,16 +252,6 @@ def known(length: int, bounds: Sequence[int], entries: Selected) -> SparseVector
     vector = SparseVector.trusted(entries.indices, entries.values, length)
     if entries.facts is not None:
         vector.remember(entries.facts, bounds, entries.places)
-    return vector
-
-
-def selected(dense: Array, bounds: Sequence[int], entries: Selected) -> SparseVector:
-    """Return the largest entries of a dense vector, which a kernel found; ValueError if a value is not finite."""
-    vector = known(dense.size, bounds, entries)
-    try:
-        vector.check_finite()
-    except ValueError:
-        check_finite(dense)
     return vector
 
 

@@ -79,11 +79,15 @@ class Selection:
         self,
         corrected: Array,
         summands: Summands | None = None,
+        share: tuple[int, int] = (0, 0),
     ) -> SparseVector:
         """Return the entries selected in all segments, as one vector; errors name the segment.
 
-        See `Compressor.select`.
+        share: a range of which all values are returned. See `Compressor.select`.
         """
+        first, end = share
+        if first < end:
+            return self._select_outside(corrected, summands, first, end)
         vectors = []
         for run in self.runs:
             values = corrected
@@ -102,7 +106,7 @@ class Selection:
             vectors.append(vector)
         return concatenate(vectors) if len(vectors) > 1 else vectors[0]
 
-    def select_outside(
+    def _select_outside(
         self, corrected: Array, summands: Summands | None, first: int, end: int
     ) -> SparseVector:
         """Return all values of a range, and the entries selected outside of it: `select` sees zeros there."""
@@ -114,6 +118,12 @@ class Selection:
         own = corrected[first:end]
         indices = kernels_for(own).consecutive(first, end, selected.indices.dtype)
         return merge(selected, SparseVector.trusted(indices, own, corrected.size))
+
+    def all_values(self, corrected: Array, summands: Summands | None) -> Array:
+        """Return the sum of the summands, all of which is sent; ValueError names a value that is not finite."""
+        write_sum(summands, corrected)
+        self.check_finite(corrected)
+        return corrected
 
     def observe(self, aggregate: SparseVector) -> None:
         """Pass each compressor its part of the mean; see `Compressor.observe`."""

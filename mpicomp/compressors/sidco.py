@@ -33,12 +33,17 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for, to_numpy, views_between
+from mpicomp.arrays import (
+    Array,
+    check_finite,
+    kernels_for,
+    to_numpy,
+    views_between,
+)
 from mpicomp.compressors.base import (
     SegmentedCompressor,
     Summands,
     known,
-    selected,
     to_add,
     write_sum,
 )
@@ -178,8 +183,9 @@ class SIDCo(SegmentedCompressor):
         k = np.where(is_exact, np.minimum(self.counts(sizes), sizes), 0)
         kernels = kernels_for(corrected)
         found = kernels.largest_in_segments(corrected, bounds, k, sizes.clip(1), k)
-        largest = selected(corrected, bounds, found)
-        magnitudes = np.abs(to_numpy(largest.values))
+        magnitudes = np.abs(to_numpy(found.values))
+        if not np.isfinite(magnitudes).all():
+            check_finite(corrected)
         for row in np.flatnonzero(is_exact).tolist():
             kept = magnitudes[slice(*found.places[row : row + 2])]
             plan = plans[row]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands, selected, to_add
+from mpicomp.arrays import Array, check_finite, kernels_for
+from mpicomp.compressors.base import SegmentedCompressor, Summands, known, to_add
 from mpicomp.compressors.common import Density, counts_of, hashable
 from mpicomp.vector import SparseVector
 
@@ -46,7 +46,13 @@ class TopK(Density, SegmentedCompressor):
         entries = kernels_for(corrected).largest_in_segments(
             corrected, bounds, *rows, summands=to_add(summands, corrected)
         )
-        return selected(corrected, bounds, entries)
+        vector = known(corrected.size, bounds, entries)
+        try:
+            # one that is not finite is among the largest
+            vector.check_finite()
+        except ValueError:
+            check_finite(corrected)
+        return vector
 
     @staticmethod
     @lru_cache(maxsize=256)

@@ -104,23 +104,20 @@ class Feedback(Configured):
         """
         return self.correct(*coefficients_of(gradient, basis)), None
 
-    def uncoded(
-        self, *gradient: Array, basis: Basis | None = None
-    ) -> tuple[Array, Uncoded]:
-        """Return the buffer or vector of `summands`, and its values to be coded, whose errors may replace it.
+    def uncoded(self, corrected: Array, summands: Summands | None) -> Uncoded:
+        """Return what `summands` returned as values to be coded, whose errors may replace it.
 
         The parts of a gradient are coded apart.
         """
-        corrected, summands = self.summands(*gradient, basis=basis)
         terms = to_add(summands, corrected)
         if terms is not None:
             residual, scale, parts = terms
-            return corrected, Uncoded(parts, corrected, residual, scale)
+            return Uncoded(parts, corrected, residual, scale)
         errors = corrected
         if not self._is_spare(corrected):
             errors = np.empty_like(corrected)
         parts = views_between(corrected, self._bounds)
-        return corrected, Uncoded(parts, errors)
+        return Uncoded(parts, errors)
 
     def prepare_residual(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
