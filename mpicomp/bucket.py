@@ -74,15 +74,13 @@ class Bucket:
         self._buffer: Array | None = None
 
     def correct(
-        self, arrays: ByName, *, by_tensor: bool = False
+        self, vectors: list[Array], *, by_tensor: bool = False
     ) -> tuple[Array, Summands | None]:
         """Return the vector to compress, the gradients plus the residual, and what it is the sum of.
 
-        arrays: the gradients by tensor name; a tensor without one counts as zero. by_tensor: of a
-        list, the tensors are parts of the sum, not its segment. See `Feedback.summands`; raises
-        TypeError or ValueError for a bad gradient.
+        vectors: the gradients, by `Feedback.vectors`. by_tensor: of a list, the tensors are
+        parts of the sum, not its segment. See `Feedback.summands`.
         """
-        vectors = self.feedback.vectors(self.tensors, arrays)
         if self.basis is not None:
             # coefficients of float16 may be out of its range
             vectors = [widened_values(vector) for vector in vectors]
@@ -127,16 +125,17 @@ class Bucket:
         check_range(values, "mean out of the basis")
         return values
 
-    def outputs(self, outs: ByName) -> dict[str, Array]:
+    def outputs(self, outs: ByName, vectors: Sequence[Array] = ()) -> dict[str, Array]:
         """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others.
 
-        On a device they may have the shapes of the tensors.
+        On a device they may have the shapes of the tensors. vectors: of the gradients,
+        which are not checked again if they are the buffers.
         """
         if not outs:
             return {}
-        vectors = device_arrays(self.tensors, outs)
-        if vectors:
-            return dict(zip(self.names_of_tensors, vectors, strict=True))
+        buffers = device_arrays(self.tensors, outs, vectors)
+        if buffers:
+            return dict(zip(self.names_of_tensors, buffers, strict=True))
         return {
             tensor.name: tensor.writable(outs[tensor.name], f"out for {tensor.name}")
             for tensor in self.tensors

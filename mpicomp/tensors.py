@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from mpicomp.arrays import (
     to_values,
     writable_vector,
 )
+
+# of a CuPy array: see `Tensor.facts`
+_FACTS = attrgetter("__class__", "shape", "dtype", "_c_contiguous", "data.device_id")
 
 ALONE = "gradient"  # the name of one array, and of the segment of a list
 
@@ -128,21 +132,23 @@ class Tensor:
         return values
 
 
-def device_arrays(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | None:
+def device_arrays(
+    tensors: Sequence[Tensor], arrays: ByName, checked: Sequence[Array] = ()
+) -> list[Array] | None:
     """Return the arrays of tensors, by name, in the shapes that they have; None for others than the described ones.
 
     Those are on the current device and C-contiguous: kernels take them as vectors, of
-    which each would cost 3 us.
+    which each would cost 3 us. checked: arrays that were described so before.
     """
     xp = tensors[0].xp
     if xp is np or tensors[0].facts[-1] != xp.cuda.runtime.getDevice():
         return None
-    of_tensors: Any = [arrays.get(tensor.name) for tensor in tensors]
+    of_tensors: list[Any] = [arrays.get(tensor.name) for tensor in tensors]
+    # to look at each takes 0.2 us
+    if [*map(id, of_tensors)] == [*map(id, checked)]:
+        return of_tensors
     try:
-        facts = [
-            (a.__class__, a.shape, a.dtype, a._c_contiguous, a.data.device_id)
-            for a in of_tensors
-        ]
+        facts = [*map(_FACTS, of_tensors)]
     except AttributeError:  # of another library
         return None
     return of_tensors if facts == [tensor.facts for tensor in tensors] else None

@@ -43,29 +43,59 @@ def test_a_replay_makes_the_same_calls_and_leaves_the_stand_in_as_it_was():
     assert gpu_costs.launch_seconds(3) > 0
 
 
-def calls_of_a_step(name, tensors):
-    """Return how many functions of the library a step calls in Python."""
+def traced_step(name, tensors, trace):
+    """Run a step whose frames of the library are traced."""
     exchange = gpu_costs.made(name, tensors, gpu_costs.MPI.COMM_SELF)
     given = gpu_costs.gradient(tensors, 160 * 256, 0)
     for _ in range(2):
         exchange(given, out=given)
     folders = tuple(str(gpu_costs.ROOT / top) for top in ("mpicomp", "collectives"))
+
+    def begin(frame, event, _):
+        return trace(frame) if frame.f_code.co_filename.startswith(folders) else None
+
+    sys.settrace(begin)
+    exchange(given, out=given)
+    sys.settrace(None)
+
+
+def calls_of_a_step(name, tensors):
+    """Return the functions of the library that a step calls in Python."""
     called = []
+    traced_step(name, tensors, lambda frame: called.append(frame.f_code.co_name))
+    return called
+
+
+def instructions_of_a_step(name, tensors):
+    """Return how many instructions of bytecode a step runs in the library."""
+    count = 0
 
     def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(folders):
-            called.append(frame.f_code.co_name)
+        nonlocal count
+        count += event == "opcode"
+        return note
 
-    sys.setprofile(note)
-    exchange(given, out=given)
-    sys.setprofile(None)
-    return called
+    def trace(frame):
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        return note
+
+    traced_step(name, tensors, trace)
+    return count
 
 
 @pytest.mark.parametrize("name", gpu_costs.STEPS)
 def test_a_step_calls_no_function_for_each_tensor(name):
     few, many = (len(calls_of_a_step(name, tensors)) for tensors in (54, 160))
     assert 100 < many <= few
+
+
+@pytest.mark.parametrize("name", gpu_costs.TIMED)
+def test_a_step_looks_at_each_tensor_a_few_times(name):
+    """A buffer that is the gradient itself is not looked at as another array would be."""
+    few, many = (instructions_of_a_step(name, tensors) for tensors in (54, 160))
+    assert few > 1000
+    assert (many - few) / (160 - 54) <= 110
 
 
 def test_a_table_of_arrays_is_written_where_those_of_the_step_before_were_elsewhere():

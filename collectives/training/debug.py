@@ -38,7 +38,8 @@ class CheckedStep(Step):
     ) -> tuple[Any, Any, dict[str, Array]]:
         if not self._skips:
             bucket.check_finite(self.arrays, ValueError)
-        vector, summands = bucket.correct(self.arrays)
+        vectors = bucket.feedback.vectors(bucket.tensors, self.arrays)
+        vector, summands = bucket.correct(vectors)
         write_sum(summands, vector)
         expected = vector.copy()
         self._expected[bucket] = expected

@@ -243,7 +243,7 @@ class GradientExchange:
             )
         if self._form is not None:
             check_same_form(DICT, {name: array}, self._form, self._names)
-        self.start_together({name: array}, {name: out})
+        self.start_together({name: array}, {} if out is None else {name: out})
 
     @defer_interrupt
     def start_together(self, arrays: ByName, outs: ByName | None = None) -> None:

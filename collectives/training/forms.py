@@ -20,9 +20,9 @@ def by_name(gradient: Any) -> tuple[str, dict[str, Any]]:
 
 
 def in_form(form: str, results: dict[str, Any], names: ByName) -> Any:
-    """Return results by name in a form, with those of `names` first."""
+    """Return results by name in a form; a list in the order of `names`."""
     if form == DICT:
-        return dict.fromkeys(names) | results
+        return results
     return [results[name] for name in names] if form == LIST else results[ALONE]
 
 
@@ -73,8 +73,8 @@ def outs_by_name(
         raise ValueError(
             f"out has {name!r}: expected names of the gradients that are given"
         )
-    missing = names - arrays.keys() - outs.keys()
-    missing |= {name for name in outs if outs[name] is None and arrays[name] is None}
+    outs = {name: buffer for name, buffer in outs.items() if buffer is not None}
+    missing = {name for name in names - outs.keys() if arrays.get(name) is None}
     if missing:
         raise ValueError(
             f"got out= and no gradient of {sorted(missing)[:3]}, whose mean other ranks may change: expected a buffer "

@@ -9,6 +9,7 @@ are off, as ranks may have different settings; overflow is checked instead.
 
 from collections.abc import Sequence
 from functools import partial, reduce
+from itertools import chain
 from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -94,7 +95,7 @@ class Step:
     def add(self, arrays: ByName, outs: ByName) -> None:
         """Add gradients, and output buffers, by name."""
         self.arrays |= arrays
-        self._outs |= {name: out for name, out in outs.items() if out is not None}
+        self._outs |= outs
 
     def run(
         self,
@@ -191,13 +192,14 @@ class Step:
         declared = reduction.declared
         selection = bucket.selection
         self.snapshots += selection.snapshot()
-        buffers = bucket.outputs(self._outs)
+        vectors = bucket.feedback.vectors(bucket.tensors, self.arrays)
+        buffers = bucket.outputs(self._outs, vectors)
         if self._skips:
             bucket.check_finite(self.arrays, NotFiniteError)
         sent: Any
         try:
             corrected, summands = bucket.correct(
-                self.arrays, by_tensor=declared.takes_uncoded
+                vectors, by_tensor=declared.takes_uncoded
             )
             if declared.takes_uncoded:
                 sent = bucket.uncoded(self.arrays, corrected, summands)
@@ -221,6 +223,8 @@ class Step:
         range, which it is on all ranks alike.
         """
         began = perf_counter()
+        # those of the gradients first, in their order
+        self.results = dict.fromkeys(self.arrays) | self._outs
         outcomes = []
         for started in self.started:
             outcome = started.outcome
@@ -240,10 +244,10 @@ class Step:
             self._is_apart = False
         for fault in faults:
             raise fault
-        check_apart([array for started in self.started for array in started.written])
+        written = [started.written for started in self.started]
+        check_apart([*chain(*written)])
         if errors:
             return False
-        self.results |= self._outs
         try:
             for started, outcome in zip(self.started, outcomes, strict=True):
                 self._finished(started, outcome, form)
@@ -302,7 +306,6 @@ class Step:
 
     def _skip(self, buckets: Sequence[Bucket], form: str) -> None:
         """Prepare the results of a step that is skipped: zeros, or vectors without entries."""
-        self.results = dict(self._outs)
         self.means = []
         self._writes = []
         for bucket in buckets:
