@@ -24,14 +24,18 @@ class Summands(NamedTuple):
     """What a vector is the sum of: ``scale * residual``, and a gradient.
 
     residual: None if the vector has the sum already. parts: of the gradient, one for
-    each segment. basis: in which `coefficients` of the parts are added; None for the
-    parts.
+    each segment. basis: in which the vector is; it has the sum then. None for none.
     """
 
     residual: Array | None
     scale: float
     parts: Sequence[Array]
     basis: Basis | None = None
+
+    @property
+    def terms(self) -> Any:
+        """Residual, scale and parts, which a kernel has still to add; None if the vector has the sum already."""
+        return None if self.residual is None else self[:3]
 
     @property
     def coefficients(self) -> Sequence[Array]:
@@ -230,21 +234,11 @@ def restore(snapshots: Sequence[Snapshot]) -> None:
         vars(compressor).update(before)
 
 
-def to_add(summands: Summands | None, out: Array) -> Any:
-    """Return residual, scale and parts that a kernel has still to add; or None. A sum in a basis is written here."""
-    if summands is None or summands.residual is None or summands.basis is not None:
-        write_sum(summands, out)
-        return None
-    return summands[:3]
-
-
 def write_sum(summands: Summands | None, out: Array) -> None:
     """Write the sum to `out`, unless it has it already."""
-    if summands is None or summands.residual is None:
-        return
-    basis = summands.basis
-    add: Any = kernels_for(out).add_parts if basis is None else basis.add
-    add(*summands[:3], out)
+    terms = summands and summands.terms
+    if terms is not None:
+        kernels_for(out).add_parts(*terms, out)
 
 
 def known(length: int, bounds: Sequence[int], entries: Selected) -> SparseVector:

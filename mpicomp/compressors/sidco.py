@@ -44,7 +44,6 @@ from mpicomp.compressors.base import (
     SegmentedCompressor,
     Summands,
     known,
-    to_add,
     write_sum,
 )
 from mpicomp.compressors.common import counts_of, to_density
@@ -141,7 +140,7 @@ class SIDCo(SegmentedCompressor):
         if corrected.dtype == np.float16:  # which kernels do not add
             write_sum(summands, corrected)
             summands = None
-        terms = to_add(summands, corrected)
+        terms = summands and summands.terms
         plans = self._plans(np.diff(bounds), kernels.PLAN)
         counts = _samples(plans, by_count)
         some = kernels.sample(corrected, bounds, counts, summands=terms)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, check_finite, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands, known, to_add
+from mpicomp.compressors.base import SegmentedCompressor, Summands, known
 from mpicomp.compressors.common import Density, counts_of, hashable
 from mpicomp.vector import SparseVector
 
@@ -44,7 +44,7 @@ class TopK(Density, SegmentedCompressor):
         settings = [hashable(vars(self)[name]) for name in self.varying]
         rows = self.rows(tuple(bounds), *settings)
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, *rows, summands=to_add(summands, corrected)
+            corrected, bounds, *rows, summands=summands and summands.terms
         )
         vector = known(corrected.size, bounds, entries)
         try:

@@ -31,7 +31,7 @@ from mpicomp.arrays import (
 )
 from mpicomp.bases import Basis, coefficients_of
 from mpicomp.coded import Uncoded
-from mpicomp.compressors.base import Summands, to_add
+from mpicomp.compressors.base import Summands
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Configured, Range, kind_of_array
 from mpicomp.tensors import Tensor, device_arrays
@@ -109,7 +109,7 @@ class Feedback(Configured):
 
         The parts of a gradient are coded apart.
         """
-        terms = to_add(summands, corrected)
+        terms = summands and summands.terms
         if terms is not None:
             residual, scale, parts = terms
             return Uncoded(parts, corrected, residual, scale)
