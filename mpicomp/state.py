@@ -216,7 +216,9 @@ def checked(
     if limits is not None:
         least, most = limits
         expected += f" from {least} to {most}"
-        fits = fits and _is_within(array, least, most)
+        fits = fits and bool(
+            (np.isfinite(array) & (least <= array) & (array <= most)).all()
+        )
     if not fits:
         if array is None:
             got = "nothing"
@@ -240,13 +242,6 @@ def _compared(array: Any, like: Any) -> tuple[str, bool]:
     if type(like) is int:
         return "an integer", shape == () and dtype.kind in "iu"
     return "a number", shape == () and dtype.kind in "iuf"
-
-
-def _is_within(array: Array, least: float, most: float) -> bool:
-    """Return whether all values are finite, and from the least to the most."""
-    return bool(
-        np.isfinite(array).all() and (least <= array).all() and (array <= most).all()
-    )
 
 
 def _of_segments(value: Any, layout: str, spans: Sequence[slice]) -> list[Any]:

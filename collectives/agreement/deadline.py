@@ -6,8 +6,6 @@ communicator. So the error names the ranks that did not respond, or, if all did,
 rank waits for which (`state.Faults`).
 """
 
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,21 +47,6 @@ def send_notices(faults: Faults, notice: str, abandoned: list[Pending]) -> None:
             if not ulfm.is_failure(error):
                 raise
             faults.identify(ulfm.known_dead(comm))
-
-
-def await_notices(
-    faults: Faults, timeout: float | None, answer: Callable[[], None]
-) -> None:
-    """Receive the notices of the other ranks, until all awaited ones have arrived or the time is up.
-
-    answer: called meanwhile; answers the notices on other communicators.
-    """
-    end = time.monotonic() + min(GRACE, timeout or GRACE)
-    while faults.awaited and time.monotonic() < end:
-        answer()
-        if not receive_notice(faults):
-            time.sleep(1e-3)
-    answer()
 
 
 def has_notice(faults: Faults, status: "MPI.Status | None" = None) -> bool:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from collectives.agreement import deadline, ulfm
 from collectives.agreement.interrupts import FREQUENT, Deferred
@@ -27,9 +27,6 @@ from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps, mpi
 from collectives.runtime.waiting import initial_timeout, seconds
 from mpicomp.errors import CollectiveError, CollectiveTimeoutError, DamagedMessageError
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -410,9 +407,13 @@ class Engine:
         return faults.error()
 
     def _await_notices(self, faults: Faults, waits: Waits) -> None:
-        deadline.await_notices(
-            faults, self.timeout, lambda: self._answer(faults, lambda: waits)
-        )
+        """Receive the notices of the other ranks, until all awaited ones have arrived or the time is up."""
+        end = time.monotonic() + min(deadline.GRACE, self.timeout or math.inf)
+        while faults.awaited and time.monotonic() < end:
+            self._answer(faults, lambda: waits)
+            if not deadline.receive_notice(faults):
+                time.sleep(1e-3)
+        self._answer(faults, lambda: waits)
 
     def discard(self, group: Group) -> None:
         """Receive and drop the messages of an operation that broke off, until a later one has ended."""

@@ -5,6 +5,7 @@ and infinities and NaN come last. That makes selection exact, and one kernel ser
 float16, float32 and float64.
 """
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,22 +61,18 @@ FORMATS = {
 }
 
 
-class _Interface:
-    """An object with an array interface, and a reference to the array that owns the memory."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-        described = array.__array_interface__
-        self.__array_interface__ = {**described, "data": (described["data"][0], False)}
-
-
 def as_writable(array: Array) -> Array:
     """Return a writable array itself, else a view that NumPy and Numba treat as writable.
 
     For kernels that only read: Numba compiles a second version of a kernel for
     read-only arrays.
     """
-    return array if array.flags.writeable else np.asarray(_Interface(array))
+    if array.flags.writeable:
+        return array
+    described = array.__array_interface__
+    writable = {**described, "data": (described["data"][0], False)}
+    # it holds a reference to the array, which owns the memory
+    return np.asarray(SimpleNamespace(array=array, __array_interface__=writable))
 
 
 def empty_together(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
