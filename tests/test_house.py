@@ -155,12 +155,12 @@ def code_of(*folders):
 # Numbers that only fall: what a change needs more of, it takes away elsewhere. A fix may
 # use the slack of 3 %, a feature may not.
 BUDGET = {
-    "tokens": 86480,
+    "tokens": 86460,
     "density": 7.9,
     "wide assignments": 1,
     "tool tokens": 23500,
-    "classes": 91,
-    "functions": 1456,
+    "classes": 90,
+    "functions": 1453,
     "private nouns": 33,
     "closure modules": 19,
     "closure tokens": 24950,
