@@ -79,7 +79,7 @@ OF_A_THREAD = {
     "first_reaching_u4": 16,
     "largest_in_chunks_i4_u4": 16,
     "mark_in_bins_u4": 4,
-    "mean_of_bins_u4": 50,  # a thread takes bins of so many values
+    "mean_of_bins_u4": 32 * 50,  # bins of 50 values, 32 at a time
     "entries_of_bins_i4_u4": 50,
     "hadamard_f4": 8,
     "combine_f4_f4_f4": 1,

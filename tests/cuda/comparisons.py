@@ -279,37 +279,67 @@ def entries_of_bins(device, cupy):
                 for summand in (None, (values[::-1].copy() / 4, 0.5)):
                     if summand is not None and family == "largest":
                         continue
-                    out, sent = values.copy(), cupy.asarray(values)
-                    given = summand and (cupy.asarray(summand[0]), summand[1])
-                    rest = bounds, bins
-                    ours, scales = device.entries_in_bins(
-                        sent, there(cupy, parts), *rest, summand=given
-                    )
-                    expected, means = host.entries_in_bins(
-                        out, parts, *rest, summand=summand
-                    )
-                    assert_same(scales, means)
-                    assert_same_entries(ours, expected, out.size)
-                    assert_same(sent.get(), out)
+                    in_bins(device, cupy, values, parts, bounds, bins, summand)
+
+
+def entries_of_many_bins(device, cupy):
+    """Of several tiles of maxima; of some nothing is selected but the largest; a sum in range, and out of it."""
+    tile = device.statistics.SUM_TILE
+    bounds = [0, tile + 9, tile + 9, tile + 20, 2 * tile + 30]
+    drawn = np.random.default_rng(8).uniform(1, 2, bounds[-1])
+    for dtype, top in ((np.float32, 1), (np.float64, 1e305)):
+        values = (drawn * top).astype(dtype)
+        for share in (1, -0.5):
+            parts = [values[first:end] * share for first, end in pairwise(bounds)]
+            parts[-1] = np.abs(parts[-1])
+            in_bins(device, cupy, values, parts, bounds, [1, 1, 2, 1])
+
+
+def in_bins(device, cupy, values, parts, bounds, bins, summand=None):
+    out, sent = values.copy(), cupy.asarray(values)
+    given = summand and (cupy.asarray(summand[0]), summand[1])
+    ours, scales = device.entries_in_bins(
+        sent, there(cupy, parts), bounds, bins, summand=given
+    )
+    expected, means = host.entries_in_bins(out, parts, bounds, bins, summand=summand)
+    assert_same(scales, means)
+    assert_same_entries(ours, expected, out.size)
+    assert_same(sent.get(), out)
 
 
 def magnitudes_in_segments(device, cupy):
+    """Of no tile, of one, of several, and of some that no value exceeds or whose sum is out of range."""
     bounds = [0, 1, 1, 300, 20_000, 56_000]
     for dtype in DTYPES:
         values = np.random.default_rng(4).standard_normal(bounds[-1]).astype(dtype)
         for two in (False, True):
-            found = device.magnitudes_in_segments(cupy.asarray(values), bounds, two=two)
-            expected = host.magnitudes_in_segments(values, bounds, two=two)
-            assert_same(found, expected)
-            few, device.statistics._FEW = device.statistics._FEW, 1000
-            found = device.magnitudes_in_segments(cupy.asarray(values), bounds, two=two)
-            device.statistics._FEW = few
-            assert_same(found, expected)
+            of_magnitudes(device, cupy, values, bounds, two=two)
         rows = np.array(
             [[1, 2, 1.5], [0, 0, 0], [0.25, 0.5, 0.5], [1, 3, 0], [2, 3, 1]], dtype
         )
         found = device.with_magnitudes(cupy.asarray(values), bounds, rows)
         assert_same(found.get(), host.with_magnitudes(values, bounds, rows))
+
+
+def magnitudes_of_many_tiles(device, cupy):
+    """Segments of 20, 1 and 2 tiles, and empty ones; some without a value above the mean."""
+    tile = device.statistics.SUM_TILE
+    sizes = [20 * tile - 7, 0, 300, 2 * tile, 0, tile, tile + 1, 0]
+    bounds = [0, *np.cumsum(sizes).tolist()]
+    values = np.random.default_rng(7).standard_cauchy(bounds[-1]).astype(np.float32)
+    values[bounds[5] : bounds[6]] = -3
+    values[bounds[6] :] = 0.1
+    of_magnitudes(device, cupy, values, bounds, two=True)
+    wide = values.astype(np.float64)
+    wide[bounds[3] : bounds[4]] = 1e305  # the sum of these is out of range
+    of_magnitudes(device, cupy, wide, bounds, two=True)
+    of_magnitudes(device, cupy, wide[:0], [0, 0, 0], two=True)
+
+
+def of_magnitudes(device, cupy, values, bounds, *, two):
+    found = device.magnitudes_in_segments(cupy.asarray(values), bounds, two=two)
+    expected = host.magnitudes_in_segments(values, bounds, two=two)
+    assert_same(found, expected)
 
 
 def scaled_sums(device, cupy):

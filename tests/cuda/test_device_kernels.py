@@ -23,6 +23,7 @@ def device(cupy):
 LONG = [
     comparisons.arithmetic,
     comparisons.entries_of_bins,
+    comparisons.entries_of_many_bins,
     comparisons.largest_in_segments,
     comparisons.selections_by_a_grid,
     comparisons.top_k_of_hostile_data,

@@ -49,6 +49,7 @@ RUNS = {
         [
             comparisons.sides_of_thresholds,
             comparisons.magnitudes_in_segments,
+            comparisons.magnitudes_of_many_tiles,
         ],
     ),
     "chunks.cu": (
@@ -61,7 +62,7 @@ RUNS = {
     ),
     "bins.cu": (
         [COMMON, SELECTION, "statistics.cu", "bins.cu"],
-        [comparisons.entries_of_bins],
+        [comparisons.entries_of_bins, comparisons.entries_of_many_bins],
     ),
     "merging.cu": ([COMMON, "merging.cu"], [comparisons.merges]),
     "transforms.cu": ([COMMON, "transforms.cu"], [comparisons.hadamard_transforms]),
@@ -149,6 +150,8 @@ FAULTS = {
     "a vector is added to itself": (SELECTION, "read(addend, size,", "read(values, size,"),
     "a sum is not written": (SEGMENTS, "write(out + start, size, first, items);", ""),
     "a chunk at the end has a stage less": ("transforms.cu", "bound < 2 * by * unit", "bound <= 2 * by * unit"),
+    "a round does not wait for the one before": ("statistics.cu", "while (done < (u64)round)", "while (false)"),
+    "a block adds up before the others": ("statistics.cu", "+ 1 == (u64)all;", "+ 2 == (u64)all;"),
     "the fit leaves out a block": ("fitting.cu", "own[1] = lanes.total[0]", "own[1] = 0"),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ struct Bins {
     i64 first, end;     // in the vector
     i64 before, words;  // numbers of bins, and of words of marks, before
     i64 bin, marks;     // values of a bin, and words for it
+    i64 tile;           // number of tiles of bins, whose sums `mean_of_bins` adds up, before
     u64 addend;         // address of the segment's addends
 };
 
@@ -94,43 +95,52 @@ __device__ inline void mark_in_bins(
 }
 
 struct Means {
-    SideLanes lanes;
-    u64 selected, bin, place;
+    Sides sides;
+    u64 bin, place;
 };
 
 // Write the magnitude of each segment's entries, the mean of the largest ones of its bins, above zero if one is; and how
-// many are selected: a block of threads for each segment. If none is, and it is not zero, mark its largest.
-template <typename Value, typename Key>
+// many are selected: a block for each tile of bins, and a segment's last one adds up. If none is, and the magnitude is not
+// zero, mark its largest. sums: of each tile. arrived, selected: of each segment, 0 when the kernel begins.
+template <typename Key>
 __device__ inline void mean_of_bins(
-    const Key* values, const Bins* rows, u64 mask, const Key* largest, u32* counts, u32* marks, Key* scales,
-    u64* selected, Said* said) {
+    const Key* values, const Bins* rows, i64 count, u64 mask, const Key* largest, u32* counts, u32* marks,
+    double* sums, u64* arrived, Key* scales, u64* selected, Said* said) {
     SHARED(Means, shared);
-    const Bins own = rows[blockIdx.x];
-    const i64 bins = rows[blockIdx.x + 1].before - own.before;
+    if (threadIdx.x == 0) shared.bin = shared.place = ~0ull;
+    const i64 row = find_row(rows, count, &Bins::tile, blockIdx.x);
+    const Bins own = rows[row];
+    const i64 bins = rows[row + 1].before - own.before, tiles = rows[row + 1].tile - own.tile;
+    const i64 first = (blockIdx.x - own.tile) * SUM_TILE;
     const Key* maxima = largest + own.before;
-    if (threadIdx.x == 0) shared.selected = 0, shared.bin = shared.place = ~0ull;
-    double total, ignored, most;
-    i64 above;
-    const double infinity = __longlong_as_double(0x7ffll << 52);
-    add_all_sides(shared.lanes, (const Value*)maxima, bins, infinity, total, ignored, most, above);
-    double mean = total / (double)bins;
-    if (!(total < infinity)) {  // the sum is out of range
-        double part;
-        add_all_sides(shared.lanes, (const Value*)maxima, bins, infinity, mean, ignored, part, above, (double)bins);
+    u32* const own_counts = counts + own.before;
+    u32 chosen = 0;
+#pragma unroll 32
+    for (int i = 0; i < ROWS; ++i) {
+        const i64 bin = first + i * LANES + threadIdx.x;
+        chosen += bin < bins ? own_counts[bin] : 0;
     }
-    Value scale;
+    chosen = warp_sum(chosen);
+    if (lane() == 0 && chosen) atomicAdd(selected + row, (u64)chosen);
+    add_tile(shared.sides, maxima + first, bins - first, infinity());
+    if (!is_last_of(shared.sides, sums + blockIdx.x * SUMS, arrived + row, tiles)) return;
+    add_up(shared.sides, sums + own.tile * SUMS, tiles);
+    const double total = shared.sides.sums[BELOW], most = shared.sides.sums[LARGEST];
+    double mean = total / (double)bins;
+    if (sizeof(Key) == 8 && !(total < infinity())) {  // the sum is out of range
+        mean = 0;
+        for (i64 start = 0; start < bins; start += SUM_TILE) {
+            add_tile(shared.sides, maxima + start, bins - start, infinity(), (double)bins);
+            mean += shared.sides.sums[BELOW];
+        }
+    }
+    auto scale = number_of((Key)0), top = scale;
     narrow(mean > most ? most : mean, scale);
-    const Key magnitude = greater(bits_of(scale), (Key)(most > 0));
-    u64 sum = 0;
-    for (i64 bin = threadIdx.x; bin < bins; bin += THREADS) sum += counts[own.before + bin];
-    sum = warp_sum(sum);
-    if (lane() == 0) atomicAdd(&shared.selected, sum);
-    __syncthreads();
-    const bool is_none = shared.selected == 0 && magnitude;
-    if (threadIdx.x == 0) scales[blockIdx.x] = magnitude, selected[blockIdx.x] = is_none ? 1 : shared.selected;
-    if (!is_none) return;
-    Value top;
     narrow(most, top);
+    const Key magnitude = greater(bits_of(scale), (Key)(most > 0));
+    const bool is_none = __ldcg(selected + row) == 0 && magnitude;
+    if (threadIdx.x == 0) scales[row] = magnitude;
+    if (!is_none) return;
     for (i64 bin = threadIdx.x; bin < bins; bin += THREADS)
         if (maxima[bin] == bits_of(top)) atomicMin(&shared.bin, (u64)bin);
     __syncthreads();
@@ -139,7 +149,7 @@ __device__ inline void mean_of_bins(
         if ((Key)(values[i] & mask) == bits_of(top)) atomicMin(&shared.place, (u64)i);
     __syncthreads();
     if (threadIdx.x) return;
-    counts[own.before + bin] = 1;
+    selected[row] = own_counts[bin] = 1;
     const u64 at = shared.place - (u64)start;
     marks[own.words + bin * own.marks + at / 32] = 1u << at % 32;
     atomicMax(&said->first, ~shared.place), atomicMax(&said->last, shared.place);
@@ -170,20 +180,20 @@ __device__ inline void entries_of_bins(
     }
 }
 
-#define IN_BINS(key, Key, Value)                                                                                    \
+#define IN_BINS(key, Key)                                                                                           \
     extern "C" __global__ void __launch_bounds__(THREADS, 4) mark_in_bins_##key(                                    \
         const Key* values, u64 factor, Key* out, const Bins* rows, i64 count, u64 mask, u64 infinity, Key* largest, \
         u32* counts, u32* marks, Said* said) {                                                                      \
         mark_in_bins(values, factor, out, rows, count, mask, infinity, largest, counts, marks, said);               \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4) mean_of_bins_##key(                                    \
-        const Key* values, const Bins* rows, u64 mask, const Key* largest, u32* counts, u32* marks, Key* scales,    \
-        u64* selected, Said* said) {                                                                                \
-        mean_of_bins<Value>(values, rows, mask, largest, counts, marks, scales, selected, said);                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) mean_of_bins_##key(                                    \
+        const Key* values, const Bins* rows, i64 count, u64 mask, const Key* largest, u32* counts, u32* marks,      \
+        double* sums, u64* arrived, Key* scales, u64* selected, Said* said) {                                       \
+        mean_of_bins(values, rows, count, mask, largest, counts, marks, sums, arrived, scales, selected, said);     \
     }
-IN_BINS(u2, u16, Half)
-IN_BINS(u4, u32, Single)
-IN_BINS(u8, u64, double)
+IN_BINS(u2, u16)
+IN_BINS(u4, u32)
+IN_BINS(u8, u64)
 
 #define ENTRIES_OF_BINS(index, Index, key, Key)                                                                     \
     KERNEL entries_of_bins_##index##_##key(                                                                         \

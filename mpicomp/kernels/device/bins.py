@@ -1,6 +1,6 @@
 """The entries of bins that reach the bin's maximum after a part of each is added once more: a warp for each bin."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import cupy
 import numpy as np
@@ -17,6 +17,7 @@ from mpicomp.kernels.device.compiling import (
 )
 from mpicomp.kernels.device.segments import Column, Vector, running_totals, table_of
 from mpicomp.kernels.device.selection import raise_not_finite
+from mpicomp.kernels.device.statistics import SUM_TILE, SUMS
 from mpicomp.kernels.host.bits import FORMATS
 
 _WARPS = THREADS // 32
@@ -45,12 +46,12 @@ def entries_in_bins(
     if not some.size:
         nothing = cupy.empty(0, index), values[:0].copy()
         return Selected(*nothing, [0] * edges.size, NOTHING), scales
-    table, total, words = _table(edges, some, np.asarray(bins), parts)
+    table, (total, words, tiles) = _table(edges, some, np.asarray(bins), parts)
     count = some.size
     blocks = in_tiles(total, THREADS)
     # bad, the first position inverted, the last one, selected entries and magnitudes of each segment
-    whole, work = zeros(3, count, count, 1, 1, blocks)
-    report, selected, magnitudes, *scanned = work
+    whole, work = zeros(3, count, count, tiles * SUMS, count, 1, 1, blocks)
+    report, selected, magnitudes, added, arrived, *scanned = work
     largest = cupy.empty(total, form.keys)
     marked = cupy.empty(total, np.uint32), cupy.empty(words, np.uint32)
     vector = Vector.of(values, summand and (*summand, parts))
@@ -59,8 +60,8 @@ def entries_in_bins(
     marking = *sums, table, count, mask, int(form.infinity), largest, *marked, report
     warps = min(MOST_BLOCKS, in_tiles(total, _WARPS))
     launch("mark_in_bins", [form.keys], warps, *marking)
-    meaning = values, table, mask, largest, *marked, magnitudes, selected, report
-    launch("mean_of_bins", [form.keys], count, *meaning)
+    meaning = values, table, count, mask, largest, *marked, added, arrived
+    launch("mean_of_bins", [form.keys], tiles, *meaning, magnitudes, selected, report)
     said = whole[: 3 + 2 * count].get()
     if said[0]:
         for each in (values, *parts):
@@ -82,13 +83,14 @@ def entries_in_bins(
 
 def _table(
     edges: Column, some: Column, bins: Column, parts: Sequence[Array]
-) -> tuple[Array, int, int]:
-    """Return a row for each of some segments, which are not empty, and the numbers of bins and of words of marks."""
+) -> tuple[Array, Iterable[int]]:
+    """Return a row for each of some segments, which are not empty; the numbers of bins, words of marks, and tiles."""
     lengths = bins[some]
     words = in_tiles(lengths, _MARKED)
     numbers = in_tiles(edges[some + 1] - edges[some], lengths)
     before = running_totals(numbers)
     marked = running_totals(numbers * words)
+    tiles = running_totals(in_tiles(numbers, SUM_TILE))
     addends = np.array(addresses(parts), np.int64)[some]
-    rows = edges[some], edges[some + 1], before, marked, lengths, words, addends
-    return table_of(*rows), int(before[-1]), int(marked[-1])
+    rows = edges[some], edges[some + 1], before, marked, lengths, words, tiles, addends
+    return table_of(*rows), (int(each[-1]) for each in (before, marked, tiles))

@@ -2,95 +2,181 @@
 // block of values, thread j lane j.
 #include "common.cuh"
 
-constexpr int LANES = THREADS;
-constexpr int ROWS = 64;
+constexpr int LANES = THREADS, ROWS = 64;
+constexpr i64 SUM_TILE = LANES * ROWS;  // values
 
-struct SideLanes {
-    double below[LANES], beyond[LANES], largest[LANES];
-    i64 above[LANES];
+// The sums of a tile, or of several: of the magnitudes up to a threshold and above it, the largest, and how many are above.
+enum { BELOW, BEYOND, LARGEST, ABOVE, SUMS };
+
+struct Sides {
+    Scan<1> scan;
+    double lanes[SUMS][LANES], sums[SUMS];
+    bool is_last;
 };
 
-// Add up a block of values, over a divisor, up to a threshold and above it, find the largest, and count those above it: into lane 0.
-template <typename Value>
-__device__ inline void add_sides(
-    SideLanes& lanes, const Value* values, i64 size, i64 block, double threshold, double divisor = 1) {
-    const int j = threadIdx.x;
-    double below = 0, beyond = 0, largest = 0;
-    i64 above = 0, first = block * LANES * ROWS + j;
-#pragma unroll 8
-    for (int row = 0; row < ROWS; ++row) {
-        i64 place = first + row * LANES;
-        double value = place < size ? (double)widened(values[place]) : 0.0, x = value < 0 ? -value : value;
-        if (divisor != 1) x /= divisor;
-        bool is_above = x > threshold;
-        below += is_above ? 0.0 : x;
-        beyond += is_above ? x : 0.0;
-        largest = x > largest ? x : largest;
-        above += is_above;
-    }
-    lanes.below[j] = below, lanes.beyond[j] = beyond, lanes.largest[j] = largest, lanes.above[j] = above;
-    __syncthreads();
-    for (int half = LANES / 2; half; half /= 2) {
-        if (j < half) {
-            lanes.below[j] += lanes.below[j + half];
-            lanes.beyond[j] += lanes.beyond[j + half];
-            lanes.largest[j] = greater(lanes.largest[j], lanes.largest[j + half]);
-            lanes.above[j] += lanes.above[j + half];
+__device__ inline double infinity() { return __longlong_as_double(0x7ffll << 52); }
+
+__device__ inline double fold(u32 sum, double a, double b) { return sum == LARGEST ? greater(a, b) : a + b; }
+
+// Add up a tile, of `size` values at most, over a divisor; all threads of the block get its sums. In place of what is not
+// there a lane adds +0.0, or nothing: as magnitudes are not negative, no sum is -0.0, and neither changes a bit of it.
+template <typename Key>
+__device__ inline void add_tile(
+    Sides& shared, const Key* values, i64 size, double threshold, double divisor = 1) {
+    constexpr int AT_ONCE = sizeof(Key) == 4 ? 32 : 16;
+    const Key mask = (Key)((Key)-1 / 2), *own = values + threadIdx.x;
+    int left = (int)lesser(size, SUM_TILE) - (int)threadIdx.x;
+    double below = 0, beyond = 0;
+    u32 above = 0;
+    Key largest = 0;
+    for (; left > 0; left -= AT_ONCE * LANES, own += AT_ONCE * LANES) {
+        Key keys[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            keys[i] = i * LANES < left ? own[i * LANES] : (Key)0;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const Key magnitude = (Key)(keys[i] & mask);
+            double x = (double)widened(number_of(magnitude));
+            if (divisor != 1) x /= divisor;
+            const bool is_above = x > threshold;
+            if (is_above) beyond += x, ++above;
+            else below += x;
+            largest = greater(largest, magnitude);
         }
-        __syncthreads();
     }
-}
-
-// Write a row for a block of values: the sums up to a threshold and above it, the largest, and how many are above it.
-template <typename Value>
-__device__ inline void block_sides(const Value* values, i64 size, u64 threshold, double* rows) {
-    SHARED(SideLanes, lanes);
-    add_sides(lanes, values, size, blockIdx.x, __longlong_as_double((i64)threshold));
-    if (threadIdx.x) return;
-    double* row = rows + 4 * blockIdx.x;
-    row[0] = lanes.below[0], row[1] = lanes.beyond[0], row[2] = lanes.largest[0], row[3] = (double)lanes.above[0];
-}
-
-// Add up the blocks of values up to a threshold and above it; all threads get the sums.
-template <typename Value>
-__device__ inline void add_all_sides(
-    SideLanes& lanes, const Value* values, i64 size, double threshold, double& below, double& beyond, double& largest,
-    i64& above, double divisor = 1) {
-    below = beyond = largest = 0, above = 0;
-    for (i64 block = 0; block * LANES * ROWS < size; ++block) {
-        add_sides(lanes, values, size, block, threshold, divisor);
-        below += lanes.below[0], beyond += lanes.beyond[0], above += lanes.above[0];
-        largest = greater(largest, lanes.largest[0]);
-        __syncthreads();
+    const int j = threadIdx.x;
+    shared.lanes[BELOW][j] = below, shared.lanes[BEYOND][j] = beyond;
+    shared.lanes[LARGEST][j] = (double)widened(number_of(largest)), shared.lanes[ABOVE][j] = above;
+    __syncthreads();
+    if (warp() < SUMS) {
+        double folded[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) folded[w] = shared.lanes[warp()][w * 32 + lane()];
+#pragma unroll
+        for (int half = WARPS / 2; half; half /= 2)
+            for (int w = 0; w < half; ++w) folded[w] = fold(warp(), folded[w], folded[w + half]);
+        for (int by = 16; by; by /= 2) folded[0] = fold(warp(), folded[0], __shfl_xor_sync(ALL, folded[0], by));
+        if (lane() == 0) shared.sums[warp()] = folded[0];
     }
+    __syncthreads();
 }
 
-// Write the mean and the largest magnitude of each segment, Lloyd's two magnitudes, and the threshold between them: see
-// mpicomp/kernels/host/statistics.py, whose order of operations this is. A block of threads for each segment. edges: the
-// first position of each, and its end. rounds: of Lloyd's algorithm; without any all three are the mean.
-template <typename Value>
-__device__ inline void magnitudes(const Value* values, const i64* edges, i64 rounds, double* rows) {
-    SHARED(SideLanes, lanes);
-    const i64 first = edges[2 * blockIdx.x], size = edges[2 * blockIdx.x + 1] - first;
-    const Value* own = values + first;
-    double below, beyond, largest, mean = 0, ignored;
-    i64 above;
-    add_all_sides(lanes, own, size, __longlong_as_double(0x7ffll << 52), below, beyond, largest, above);
-    if (size) mean = below / (double)size;
-    if (mean > largest) mean = largest;
-    double threshold = mean, low = mean, high = mean;
-    for (i64 round = 0; round < rounds; ++round) {
-        add_all_sides(lanes, own, size, threshold, below, beyond, ignored, above);
-        if (above == 0 || above == size) break;
-        low = lesser(threshold, below / (double)(size - above));
-        high = lesser(largest, beyond / (double)above);
-        const double before = threshold;
+__device__ inline void write_sums(const Sides& shared, double* sums) {
+    for (int sum = 0; sum < SUMS; ++sum) sums[sum] = shared.sums[sum];
+}
+
+// Write the sums of a tile, and say whether its block is the last one, by which `arrived` gets to `all`: it sees what the
+// others wrote.
+__device__ inline bool is_last_of(Sides& shared, double* sums, u64* arrived, i64 all) {
+    if (threadIdx.x == 0) {
+        write_sums(shared, sums);
+        __threadfence();
+        shared.is_last = atomicAdd(arrived, 1ull) + 1 == (u64)all;
+        __threadfence();
+    }
+    __syncthreads();
+    return shared.is_last;
+}
+
+// Add up the sums of tiles, one after the other, for all threads of a block.
+__device__ inline void add_up(Sides& shared, const double* sums, i64 tiles) {
+    if (warp() < SUMS) {
+        double total = 0;
+        for (i64 first = 0; first < tiles; first += 32) {
+            const u32 some = (u32)lesser(tiles - first, (i64)32);
+            const double own = lane() < some ? __ldcg(sums + (first + lane()) * SUMS + warp()) : 0;
+            for (u32 tile = 0; tile < some; ++tile) total = fold(warp(), total, __shfl_sync(ALL, own, (int)tile));
+        }
+        if (lane() == 0) shared.sums[warp()] = total;
+    }
+    __syncthreads();
+}
+
+// Write the sums of each tile.
+template <typename Key>
+__device__ inline void block_sides(const Key* values, i64 size, u64 threshold, double* rows) {
+    SHARED(Sides, shared);
+    const i64 tile = blockIdx.x, first = tile * SUM_TILE;
+    add_tile(shared, values + first, size - first, __longlong_as_double((i64)threshold));
+    if (threadIdx.x == 0) write_sums(shared, rows + tile * SUMS);
+}
+
+// The mean and the largest magnitude of a segment, Lloyd's two magnitudes, and the threshold between them.
+struct Levels {
+    double mean, largest, low, high, threshold;
+    __device__ double limit(i64 round) const { return round ? threshold : infinity(); }
+
+    // Take the sums of a round, the first for the mean; false if the next one would change nothing. See
+    // mpicomp/kernels/host/statistics.py, whose order of operations this is.
+    __device__ bool take(const double* sums, i64 size, i64 round) {
+        const double above = sums[ABOVE], before = threshold;
+        if (round == 0) {
+            mean = sums[BELOW] / (double)size, largest = sums[LARGEST];
+            if (mean > largest) mean = largest;
+            low = high = threshold = mean;
+            return true;
+        }
+        if (above == 0 || above == (double)size) return false;
+        low = lesser(threshold, sums[BELOW] / ((double)size - above));
+        high = lesser(largest, sums[BEYOND] / above);
         threshold = (low + high) / 2;
-        if (threshold == before) break;
+        return threshold != before;
     }
+};
+
+// A segment; what is known of it is zero when the kernel begins. In the row behind the last `arrived` is the ticket.
+struct Lloyd {
+    i64 first, end;      // in the vector
+    i64 tile, several;   // numbers of tiles before: of all segments, and of those of more than one
+    u64 arrived, round;  // tiles that are added up in all rounds, and rounds that are done
+    Levels levels;
+};
+
+template <typename Key>
+__device__ inline void levels_of_a_tile(Sides& shared, const Key* values, i64 size, i64 rounds, Levels& found) {
+    Levels levels = {};
+    bool is_open = true;
+    for (i64 round = 0; is_open && round <= rounds; ++round) {
+        add_tile(shared, values, size, levels.limit(round));
+        is_open = levels.take(shared.sums, size, round);
+    }
+    if (threadIdx.x == 0) found = levels;
+}
+
+// Write the levels of each segment. rounds: of Lloyd's algorithm; without any the magnitudes are the mean. A block takes a
+// job by a ticket: first a tile of any segment each, and in a segment of one tile all its rounds; then for each round the
+// tiles of segments of several. A job of a round waits for the tiles of its segment of the round before: they have lower
+// tickets, so blocks took them that are under way or done, and wait for lower ones only. So the block of the lowest ticket
+// that is not done waits for nobody, and all end, in whatever order blocks are scheduled.
+template <typename Key>
+__device__ inline void magnitudes(const Key* values, Lloyd* rows, i64 count, i64 rounds, double* all_sums) {
+    SHARED(Sides, shared);
+    const i64 tiles_of_all = rows[count].tile, several = rows[count].several;
+    i64 tile = take_tile(shared.scan, &rows[count].arrived), round = 0;
+    if (tile >= tiles_of_all) {
+        round = 1 + (tile - tiles_of_all) / several;
+        tile = (tile - tiles_of_all) % several;
+    }
+    Lloyd& row = rows[find_row(rows, count, round ? &Lloyd::several : &Lloyd::tile, tile)];
+    tile -= round ? row.several : row.tile;
+    const i64 size = row.end - row.first, tiles = (size + SUM_TILE - 1) / SUM_TILE, first = tile * SUM_TILE;
+    const Key* own = values + row.first;
+    if (tiles == 1) return levels_of_a_tile(shared, own, size, rounds, row.levels);
+    volatile u64& done = row.round;
+    if (threadIdx.x == 0)
+        while (done < (u64)round) __nanosleep(20);
+    __threadfence();
+    __syncthreads();
+    if (done != (u64)round) return;  // the segment needs no more rounds
+    double* sums = all_sums + row.tile * SUMS;
+    add_tile(shared, own + first, size - first, row.levels.limit(round));
+    if (!is_last_of(shared, sums + tile * SUMS, &row.arrived, tiles * (round + 1))) return;
+    add_up(shared, sums, tiles);
     if (threadIdx.x) return;
-    double* row = rows + 5 * blockIdx.x;
-    row[0] = mean, row[1] = largest, row[2] = low, row[3] = high, row[4] = threshold;
+    const bool is_open = row.levels.take(shared.sums, size, round);
+    __threadfence();
+    done = (u64)(is_open ? round : rounds) + 1;
 }
 
 // Write the signs of values with one of two magnitudes, up to a limit the first one: `rows` has both and the limit for
@@ -108,17 +194,18 @@ __device__ inline void with_magnitudes(
     }
 }
 
-#define SIDES(name, Value)                                                                                          \
-    KERNEL block_sides_##name(const Value* values, i64 size, u64 threshold, double* rows) {                         \
+#define SIDES(name, Key)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) block_sides_##name(                                    \
+        const Key* values, i64 size, u64 threshold, double* rows) {                                                 \
         block_sides(values, size, threshold, rows);                                                                 \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4) magnitudes_##name(                                     \
-        const Value* values, const i64* edges, i64 rounds, double* rows) {                                          \
-        magnitudes(values, edges, rounds, rows);                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) magnitudes_##name(                                     \
+        const Key* values, Lloyd* rows, i64 count, i64 rounds, double* sums) {                                      \
+        magnitudes(values, rows, count, rounds, sums);                                                              \
     }
-SIDES(f2, Half)
-SIDES(f4, Single)
-SIDES(f8, double)
+SIDES(f2, u16)
+SIDES(f4, u32)
+SIDES(f8, u64)
 
 #define WITH_MAGNITUDES(name, Key)                                                                                  \
     KERNEL name(                                                                                                    \

@@ -14,21 +14,17 @@ from mpicomp.kernels.device.compiling import (
     launch,
 )
 from mpicomp.kernels.host.bits import FORMATS
-from mpicomp.kernels.host.statistics import (
-    LLOYD_ROUNDS,
-    Sides,
-    added_sides,
-    magnitudes_by_sides,
-)
+from mpicomp.kernels.host.statistics import LLOYD_ROUNDS, Sides, added_sides
 
-_BLOCK = 16384
-_FEW = 1 << 18  # values
+SUM_TILE = 16384  # values that a block of threads adds up
+SUMS = 4  # of a tile
+_LEVELS = 5
 
 
 def sides(values: Array, threshold: float) -> Sides:
     """Return the sums over the magnitudes up to a threshold and above it, as `mpicomp.kernels.host.sides` does."""
-    blocks = values.size // _BLOCK + 1
-    rows = cupy.empty((blocks, 4))
+    blocks = values.size // SUM_TILE + 1
+    rows = cupy.empty((blocks, SUMS))
     launch(
         "block_sides",
         [values.dtype],
@@ -46,22 +42,25 @@ def magnitudes_in_segments(
 ) -> np.ndarray[Any, Any]:
     """Return the magnitudes of each segment, as `mpicomp.kernels.host.magnitudes_in_segments` does, in host memory.
 
-    One launch, with a block of threads for each segment of up to 2^18 values; a few for
-    each longer one.
+    One launch and one wait, whatever the number and the lengths of the segments.
     """
-    edges = np.array([bounds[:-1], bounds[1:]], np.int64)
-    (long,) = (edges[1] - edges[0] > _FEW).nonzero()
-    edges[1, long] = edges[0, long]  # of these nothing is read
-    segments = edges.shape[1]
-    rows = cupy.empty((segments, 5))
+    edges = np.array(bounds, np.int64)
+    tiles = in_tiles(np.diff(edges), SUM_TILE)
+    # bounds, tiles before, and those of segments of several; then what the kernel writes
+    rows = np.zeros((edges.size, 6 + _LEVELS), np.int64)
+    rows[:, 0] = edges
+    rows[:-1, 1] = edges[1:]
+    rows[1:, 2] = tiles.cumsum()
+    rows[1:, 3] = np.where(tiles > 1, tiles, 0).cumsum()
+    found = cupy.asarray(rows)
     rounds = LLOYD_ROUNDS if two else 0
-    args = values, cupy.asarray(edges.T.copy()), rounds, rows
-    launch("magnitudes", [values.dtype], segments, *args)
-    found: np.ndarray[Any, Any] = rows.get()
-    for row in long.tolist():
-        part = values[bounds[row] : bounds[row + 1]]
-        found[row] = magnitudes_by_sides(part, sides, two=two)
-    return found
+    _, _, total, several, *_ = rows[-1].tolist()
+    if total:
+        sums = cupy.empty((total, SUMS))
+        args = values, found, tiles.size, rounds, sums
+        launch("magnitudes", [values.dtype], total + rounds * several, *args)
+    levels: np.ndarray[Any, Any] = found.get()[:-1, -_LEVELS:].view(np.float64)
+    return levels
 
 
 def with_magnitudes(

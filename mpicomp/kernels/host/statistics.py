@@ -77,18 +77,6 @@ def by_lloyd(
     return low, high, threshold
 
 
-def magnitudes_by_sides(
-    values: Array, sides_of: Callable[[Array, float], Sides], *, two: bool
-) -> tuple[float, ...]:
-    """Return the row of `magnitudes_in_segments` for one segment, which is not empty, from sums by `sides`."""
-    sums = sides_of(values, math.inf)
-    mean = min(sums.sum_below / values.size, sums.largest)
-    if not (two and math.isfinite(mean)):
-        return mean, sums.largest, mean, mean, mean
-    found = by_lloyd(partial(sides_of, values), mean, sums.largest)
-    return mean, sums.largest, *found
-
-
 def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -> Array:
     """Return the mean and the largest magnitude of each segment, and what `by_lloyd` does: shape (segments, 5).
 
@@ -100,10 +88,7 @@ def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -
     """
     if values.size >= _LONG:
         parts = (values[first:end] for first, end in pairwise(bounds))
-        rows = [
-            magnitudes_by_sides(part, sides, two=two) if part.size else [0] * 5
-            for part in parts
-        ]
+        rows = [_by_sides(part, two=two) if part.size else [0] * 5 for part in parts]
         return np.array(rows, np.float64)
     wide = as_writable(
         values.astype(np.promote_types(values.dtype, np.float32), copy=False)
@@ -143,6 +128,16 @@ def added_sides(size: int, rows: Array) -> Sides:
         below, beyond, _, _ = np.add.accumulate(rows)[-1].tolist()
     entries = int(rows[:, 3].sum())
     return Sides(size - entries, entries, below, beyond, float(rows[:, 2].max()))
+
+
+def _by_sides(values: Array, *, two: bool) -> tuple[float, ...]:
+    """Return the row of `magnitudes_in_segments` for one segment, which is not empty."""
+    sums = sides(values, math.inf)
+    mean = min(sums.sum_below / values.size, sums.largest)
+    if not (two and math.isfinite(mean)):
+        return mean, sums.largest, mean, mean, mean
+    found = by_lloyd(partial(sides, values), mean, sums.largest)
+    return mean, sums.largest, *found
 
 
 def _sides_of_blocks(values: Array, threshold: np.float64) -> Array:
