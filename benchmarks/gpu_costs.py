@@ -75,7 +75,7 @@ OF_A_THREAD = {
     **{f"dequantise_{bits}_f4": 32 for bits in (8, 4, 2, 1)},
     "mark_u4": 16,
     "add_and_mark_u4": 16,
-    "compact_marked_i4_u4": 128,
+    "compact_marked_i4_u4": 512,
     "first_reaching_u4": 16,
     "largest_in_chunks_i4_u4": 16,
     "mark_in_bins_u4": 4,

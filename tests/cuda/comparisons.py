@@ -100,6 +100,14 @@ def top_k_of_several_blocks(device, cupy):
             compare(device, cupy, "largest", values, k)
 
 
+def marks_of_many_tiles_a_block(device, cupy):
+    """Blocks compact more marks than they have threads for at once, the last one fewer tiles than the others."""
+    values = np.random.default_rng(6).standard_normal(69 * 2048 - 5)
+    for k in (40, 9000):
+        with rows_only(device):
+            compare(device, cupy, "largest", values, k)
+
+
 def top_k_of_few(device, cupy):
     for dtype in DTYPES:
         tile = 4 * TILES[dtype.itemsize]  # of a block of 1024 threads

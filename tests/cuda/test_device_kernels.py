@@ -32,6 +32,7 @@ LONG = [
     comparisons.every_k,
     comparisons.fits,
     comparisons.largest_in_long_segments,
+    comparisons.marks_of_many_tiles_a_block,
     comparisons.largest_of_sums_in_segments,
     comparisons.sums_and_the_largest_of_them,
     comparisons.sums_sampled,

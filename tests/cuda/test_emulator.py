@@ -40,6 +40,7 @@ RUNS = {
         [
             comparisons.selections_by_a_grid,
             comparisons.top_k_of_several_blocks,
+            comparisons.marks_of_many_tiles_a_block,
             comparisons.floors_from_a_sample,
             comparisons.largest_of_sums_in_segments,
         ],
@@ -144,7 +145,9 @@ FAULTS = {
     "a count is published before it is known": (COMMON, "states[tile] = COUNTED | own;", "states[tile] = COUNTED;"),
     "a tie too many": (SELECTION, "(at++ < ties)", "(at++ <= ties)"),
     "a block does not wait for the counts of the others": (SEGMENTS, "!= (u64)tiles)", "!= (u64)tiles && false)"),
-    "a segment begins a place late": (SEGMENTS, "starts[row] = place;", "starts[row] = place + 1;"),
+    "a compaction takes up where it began": (SEGMENTS, "place += all;", ""),
+    "a compaction forgets the blocks before": (SEGMENTS, "before += counts[block]", "before += 0"),
+    "a segment begins a place late": (SEGMENTS, "starts[row] = at;", "starts[row] = at + 1;"),
     "a tile is of the segment before": (SEGMENTS, "<= tile) ++row;\n        const i64 s", "< tile) ++row; const i64 s"),
     "a sum is a difference": ("merging.cu", "= sum[i] + widened(values_b", "= sum[i] - widened(values_b"),
     "a vector is added to itself": (SELECTION, "read(addend, size,", "read(values, size,"),

@@ -121,13 +121,11 @@ def _fitted(
     tiles = running_totals(in_tiles(room, TILES[form.keys.itemsize]))
     fields = (plans[name].view(np.int64) for name in ("start", "wanted", "share"))
     rows = table_of(blocks, tiles, *fields)
-    whole, work = zeros(
-        *(_SAID, count + 1, count + 1, 2 * count),
-        *(count, 1, int(tiles[-1]), *candidates.work),
+    whole, (said, starts, kept_starts, fits, done, ticket, states) = zeros(
+        _SAID, count + 1, count + 1, 2 * count, count, 1, int(tiles[-1])
     )
-    said, starts, kept_starts, fits, done, ticket, states, *compacting = work
     floors = keys_above(plans["start"], form.floating).astype(np.uint64)
-    indices, keys = candidates.compacted(cupy.asarray(floors), most, starts, compacting)
+    indices, keys = candidates.compacted(cupy.asarray(floors), most, starts)
     sums = cupy.empty(3 * int(blocks[-1]))
     limits = cupy.empty(count, np.uint64)
     fitting = rows, count, starts, int(pareto), sums, done, fits

@@ -51,15 +51,29 @@ __device__ inline void sample_floors(
     if (threadIdx.x == 0) floors[blockIdx.x] = greater(prefix, (u64)1);
 }
 
+// Return the sum over the threads of a block before this one, and set `all` to that over all of them.
+template <typename T>
+__device__ inline T sum_before(u64 (&warps)[WARPS], T own, T& all) {
+    const T through = warp_scan(own);
+    __syncthreads();  // what was there is read
+    if (lane() == 31) warps[warp()] = through;
+    __syncthreads();
+    const T of_warp = lane() < WARPS ? (T)warps[lane()] : 0;
+    all = warp_sum(of_warp);
+    return through - own + warp_sum(lane() < warp() ? of_warp : 0);
+}
+
 // Mark the magnitudes at or above the floor of their segment: marks has a word of a thread for each tile, with a bit for
-// each of its items. With `out` the values are first made the sum of `factor` times themselves and the addends. share:
-// tiles of a block, at most.
+// each of its items, and counts the number of those that each block marked. With `out` the values are first made the sum of
+// `factor` times themselves and the addends. share: tiles of a block, at most.
 template <typename Key>
 __device__ inline void mark(
     const Key* values, u64 factor, Key* out, const Row* rows, i64 count, u64 mask, const u64* floors, u16* marks,
-    i64 share) {
+    u32* counts, i64 share) {
+    SHARED(Scan<1>, scan);
     const i64 begin = blockIdx.x * share, end = lesser(begin + share, rows[count].tile);
     i64 row = find_row(rows, count, &Row::tile, begin);
+    u32 own = 0;
     for (i64 tile = begin; tile < end; ++tile) {
         while (rows[row + 1].tile <= tile) ++row;
         const i64 start = rows[row].first, size = rows[row].end - start;
@@ -75,42 +89,71 @@ __device__ inline void mark(
         u32 chosen = 0;
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) chosen |= (u32)((Key)(items.key[i] & mask) >= least) << i;
-        marks[tile * THREADS + threadIdx.x] = (u16)(chosen & real_items<Key>(first, size));
+        chosen &= real_items<Key>(first, size);
+        own += __popc(chosen);
+        marks[tile * THREADS + threadIdx.x] = (u16)chosen;
     }
+    u32 all;
+    sum_before(scan.warps[0], own, all);
+    if (threadIdx.x == 0) counts[blockIdx.x] = all;
 }
 
-constexpr int MARKED = 8;  // words of a thread: a warp compacts a tile
+constexpr int PAIRS = 16;    // of lanes: a warp marked 512 bits of a tile, at most, two lanes in a word of 32
+constexpr int GATHERED = 4;  // values of a thread that it reads at a time
 
 // Write indices and bits of the marked values, in order, as far as there is room; starts: the number before each segment,
-// and at last that of all.
+// and at last that of all. Blocks take the tiles that those of `mark` took; a thread takes the marks of a warp.
 template <typename Index, typename Key>
 __device__ inline void compact_marked(
-    const Key* values, const u16* marks, const Row* rows, i64 count, Index* indices, Key* kept, u64 room, u64* starts,
-    u64* ticket, u64* states, i64 blocks) {
+    const Key* values, const uint4* marks, const Row* rows, i64 count, const u32* counts, i64 share, Index* indices,
+    Key* kept, u64 room, u64* starts) {
     SHARED(Scan<1>, scan);
-    const i64 words = rows[count].tile * WARPS, begin = (take_tile(scan, ticket) * WARPS + warp()) * MARKED;
-    u32 own[MARKED], sum = 0;
+    const int VECTOR = Items<Key>::VECTOR;
+    const u32 LOW = (1u << VECTOR) - 1;  // the marks that a lane has of one load, as of one segment of the warp's values
+    u64 before = 0, begin;
+    for (i64 block = threadIdx.x; block < blockIdx.x; block += THREADS) before += counts[block];
+    sum_before(scan.warps[0], before, begin);
+    u64 place = begin;
+    const i64 last = lesser((blockIdx.x + 1) * share, rows[count].tile) * WARPS;
+    for (i64 first = blockIdx.x * share * WARPS; first < last; first += THREADS) {
+        const i64 number = first + threadIdx.x;
+        u32 pairs[PAIRS] = {}, own = 0, all;
+        if (number < last) {
 #pragma unroll
-    for (int m = 0; m < MARKED; ++m) {
-        own[m] = begin + m < words ? marks[(begin + m) * 32 + lane()] : 0;
-        sum += __popc(own[m]);
+            for (int p = 0; p < PAIRS; p += 4) unpack(marks[(number * PAIRS + p) / 4], pairs + p);
+        }
+        u64 filled = 0;  // a bit for each load and pair that has marks
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+            own += __popc(pairs[p]);
+#pragma unroll
+            for (int l = 0; l < Items<Key>::LOADS; ++l)
+                filled |= (u64)((pairs[p] & (LOW | LOW << 16) << (l * VECTOR)) != 0) << (l * PAIRS + p);
+        }
+        u64 at = place + sum_before(scan.warps[0], own, all);
+        place += all;
+        if (number >= last) continue;
+        const i64 row = find_row(rows, count, &Row::tile, number / WARPS), of_row = number - rows[row].tile * WARPS;
+        const i64 start = rows[row].first + of_row * Items<Key>::WARP;
+        if (of_row == 0) starts[row] = at;
+        for (; filled; filled &= filled - 1) {
+            const u32 next = __ffsll((i64)filled) - 1, both = ((const u32*)marks)[number * PAIRS + next % PAIRS];
+            const u32 shift = next / PAIRS * VECTOR;
+            u32 part = (both >> shift & LOW) | (both >> (shift + 16) & LOW) << VECTOR;
+            for (; part; part &= part - 1, ++at)
+                if (at < room) indices[at] = (Index)(start + next * 2 * VECTOR + __ffs((i32)part) - 1);
+        }
     }
-    u64 counts[1] = {warp_sum(sum)};
-    scan_grid(scan, counts, states, blocks, starts + count);
-    u64 place = counts[0];
-    i64 row = find_row(rows, count, &Row::tile, begin / WARPS);
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) starts[count] = place;
+    __syncthreads();
+    const u64 end = lesser(place, room);
+    for (u64 first = begin + threadIdx.x; first < end; first += GATHERED * THREADS) {
+        Key found[GATHERED];
 #pragma unroll
-    for (int m = 0; m < MARKED; ++m) {
-        const i64 tile = (begin + m) / WARPS;
-        if (begin + m >= words) break;
-        while (rows[row + 1].tile <= tile) ++row;
-        const i64 within = begin + m - rows[row].tile * WARPS, first = rows[row].first + within * Items<Key>::WARP;
-        if (within == 0 && lane() == 0) starts[row] = place;
-        if (!__any_sync(ALL, own[m] != 0)) continue;
-        append<Key>(own[m], first, place, [&](u64 at, int, i64 position) {
-            if (at < room) indices[at] = (Index)position, kept[at] = values[position];
-        });
-        place += warp_sum((u32)__popc(own[m]));
+        for (int g = 0; g < GATHERED; ++g) found[g] = values[indices[lesser(first + g * THREADS, end - 1)]];
+#pragma unroll
+        for (int g = 0; g < GATHERED; ++g)
+            if (first + g * THREADS < end) kept[first + g * THREADS] = found[g];
     }
 }
 
@@ -228,23 +271,24 @@ __device__ inline void largest_in_rows(
         sample_floors(values, factor, rows, mask, width, floors);                                                   \
     }                                                                                                               \
     KERNEL mark_##key(                                                                                              \
-        const Key* values, const Row* rows, i64 count, u64 mask, const u64* floors, u16* marks, i64 share) {        \
-        mark(values, 0, (Key*)0, rows, count, mask, floors, marks, share);                                          \
+        const Key* values, const Row* rows, i64 count, u64 mask, const u64* floors, u16* marks, u32* counts,        \
+        i64 share) {                                                                                                \
+        mark(values, 0, (Key*)0, rows, count, mask, floors, marks, counts, share);                                  \
     }                                                                                                               \
     KERNEL add_and_mark_##key(                                                                                      \
         const Key* values, u64 factor, Key* out, const Row* rows, i64 count, u64 mask, const u64* floors,           \
-        u16* marks, i64 share) {                                                                                    \
-        mark(values, factor, out, rows, count, mask, floors, marks, share);                                         \
+        u16* marks, u32* counts, i64 share) {                                                                       \
+        mark(values, factor, out, rows, count, mask, floors, marks, counts, share);                                 \
     }
 SAMPLE_AND_MARK(u2, u16)
 SAMPLE_AND_MARK(u4, u32)
 SAMPLE_AND_MARK(u8, u64)
 
 #define COMPACT_AND_SELECT(index, Index, key, Key)                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4) compact_marked_##index##_##key(                        \
-        const Key* values, const u16* marks, const Row* rows, i64 count, Index* indices, Key* kept, u64 room,       \
-        u64* starts, u64* ticket, u64* states, i64 blocks) {                                                        \
-        compact_marked(values, marks, rows, count, indices, kept, room, starts, ticket, states, blocks);            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 5) compact_marked_##index##_##key(                        \
+        const Key* values, const uint4* marks, const Row* rows, i64 count, const u32* counts, i64 share,            \
+        Index* indices, Key* kept, u64 room, u64* starts) {                                                         \
+        compact_marked(values, marks, rows, count, counts, share, indices, kept, room, starts);                     \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(SELECTORS, 1) largest_in_rows_##index##_##key(                         \
         const Index* indices, const Key* keys, u64 room, const Row* rows, i64 count, const u64* starts, u64 mask,   \

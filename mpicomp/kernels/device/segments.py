@@ -3,12 +3,9 @@
 A table in device memory describes the segments. Chunks of up to 65536 values are
 selected by a block of threads each, in one launch. Of longer ones a sample gives each a
 threshold that slightly more than `k` magnitudes are expected to reach; one read marks
-those with a bit; the marked ones are compacted, and a radix selection among them is
-exact. The host waits once, for what is known of the result. If a sample misled, all is
-repeated with thresholds that cannot.
-
-Source of the compaction in one pass: D. Merrill and M. Garland, "Single-pass parallel
-prefix scan with decoupled look-back", NVIDIA NVR-2016-002.
+those with a bit, and each block counts its own; the marked ones are compacted, and a
+radix selection among them is exact. The host waits once, for what is known of the
+result. If a sample misled, all is repeated with thresholds that cannot.
 """
 
 from collections.abc import Sequence
@@ -50,7 +47,6 @@ _SIGMAS = 4
 _DIGIT = 11
 # values that a block of 256 threads reads at a time, by their bytes
 TILES = {2: 4096, 4: 4096, 8: 2048}
-_COMPACTED = 8  # tiles of a block
 _NO_ADDENDS = np.zeros(1, np.int64)
 _SAID = 3  # words: whether a value is not finite, the first position, the last one
 
@@ -329,11 +325,6 @@ class Candidates(NamedTuple):
         vector = self.vector
         return self._replace(vector=vector._replace(source=vector.values, out=None))
 
-    @property
-    def work(self) -> tuple[int, int]:
-        """The sizes of the ticket and the states of `compacted`."""
-        return 1, in_tiles(int(self.tiles[-1]), _COMPACTED)
-
     def table(self, *columns: Column) -> Array:
         """Return the rows on the device. columns: jobs before, entries, ranks, and places of counts, if needed."""
         jobs, k, rank, digits = columns or [_NO_ADDENDS] * 4
@@ -345,23 +336,22 @@ class Candidates(NamedTuple):
         floors: Array | int,
         room: int,
         starts: int,
-        work: Sequence[int],
         rows: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return room with indices and bits of what reaches the floor of its row; the sum is written first.
 
-        starts: the address that gets the number before each row, and of all. work: those of zeros.
+        starts: the address that gets the number before each row, and of all.
         """
         vector = self.vector
         keys = vector.form.keys
         table = self.table() if rows is None else rows
         count = self.first.size
-        _, tiles = self.work
-        marked = int(self.tiles[-1])
-        marks = cupy.empty(marked * THREADS, np.uint16)
-        blocks = min(MOST_BLOCKS, marked)
-        share = in_tiles(marked, blocks)
-        args = table, count, vector.limits[0], floors, marks, share
+        tiles = int(self.tiles[-1])
+        share = in_tiles(tiles, min(MOST_BLOCKS, tiles))
+        blocks = in_tiles(tiles, share)
+        marks = cupy.empty(tiles * THREADS, np.uint16)
+        counts = cupy.empty(blocks, np.uint32)
+        args = table, count, vector.limits[0], floors, marks, counts, share
         if vector.out is None:
             launch("mark", [keys], blocks, vector.values, *args)
         else:
@@ -369,8 +359,8 @@ class Candidates(NamedTuple):
             launch("add_and_mark", [keys], blocks, *summed, *args)
         found = cupy.empty(room, self.index_dtype), cupy.empty(room, keys)
         dtypes = [self.index_dtype, keys]
-        given = vector.values, marks, table, count, *found, room, starts, *work
-        launch("compact_marked", dtypes, tiles, *given, tiles)
+        given = vector.values, marks, table, count, counts, share, *found, room, starts
+        launch("compact_marked", dtypes, blocks, *given)
         return found
 
 
@@ -389,15 +379,15 @@ def _select(
     places = running_totals(digits)
     before = running_totals(jobs)
     rows = candidates.table(before, k, rank, places)
-    whole, (said, starts, thresholds, ticket, counts, *work) = zeros(
-        _SAID, count + 1, count, 1, max(1, int(places[-1])), *candidates.work
+    whole, (said, starts, thresholds, ticket, counts) = zeros(
+        _SAID, count + 1, count, 1, max(1, int(places[-1]))
     )
     if floors is None:
         args = vector.source, vector.factor, rows, mask, width, thresholds
         launch("sample_floors", [keys], count, *args, threads=_SAMPLERS)
     most = int(room.sum())
     least = thresholds if floors is None else cupy.asarray(floors)
-    found = candidates.compacted(least, most, starts, work, rows)
+    found = candidates.compacted(least, most, starts, rows)
     entries = int(k.sum())
     positions = cupy.empty(entries, candidates.index_dtype)
     kept = cupy.empty(entries, vector.form.floating)
