@@ -42,6 +42,7 @@ class Tensor:
 
     dtype: in which it is exchanged. xp: the module that makes its arrays. kind: the
     library and the dtype of the caller's arrays, as text. wrap: converts one to them.
+    places: "numpy" or "cupy", where it is on each rank; of named tensors.
     """
 
     name: str
@@ -50,11 +51,7 @@ class Tensor:
     xp: Any
     kind: str
     wrap: Callable[[Array], Any]
-
-    @property
-    def memory(self) -> tuple[Dtype, Any]:
-        """What the tensors of a bucket have in common: the dtype, and where they are."""
-        return self.dtype, self.xp
+    places: tuple[str, ...] = ()
 
     @cached_property
     def size(self) -> int:

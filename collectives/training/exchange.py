@@ -69,8 +69,9 @@ class GradientExchange:
     as `Hadamard()`, keep the residual in it, and transform the mean back: a dense
     array. small: named tensors with fewer values are sent dense; by default 1024, and 0
     in a basis and for dense arrays. bucket_nbytes: bytes of the gradients in one
-    message, about. log: called with the `Statistics` of each step that was kept; an
-    error in it becomes a warning.
+    message, about; by default 2^25, and 2^28 for tensors that are on a device on all
+    ranks. log: called with the `Statistics` of each step that was kept; an error in it
+    becomes a warning.
 
     nonfinite: "skip" skips a step on all ranks if a gradient of any rank contains NaN
     or an infinity, which takes one more pass over the gradients. Residuals do not
@@ -109,7 +110,7 @@ class GradientExchange:
         basis: Basis | None = None,
         bits: int | None = None,
         small: int | None = None,
-        bucket_nbytes: int = 2**25,
+        bucket_nbytes: int | None = None,
         nonfinite: str = "raise",
         log: Callable[[Statistics], None] | None = None,
     ) -> None:
@@ -128,6 +129,8 @@ class GradientExchange:
         # dense sums and bases need no exemption for small tensors
         if small is None:
             small = 0 if takes_arrays or basis is not None else 1024
+        if bucket_nbytes is not None:
+            bucket_nbytes = to_integer("bucket_nbytes", bucket_nbytes, least=0)
         # an object that is given to two exchanges has two residuals, and two histories
         self.compressor = copied(compressor)
         self.feedback = copied(feedback)
@@ -146,7 +149,7 @@ class GradientExchange:
             compressor=self.compressor,
             feedback=self.feedback,
             small=to_integer("small", small, least=0),
-            bucket_nbytes=to_integer("bucket_nbytes", bucket_nbytes, least=0),
+            bucket_nbytes=bucket_nbytes,
             nonfinite=nonfinite,
             basis=basis,
             reduction=summing,

@@ -6,16 +6,16 @@ The rules, in the order in which they apply:
    `register`; so do buckets start.
 2. A named tensor of fewer than `small` values is sent dense, in one bucket for each
    dtype and memory, after the others.
-3. A bucket contains tensors of one dtype in one memory, up to about `bucket_nbytes`; a tensor is
-   never divided. Each is a segment of the bucket's vector: its entries compete with
-   each other only.
+3. A bucket contains tensors of one dtype in one memory, on each rank, up to about
+   `bucket_nbytes`; a tensor is never divided. Each is a segment of the bucket's vector:
+   its entries compete with each other only.
 
 One array, or the arrays of a list, are one bucket of one segment.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from collectives.agreement.all_or_none import (
@@ -36,18 +36,27 @@ from mpicomp.feedback import Feedback
 from mpicomp.state import check_object
 from mpicomp.tensors import ALONE, DICT, Tensor, describe
 
+# Bytes of a bucket: in host memory they are for the caches, and short messages start
+# early in a backward pass. On a device each of some 10 launches of a bucket takes as long
+# as 4 MB of memory traffic, so a bucket of 2^25 bytes would be mostly launches.
+_HOST_NBYTES = 2**25
+_DEVICE_NBYTES = 2**28
+
 # of the name and the shape of a tensor
 Choose = Callable[[str, tuple[int, ...]], Compressor]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The settings of an exchange, and its buckets; see the module. Those of named tensors have copies of the parts."""
+    """The settings of an exchange, and its buckets; see the module. Those of named tensors have copies of the parts.
+
+    bucket_nbytes: None for a number by the memory of the tensors.
+    """
 
     compressor: Compressor | Choose
     feedback: Feedback
     small: int
-    bucket_nbytes: int
+    bucket_nbytes: int | None
     nonfinite: str
     basis: Basis | None
     reduction: Reduction
@@ -103,12 +112,17 @@ class Layout:
             if form != DICT:
                 return [self.alone([tensor for tensor, _ in parts])]
             here = {pair[0].name: pair for pair in parts}
-            return self.named([here[name] for name in everyone[0]["tensors"]])
+            members = []
+            for name in everyone[0]["tensors"]:
+                tensor, compressor = here[name]
+                places = tuple([answer["places"][name] for answer in everyone])
+                members.append((replace(tensor, places=places), compressor))
+            return self.named(members)
 
     def _described(
         self, form: str, arrays: ByName, parts: list[tuple[Tensor, Compressor]]
     ) -> dict[str, dict[str, str]]:
-        """Return what the ranks compare, by name; append each tensor, and a compressor for it, to `parts`."""
+        """Return what the ranks compare, and where tensors are; append each, and a compressor for it, to `parts`."""
         if is_choice(self.compressor) and form != DICT:
             raise TypeError(
                 f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
@@ -132,7 +146,11 @@ class Layout:
             "nonfinite": self.nonfinite,
         }
         texts = {name: repr(value) for name, value in settings.items()}
-        return {"tensors": tensors, "settings": texts | {"gradients": form}}
+        return {
+            "tensors": tensors,
+            "settings": texts | {"gradients": form},
+            "places": {tensor.name: tensor.xp.__name__ for tensor, _ in parts},
+        }
 
     def alone(self, tensors: Sequence[Tensor]) -> Bucket:
         """Return the bucket of tensors that form one segment, with the caller's own parts."""
@@ -158,16 +176,20 @@ class Layout:
         """Return the buckets of named tensors, given with their compressors."""
         groups: list[list[tuple[Tensor, Compressor]]] = []
         small: dict[Any, list[tuple[Tensor, Compressor]]] = {}
-        memory = None  # of the last group, and its bytes
+        last = None  # dtype and places of the last group, and its bytes
         nbytes = 0
         for tensor, compressor in members:
+            memory = tensor.dtype, tensor.places
             if tensor.size < self.small:
-                small.setdefault(tensor.memory, []).append((tensor, compressor))
+                small.setdefault(memory, []).append((tensor, compressor))
                 continue
             size = tensor.size * tensor.dtype.itemsize
-            if tensor.memory != memory or nbytes + size > self.bucket_nbytes:
+            most = self.bucket_nbytes
+            if most is None:
+                most = _HOST_NBYTES if "numpy" in tensor.places else _DEVICE_NBYTES
+            if memory != last or nbytes + size > most:
                 groups.append([])
-                memory = tensor.memory
+                last = memory
                 nbytes = 0
             groups[-1].append((tensor, compressor))
             nbytes += size

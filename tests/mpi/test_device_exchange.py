@@ -30,6 +30,7 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
+from mpicomp.arrays import to_numpy
 
 pytestmark = pytest.mark.small_groups
 
@@ -365,6 +366,42 @@ def test_gradients_that_are_started_wait_for_their_messages_alone(comm, cupy, ho
         exchange.finish()
     assert sent > 0
     assert found.synchronisations <= sent + own, found
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "on_device", "buckets"),
+    [
+        (None, "none", 3),
+        (None, "all", 1),
+        (None, "of rank 0", 3),
+        (2**25, "all", 3),
+        (2**26, "none", 2),
+    ],
+)
+def test_a_bucket_is_longer_on_the_device_of_all_ranks(
+    comm, cupy, nbytes, on_device, buckets
+):
+    places = {"none": [], "of rank 0": [0], "all": range(comm.size)}
+    xp = cupy if comm.rank in places[on_device] else np
+    exchange = GradientExchange(comm, TopK(0.01), bucket_nbytes=nbytes)
+    exchange.register({str(i): xp.empty(2**22, np.float32) for i in range(5)})
+    if on_device == "of rank 0" and comm.size == 1:
+        buckets = 1
+    assert len(exchange.buckets) == buckets
+
+
+@pytest.mark.at_least(2)
+def test_ranks_have_the_same_buckets_wherever_their_tensors_are(comm, cupy):
+    """A tensor that one rank has on the device, and others have not, ends a bucket on all."""
+    mine = {name: gradient(comm, i, 50) for i, name in enumerate("abc")}
+    here, on_it = (GradientExchange(comm, TopK(0.1), small=0) for _ in range(2))
+    given = dict(mine)
+    if comm.rank == 0:
+        given["b"] = cupy.asarray(mine["b"])
+    means = on_it(given)
+    assert [bucket.names for bucket in on_it.buckets] == [["a"], ["b"], ["c"]]
+    for name, expected in here(mine).items():
+        assert to_numpy(means[name]).tobytes() == expected.tobytes()
 
 
 def test_output_buffers_in_place_share_no_memory_with_the_gradient(comm, cupy):
