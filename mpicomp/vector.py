@@ -375,13 +375,9 @@ class SparseVector:
         indices = self.indices
         if not indices.size:
             return self
-        vector: SparseVector = object.__new__(SparseVector)
-        fields = vars(vector)
+        vector = SparseVector.trusted(indices.copy(), self.values.copy(), self.length)
         if type(indices) is not np.ndarray:  # and what is known of those on a device
-            fields.update(vars(self))
-        fields["indices"] = indices.copy()
-        fields["values"] = self.values.copy()
-        fields["length"] = self.length
+            vars(vector).update(vars(self) | vars(vector))
         return vector
 
     def every(self, step: int, start: int = 0) -> "SparseVector":
@@ -598,10 +594,7 @@ _empty_on_host = lru_cache(maxsize=256, typed=True)(_new_empty)
 def _array(array_like: Any) -> Array:
     """Return an array from an input of `to_array`, a list or a number."""
     is_known = (
-        type(array_like) is np.ndarray
-        or on_device(array_like)
-        or is_array(array_like)
-        or sparse_remedy(array_like)
+        on_device(array_like) or is_array(array_like) or sparse_remedy(array_like)
     )
     return to_array(array_like if is_known else np.asarray(array_like))
 

@@ -33,9 +33,7 @@ class CheckedStep(Step):
         self._accounts: dict[Bucket, dict[str, Any]] = {}
         self._written: dict[Bucket, list[Array]] = {}
 
-    def _prepare(
-        self, bucket: Bucket, reduction: Reduction
-    ) -> tuple[Any, Any, dict[str, Array]]:
+    def _prepare(self, bucket: Bucket, reduction: Reduction) -> Started:
         if not self._skips:
             bucket.check_finite(self.arrays, ValueError)
         vectors = bucket.feedback.vectors(bucket.tensors, self.arrays)
@@ -44,7 +42,7 @@ class CheckedStep(Step):
         expected = vector.copy()
         self._expected[bucket] = expected
         prepared = super()._prepare(bucket, reduction)
-        _check_input(bucket, expected, prepared[0])
+        _check_input(bucket, expected, prepared.corrected)
         return prepared
 
     def _finished(self, started: Started, outcome: Any, form: str) -> None:

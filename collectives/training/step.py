@@ -155,11 +155,11 @@ class Step:
             reduction = self._reduction
             if bucket.dense:
                 reduction = dense_reduction(reduction.average)
-            prepared: tuple[Any, Any, ByName] = (None, None, {})
+            started = Started(bucket, reduction)
             contribution: Any = error or outcome_of(self._prepare, bucket, reduction)
-            if not isinstance(contribution, Exception):
-                prepared = contribution
-                _, contribution, _ = prepared
+            if isinstance(contribution, Started):
+                started = contribution
+                contribution = started.sent
             ready = perf_counter()
             outcome: Any = None
             try:
@@ -171,7 +171,7 @@ class Step:
                 outcome = contributed(interrupt)
                 raise
             finally:
-                self.started.append(Started(bucket, reduction, *prepared, outcome))
+                self.started.append(started._replace(outcome=outcome))
             self._compressing += ready - began
             self._communicating += perf_counter() - ready
 
@@ -185,10 +185,8 @@ class Step:
             if isinstance(started.outcome, Request) and not started.outcome.test():
                 break  # what is in flight advances together
 
-    def _prepare(
-        self, bucket: Bucket, reduction: Reduction
-    ) -> tuple[Any, Any, dict[str, Array]]:
-        """Return the corrected gradient, what is sent, and the output buffers: all that can fail before the sum."""
+    def _prepare(self, bucket: Bucket, reduction: Reduction) -> Started:
+        """Return a bucket that is ready to be started: all that can fail before the sum."""
         declared = reduction.declared
         selection = bucket.selection
         self.snapshots += selection.snapshot()
@@ -214,7 +212,7 @@ class Step:
             if bucket.basis is not None:
                 bucket.check_finite(self.arrays, ValueError)
             raise
-        return corrected, sent, buffers
+        return Started(bucket, reduction, corrected, sent, buffers)
 
     def _finish(self, error: Exception | None, form: str) -> bool:
         """Wait for all sums, and prepare what is committed; raise the first error that is no skip.

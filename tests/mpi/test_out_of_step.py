@@ -132,20 +132,20 @@ def test_an_interrupt_after_the_agreement_is_noticed_by_the_next_step(
 
 
 def test_an_interrupt_within_a_step_is_delivered_after_it(comm, monkeypatch):
-    exchange, gradient, interrupt = (
+    exchange, correct, interrupt = (
         MAKERS["top-k"](comm),
-        Bucket.gradient,
+        Bucket.correct,
         [is_last(comm)],
     )
     exchange(gradients(comm, 0))
 
-    def interrupted(self, arrays):
+    def interrupted(self, *given, **settings):
         if interrupt.pop():
             os.kill(os.getpid(), signal.SIGINT)
         interrupt.append(False)
-        return gradient(self, arrays)
+        return correct(self, *given, **settings)
 
-    monkeypatch.setattr(Bucket, "gradient", interrupted)
+    monkeypatch.setattr(Bucket, "correct", interrupted)
     if is_last(comm):
         with pytest.raises(KeyboardInterrupt):
             exchange(gradients(comm, 1))
