@@ -303,6 +303,32 @@ def entries_of_many_bins(device, cupy):
             in_bins(device, cupy, values, parts, bounds, [1, 1, 2, 1])
 
 
+def entries_of_bins_in_long_shares(device, cupy):
+    """Bins of all numbers of words that a warp holds, segments within its share; ties, zeros, sums out of range."""
+    lengths = [1, 32, 33, 50, 64, 65, 128, 129, 256, 257, 513, 1100]
+    sizes = [size * (40 if size <= 64 else 5) + size // 3 for size in lengths]
+    bounds = np.append(0, np.cumsum(sizes)).tolist()
+    most, device.bins.MOST_BLOCKS = device.bins.MOST_BLOCKS, 1
+    try:
+        for dtype in DTYPES:
+            rng = np.random.default_rng(8)
+            few = rng.integers(-3, 4, (2, bounds[-1])).astype(dtype)
+            few[0, 900:1300] = 0
+            # float32 rounds the sum to the value, and float64 does not
+            little = (
+                few[0],
+                (rng.integers(0, 2, bounds[-1]) * 2 - 1).astype(dtype) / 2**24,
+            )
+            many = rng.standard_normal((2, bounds[-1])).astype(dtype)
+            beyond = np.full_like(many, np.finfo(dtype).max)
+            for values, new in beyond, few, little, many:
+                parts = [new[first:end] for first, end in pairwise(bounds)]
+                in_bins(device, cupy, values, parts, bounds, lengths)
+            in_bins(device, cupy, values, parts, bounds, lengths, (few[0], 0.5))
+    finally:
+        device.bins.MOST_BLOCKS = most
+
+
 def in_bins(device, cupy, values, parts, bounds, bins, summand=None):
     out, sent = values.copy(), cupy.asarray(values)
     given = summand and (cupy.asarray(summand[0]), summand[1])

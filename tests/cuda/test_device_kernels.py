@@ -24,6 +24,7 @@ LONG = [
     comparisons.arithmetic,
     comparisons.entries_of_bins,
     comparisons.entries_of_many_bins,
+    comparisons.entries_of_bins_in_long_shares,
     comparisons.largest_in_segments,
     comparisons.selections_by_a_grid,
     comparisons.top_k_of_hostile_data,

@@ -1,6 +1,6 @@
 // The entries of bins of consecutive values that reach the bin's maximum after an addend of each is added. A warp takes a
-// bin: a short one it reads once, and keeps in registers. It marks the entries with a bit each, from which they are
-// written once the magnitude of their segment is known.
+// share of the bins, and holds several at a time in registers. It marks the entries with a bit each, and the signs: from
+// these they are written once the magnitude of their segment is known.
 #include "common.cuh"
 
 // A segment with bins of its own length; in the row behind the last the numbers before it are those of all.
@@ -12,86 +12,225 @@ struct Bins {
     u64 addend;         // address of the segment's addends
 };
 
-constexpr int OF_A_BIN = 4;  // values of a bin in registers, of a lane
-
-template <typename Key>
-__device__ inline bool is_reached(Key value, Key addend, double largest, u64 mask) {
-    const double sum = (double)widened(number_of(value)) + (double)widened(number_of(addend));
-    return (value & mask) && (sum < 0 ? -sum : sum) >= largest;
-}
-
-// The values of a bin that this lane keeps: from `start` on, of `size`; with `out` their sum with the addends, which is
-// written.
-template <typename Key>
-struct Held {
-    Key value[OF_A_BIN], addend[OF_A_BIN];
-    __device__ void read(const Key* values, u64 factor, Key* out, const Key* addends, int start, int size) {
-#pragma unroll
-        for (int h = 0; h < OF_A_BIN; ++h) {
-            const int i = start + h * 32 + lane();
-            if (start + h * 32 >= size) break;
-            value[h] = addend[h] = 0;
-            if (i >= size) continue;
-            addend[h] = addends[i];
-            value[h] = out ? scale_and_add(values[i], factor, addend[h]) : values[i];
-            if (out) out[i] = value[h];
-        }
-    }
+// Bits of 32 values: which are selected, and which are negative.
+struct Mark {
+    u32 chosen, negative;
 };
 
-// Mark the selected values of each bin, and write its largest magnitude and how many are selected. With `out` the values
-// are first made the sum of `factor` times themselves and the addends. said: as of a selection, with
-// all bits of the first position inverted; zeros when the kernel begins.
+template <typename Key>
+__device__ inline bool is_negative(Key value) { return value >> (8 * sizeof(Key) - 1); }
+template <typename Key>
+__device__ inline Key absolute(Key value) { return (Key)(value & (Key)~((Key)1 << (8 * sizeof(Key) - 1))); }
+
+// Call `work` with the bins of each segment that are in this warp's share of all: the segment, the first one's number in
+// it, and how many.
+template <typename Work>
+__device__ inline void for_share(const Bins* rows, i64 count, i64 share, Work work) {
+    const i64 begin = ((i64)blockIdx.x * WARPS + warp_max(warp())) * share, end = lesser(begin + share, rows[count].before);
+    if (begin >= end) return;
+    i64 row = find_row(rows, count, &Bins::before, begin);
+    for (i64 bin = begin; bin < end; ++row) {
+        const i64 stop = lesser(end, rows[row + 1].before);
+        work(row, bin - rows[row].before, stop - bin);
+        bin = stop;
+    }
+}
+
+// Words of 32 values, of which each lane has one, and their addends; zeros where a bin has no value.
+template <typename Key>
+struct Held {
+    static const int WORDS = sizeof(Key) == 8 ? 4 : 8;
+    typedef decltype(widened(number_of(Key()))) Wide;
+    Key value[WORDS], addend[WORDS];
+};
+
+template <typename Key>
+__device__ inline bool is_reached_in_double(Key value, Key addend, Key largest) {
+    const double sum = (double)widened(number_of(value)) + (double)widened(number_of(addend));
+    return (sum < 0 ? -sum : sum) >= (double)widened(number_of(largest)) && absolute(value);
+}
+
+// What a warp has found in what it holds.
+template <typename Key>
+struct Found {
+    Mark marks[Held<Key>::WORDS];
+    Key largest[Held<Key>::WORDS];
+};
+
+// Bins of a segment that are left of a share. In integers of 32 bits: 2^31 values of a share are 2^44 of the vector.
+template <typename Key>
+struct Part {
+    const Key *values, *addends;
+    u64 factor;
+    Key* out;  // if there is one, it gets the sum of `factor` times the values and the addends, from which to select
+    Key* largest;
+    Mark* marks;
+    int size, words, place;  // of a bin, its words, and the place of the first one that is left
+};
+
+// What lanes have seen of a part: how many are selected, places in it, and a sum that is NaN if that of a value and its
+// addend was not finite.
+template <typename Key>
+struct Seen {
+    u32 selected;
+    int lowest, highest;
+    typename Held<Key>::Wide sum;
+};
+
+// Read the values of bins, from the first of a part on. OF_A_BIN: the words of each. limit: of the values of one bin.
+template <int OF_A_BIN, typename Key>
+__device__ inline void read(Held<Key>& held, const Key* values, const Key* addends, int size, int limit) {
+    constexpr int BINS = Held<Key>::WORDS / OF_A_BIN;
+    u32 place = lane() * (u32)sizeof(Key);  // 32 bits of this lane's, behind an address that all share
+#pragma unroll
+    for (int b = 0; b < BINS; ++b, place += size * (u32)sizeof(Key)) {
+        const Key* of_values = (const Key*)((const char*)values + place);
+        const Key* of_addends = (const Key*)((const char*)addends + place);
+#pragma unroll
+        for (int w = 0; w < OF_A_BIN; ++w) {
+            const bool is_there = w * 32 + (int)lane() < (BINS > 1 ? size : limit);
+            held.value[b * OF_A_BIN + w] = is_there ? __ldcs(of_values + w * 32) : (Key)0;
+            held.addend[b * OF_A_BIN + w] = is_there ? __ldcs(of_addends + w * 32) : (Key)0;
+        }
+    }
+}
+
+template <int OF_A_BIN, typename Key>
+__device__ inline void add(Held<Key>& held, u64 factor, Key* out, int size, int limit) {
+    constexpr int BINS = Held<Key>::WORDS / OF_A_BIN;
+    u32 place = lane() * (u32)sizeof(Key);
+#pragma unroll
+    for (int h = 0; h < Held<Key>::WORDS; ++h) {
+        const int within = h % OF_A_BIN * 32;
+        held.value[h] = scale_and_add(held.value[h], factor, held.addend[h]);
+        Key* of_out = (Key*)((char*)out + place);
+        if (within + (int)lane() < (BINS > 1 ? size : limit)) of_out[within] = held.value[h];
+        if (h % OF_A_BIN == OF_A_BIN - 1) place += size * (u32)sizeof(Key);
+    }
+}
+
+// Mark the selected ones of the values that are held, and write the marks of `words` words. top: the largest magnitude of
+// each bin. first: the place of the first value, in its bin.
+//
+// A sum in double, as the host decides, is compared with the largest magnitude M: a number that the shorter format Wide
+// has. Rounding to nearest is monotone and leaves M and -M as they are. So if the sum rounded to Wide is beyond M, the
+// exact one is, and it does not come to lie below M in double. If the rounded one is below M, the exact one is at most half
+// way from M to the number before it in Wide; that place is a double, below M, beyond which no rounding takes it. Only where
+// the rounded sum equals M does double say more.
+template <int OF_A_BIN, typename Key>
+__device__ inline void mark(
+    const Held<Key>& held, const Key* top, const Part<Key>& part, int first, int limit, int words, Found<Key>& found,
+    Seen<Key>& seen) {
+    typedef decltype(bits_of(seen.sum)) Bits;
+    bool is_tie = false;
+#pragma unroll
+    for (int h = 0; h < Held<Key>::WORDS; ++h) {
+        const auto sum = widened(number_of(held.value[h])) + widened(number_of(held.addend[h]));
+        seen.sum = fused(sum, decltype(sum)(0.0f), seen.sum);
+        // zeros do not tie in a bin of them
+        const Bits least = greater(bits_of(widened(number_of(top[h / OF_A_BIN]))), (Bits)1);
+        const bool is_reached = absolute(bits_of(sum)) >= least;
+        is_tie |= absolute(bits_of(sum)) == least;
+        const u32 chosen = __ballot_sync(ALL, is_reached && absolute(held.value[h]));
+        const u32 negative = __ballot_sync(ALL, is_negative(held.value[h]));
+        if (lane() == 0) found.marks[h] = Mark{chosen, negative};
+    }
+    __syncwarp();
+    if (sizeof(Bits) == 4 && __any_sync(ALL, is_tie)) {
+#pragma unroll 1
+        for (int h = 0; h < Held<Key>::WORDS; ++h) {
+            const int within = first + h % OF_A_BIN * 32 + lane(), i = h / OF_A_BIN * part.size + within;
+            Key value = 0, addend = 0;
+            if (within < limit) value = (part.out ? part.out : part.values)[i], addend = part.addends[i];
+            const bool is_chosen = is_reached_in_double(value, addend, found.largest[h / OF_A_BIN]);
+            const u32 chosen = __ballot_sync(ALL, is_chosen);
+            if (lane() == 0) found.marks[h].chosen = chosen;
+        }
+        __syncwarp();
+    }
+    const int h = lane();
+    if (h < words) {
+        const Mark own = part.marks[first / 32 + h] = found.marks[h];
+        const int place = part.place + first + h / OF_A_BIN * part.size + h % OF_A_BIN * 32;
+        if (own.chosen) {
+            seen.selected += __popc(own.chosen);
+            seen.lowest = lesser(seen.lowest, place + __ffs(own.chosen) - 1);
+            seen.highest = place + 31 - __clz(own.chosen);
+        }
+    }
+}
+
+// Mark the selected values of the first bins of a part, as many as have OF_A_BIN words each and can be held together, and
+// go on behind them. If that is one, it may be longer, with some words read twice; or shorter: it has `limit` values.
+template <int OF_A_BIN, typename Key>
+__device__ inline void mark_bins(Part<Key>& part, int limit, Found<Key>& found, Seen<Key>& seen) {
+    constexpr int WORDS = Held<Key>::WORDS, BINS = WORDS / OF_A_BIN, REACH = WORDS * 32;
+    const int stop = BINS > 1 ? 1 : part.size;
+    Held<Key> held;
+    Key top[BINS];
+#pragma unroll
+    for (int b = 0; b < BINS; ++b) top[b] = 0;
+    for (int first = 0; first < stop; first += REACH) {
+        read<OF_A_BIN>(held, part.values + first, part.addends + first, part.size, limit - first);
+        if (part.out) add<OF_A_BIN>(held, part.factor, part.out + first, part.size, limit - first);
+#pragma unroll
+        for (int h = 0; h < WORDS; ++h) top[h / OF_A_BIN] = greater(top[h / OF_A_BIN], absolute(held.value[h]));
+    }
+#pragma unroll
+    for (int b = 0; b < BINS; ++b) {
+        top[b] = (Key)warp_max(top[b]);
+        if (lane() == 0) found.largest[b] = top[b];
+    }
+    for (int first = 0; first < stop; first += REACH) {
+        const Key* sums = part.out ? part.out : part.values;
+        if (stop > REACH) read<OF_A_BIN>(held, sums + first, part.addends + first, part.size, limit - first);
+        const int words = BINS > 1 ? WORDS : lesser(part.words - first / 32, (int)WORDS);
+        mark<OF_A_BIN>(held, top, part, first, limit, words, found, seen);
+        if (first == 0 && lane() < BINS) part.largest[lane()] = found.largest[lane()];
+        __syncwarp();
+    }
+    part.values += BINS * part.size, part.addends += BINS * part.size, part.place += BINS * part.size;
+    if (part.out) part.out += BINS * part.size;
+    part.largest += BINS, part.marks += BINS * part.words;
+}
+
+// Mark the selected values of each bin, and write its largest magnitude, how many are selected in each share, and, added
+// to zeros, in each segment. With `out` the values are first made the sum of `factor` times themselves and the addends.
+// said: as of a selection, with all bits of the first position inverted; a number that is not finite may be a sum. Zeros
+// when the kernel begins.
 template <typename Key>
 __device__ inline void mark_in_bins(
-    const Key* values, u64 factor, Key* out, const Bins* rows, i64 count, u64 mask, u64 infinity, Key* largest,
-    u32* counts, u32* marks, Said* said) {
-    const i64 bins = rows[count].before, warps = (i64)gridDim.x * WARPS, share = (bins + warps - 1) / warps;
-    const i64 begin = ((i64)blockIdx.x * WARPS + warp()) * share, end = lesser(begin + share, bins);
-    u64 lowest = ~0ull, highest = 0;
-    bool bad = false;
-    i64 row = find_row(rows, count, &Bins::before, begin);
-    for (i64 bin = begin; bin < end; ++bin) {
-        while (rows[row + 1].before <= bin) ++row;
+    const Key* values, u64 factor, Key* out, const Bins* rows, i64 count, i64 share, Key* largest, Mark* marks,
+    u32* shares, u64* selected, Said* said) {
+    typedef Found<Key> OfWarps[WARPS];
+    SHARED(OfWarps, all_found);
+    constexpr int WORDS = Held<Key>::WORDS;
+    Found<Key>& found = all_found[warp()];
+    u32 sum = 0;
+    for_share(rows, count, share, [&](i64 row, i64 bin, i64 bins) {
         const Bins own = rows[row];
-        const i64 start = own.first + (bin - own.before) * own.bin;
-        const int size = (int)lesser(own.bin, own.end - start), reach = OF_A_BIN * 32;
-        const Key* addends = ADDRESS(const Key, own.addend) + (start - own.first);
-        Held<Key> held;
-        Key top = 0;
-        for (int first = 0; first < size; first += reach) {
-            held.read(values + start, factor, out ? out + start : (Key*)0, addends, first, size);
-#pragma unroll
-            for (int h = 0; h < OF_A_BIN; ++h) {
-                if (first + h * 32 >= size) break;
-                top = greater(top, (Key)(held.value[h] & mask));
-                bad |= (held.addend[h] & mask) >= infinity;
-            }
+        const i64 within = bin * own.bin, first = own.first + within;
+        const Key* addends = ADDRESS(const Key, own.addend) + within;
+        Part<Key> part = {
+            values + first, addends, factor, out ? out + first : (Key*)0, largest + own.before + bin,
+            marks + own.words + bin * own.marks, (int)own.bin, (int)own.marks, 0};
+        Seen<Key> seen = {0, 0x7fffffff, -1, decltype(Seen<Key>::sum)(0.0f)};
+        const int size = (int)lesser(own.end - first, bins * own.bin);
+        const int stop = size - WORDS / part.words * part.size;
+        if (part.words == 2)
+            while (part.place <= stop) mark_bins<2>(part, part.size, found, seen);
+        while (part.place < size) mark_bins<WORDS>(part, lesser(part.size, size - part.place), found, seen);
+        if (__any_sync(ALL, absolute(bits_of(seen.sum)) != 0) && lane() == 0) atomicMax(&said->bad, 1ull);
+        const u32 chosen = warp_sum(seen.selected);
+        if (chosen == 0) return;
+        sum += chosen;
+        const u64 lowest = first + ~warp_max(~(u32)seen.lowest), highest = first + warp_max((u32)(seen.highest + 1)) - 1;
+        if (lane() == 0) {
+            atomicAdd(&selected[row], (u64)chosen);
+            atomicMax(&said->first, ~lowest), atomicMax(&said->last, highest);
         }
-        top = (Key)warp_max(top);
-        bad |= top >= infinity;
-        const double most = (double)widened(number_of(top));
-        u32* own_marks = marks + own.words + (bin - own.before) * own.marks;
-        u32 selected = 0;
-        for (int first = 0; first < size; first += reach) {
-            if (size > reach) held.read((out ? out : values) + start, 0, (Key*)0, addends, first, size);
-#pragma unroll
-            for (int h = 0; h < OF_A_BIN; ++h) {
-                const int at = first + h * 32;
-                if (at >= size) break;
-                const u32 chosen = __ballot_sync(ALL, is_reached(held.value[h], held.addend[h], most, mask));
-                if (lane() == 0) own_marks[at / 32] = chosen;
-                selected += __popc(chosen);
-                if (chosen) {
-                    lowest = lesser(lowest, (u64)(start + at + __ffs(chosen) - 1));
-                    highest = (u64)(start + at + 31 - __clz(chosen));
-                }
-            }
-        }
-        if (lane() == 0) largest[bin] = top, counts[bin] = selected;
-    }
-    if (__any_sync(ALL, bad) && lane() == 0) atomicMax(&said->bad, 1ull);
-    if (lane() == 0 && lowest != ~0ull) atomicMax(&said->first, ~lowest), atomicMax(&said->last, highest);
+    });
+    if (lane() == 0) shares[(i64)blockIdx.x * WARPS + warp()] = sum;
 }
 
 struct Means {
@@ -99,12 +238,12 @@ struct Means {
     u64 bin, place;
 };
 
-// Write the magnitude of each segment's entries, the mean of the largest ones of its bins, above zero if one is; and how
-// many are selected: a block for each tile of bins, and a segment's last one adds up. If none is, and the magnitude is not
-// zero, mark its largest. sums: of each tile. arrived, selected: of each segment, 0 when the kernel begins.
+// Write the magnitude of each segment's entries, the mean of the largest ones of its bins, above zero if one is: a block for
+// each tile of bins, and a segment's last one adds up. If none is selected, and the magnitude is not zero, mark its largest.
+// sums: of each tile. arrived: of each segment, 0 when the kernel begins.
 template <typename Key>
 __device__ inline void mean_of_bins(
-    const Key* values, const Bins* rows, i64 count, u64 mask, const Key* largest, u32* counts, u32* marks,
+    const Key* values, const Bins* rows, i64 count, u64 mask, const Key* largest, Mark* marks, i64 share, u32* shares,
     double* sums, u64* arrived, Key* scales, u64* selected, Said* said) {
     SHARED(Means, shared);
     if (threadIdx.x == 0) shared.bin = shared.place = ~0ull;
@@ -113,15 +252,6 @@ __device__ inline void mean_of_bins(
     const i64 bins = rows[row + 1].before - own.before, tiles = rows[row + 1].tile - own.tile;
     const i64 first = (blockIdx.x - own.tile) * SUM_TILE;
     const Key* maxima = largest + own.before;
-    u32* const own_counts = counts + own.before;
-    u32 chosen = 0;
-#pragma unroll 32
-    for (int i = 0; i < ROWS; ++i) {
-        const i64 bin = first + i * LANES + threadIdx.x;
-        chosen += bin < bins ? own_counts[bin] : 0;
-    }
-    chosen = warp_sum(chosen);
-    if (lane() == 0 && chosen) atomicAdd(selected + row, (u64)chosen);
     add_tile(shared.sides, maxima + first, bins - first, infinity());
     if (!is_last_of(shared.sides, sums + blockIdx.x * SUMS, arrived + row, tiles)) return;
     add_up(shared.sides, sums + own.tile * SUMS, tiles);
@@ -138,7 +268,7 @@ __device__ inline void mean_of_bins(
     narrow(mean > most ? most : mean, scale);
     narrow(most, top);
     const Key magnitude = greater(bits_of(scale), (Key)(most > 0));
-    const bool is_none = __ldcg(selected + row) == 0 && magnitude;
+    const bool is_none = selected[row] == 0 && magnitude;
     if (threadIdx.x == 0) scales[row] = magnitude;
     if (!is_none) return;
     for (i64 bin = threadIdx.x; bin < bins; bin += THREADS)
@@ -149,57 +279,84 @@ __device__ inline void mean_of_bins(
         if ((Key)(values[i] & mask) == bits_of(top)) atomicMin(&shared.place, (u64)i);
     __syncthreads();
     if (threadIdx.x) return;
-    selected[row] = own_counts[bin] = 1;
+    selected[row] = 1, atomicAdd(&shares[(own.before + bin) / share], 1u);
     const u64 at = shared.place - (u64)start;
-    marks[own.words + bin * own.marks + at / 32] = 1u << at % 32;
+    marks[own.words + bin * own.marks + at / 32].chosen = 1u << at % 32;
     atomicMax(&said->first, ~shared.place), atomicMax(&said->last, shared.place);
 }
 
-// Write the positions of the marked values, and the magnitude of their segment with their signs: a thread for each bin.
+struct Writing {
+    u64 before[WARPS];
+    u16 entries[WARPS][32 * 32];
+};
+
+// Write the positions of the marked values, and the magnitude of their segment with their signs. A warp takes its share of
+// bins, as above; the entries before it are those of the shares before, which each block adds up.
 template <typename Index, typename Key>
 __device__ inline void entries_of_bins(
-    const Key* values, const Bins* rows, i64 count, u64 mask, const u32* counts, const u32* marks, const Key* scales,
-    u64* total, u64* ticket, u64* states, i64 blocks, Index* positions, Key* found) {
-    SHARED(Scan<1>, scan);
-    const i64 bin = take_tile(scan, ticket) * THREADS + threadIdx.x, bins = rows[count].before;
-    const u64 own = bin < bins ? counts[bin] : 0, through = warp_scan(own);
-    u64 sums[1] = {__shfl_sync(ALL, through, 31)};
-    scan_grid(scan, sums, states, blocks, total);
-    if (own == 0) return;
-    u64 at = sums[0] + through - own;
-    const i64 row = find_row(rows, count, &Bins::before, bin), number = bin - rows[row].before;
-    const i64 start = rows[row].first + number * rows[row].bin;
-    const u32* own_marks = marks + rows[row].words + number * rows[row].marks;
-    const Key scale = scales[row];
-    for (i64 first = start, end = at + own; (i64)at < end; first += 32, ++own_marks) {
-        for (u32 left = *own_marks; left; left &= left - 1, ++at) {
-            const i64 position = first + __ffs(left) - 1;
-            positions[at] = (Index)position;
-            found[at] = (Key)(scale | (values[position] & ~mask));
+    const Bins* rows, i64 count, i64 share, const Mark* marks, const u32* shares, const Key* scales, Index* positions,
+    Key* found) {
+    SHARED(Writing, shared);
+    const i64 shares_before = (i64)blockIdx.x * WARPS;
+    u64 sum = 0;
+#pragma unroll 8
+    for (i64 i = threadIdx.x; i < shares_before; i += THREADS) sum += shares[i];
+    sum = warp_sum(sum);
+    if (lane() == 0) shared.before[warp()] = sum;
+    __syncthreads();
+    u64 at = 0;
+    for (int i = 0; i < WARPS; ++i) at += shared.before[i] + (i < warp() ? shares[shares_before + i] : 0);
+    u16* const entries = shared.entries[warp()];
+    for_share(rows, count, share, [&](i64 row, i64 bin, i64 bins) {
+        const Bins own = rows[row];
+        const Key scale = scales[row];
+        const Mark* own_marks = marks + own.words + bin * own.marks;
+        const i64 words = bins * own.marks;
+        i64 word = lane() % own.marks, place = own.first + (bin + lane() / own.marks) * own.bin + word * 32;
+        const i64 by_words = 32 % own.marks, by = 32 / own.marks * own.bin + by_words * 32;
+        for (i64 first = 0; first < words; first += 32) {
+            const Mark mark = first + lane() < words ? own_marks[first + lane()] : Mark{0, 0};
+            const u32 number = __popc(mark.chosen), through = warp_scan(number), all = __shfl_sync(ALL, through, 31);
+            const i64 base = __shfl_sync(ALL, place, 0);
+            const u32 offset = (u32)(place - base);
+            u32 to = through - number;
+            for (u32 left = mark.chosen; left; left &= left - 1) {
+                const u32 bit = __ffs(left) - 1;
+                entries[to++] = (u16)((mark.negative >> bit) << 15 | (offset + bit));
+            }
+            __syncwarp();
+            for (u32 i = lane(); i < all; i += 32) {
+                const u16 entry = entries[i];
+                positions[at + i] = (Index)(base + absolute(entry));
+                found[at + i] = (Key)(scale | (Key)is_negative(entry) << (8 * sizeof(Key) - 1));
+            }
+            __syncwarp();
+            at += all, word += by_words, place += by;
+            if (word >= own.marks) word -= own.marks, place += own.bin - own.marks * 32;
         }
-    }
+    });
 }
 
-#define IN_BINS(key, Key)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4) mark_in_bins_##key(                                    \
-        const Key* values, u64 factor, Key* out, const Bins* rows, i64 count, u64 mask, u64 infinity, Key* largest, \
-        u32* counts, u32* marks, Said* said) {                                                                      \
-        mark_in_bins(values, factor, out, rows, count, mask, infinity, largest, counts, marks, said);               \
+#define IN_BINS(key, Key, blocks)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks) mark_in_bins_##key(                               \
+        const Key* values, u64 factor, Key* out, const Bins* rows, i64 count, i64 share, Key* largest, Mark* marks, \
+        u32* shares, u64* selected, Said* said) {                                                                   \
+        mark_in_bins(values, factor, out, rows, count, share, largest, marks, shares, selected, said);              \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) mean_of_bins_##key(                                    \
-        const Key* values, const Bins* rows, i64 count, u64 mask, const Key* largest, u32* counts, u32* marks,      \
-        double* sums, u64* arrived, Key* scales, u64* selected, Said* said) {                                       \
-        mean_of_bins(values, rows, count, mask, largest, counts, marks, sums, arrived, scales, selected, said);     \
+        const Key* values, const Bins* rows, i64 count, u64 mask, const Key* largest, Mark* marks, i64 share,       \
+        u32* shares, double* sums, u64* arrived, Key* scales, u64* selected, Said* said) {                          \
+        mean_of_bins(values, rows, count, mask, largest, marks, share, shares, sums, arrived, scales, selected,     \
+                     said);                                                                                         \
     }
-IN_BINS(u2, u16)
-IN_BINS(u4, u32)
-IN_BINS(u8, u64)
+IN_BINS(u2, u16, 4)
+IN_BINS(u4, u32, 4)
+IN_BINS(u8, u64, 3)
 
 #define ENTRIES_OF_BINS(index, Index, key, Key)                                                                     \
     KERNEL entries_of_bins_##index##_##key(                                                                         \
-        const Key* values, const Bins* rows, i64 count, u64 mask, const u32* counts, const u32* marks,              \
-        const Key* scales, u64* total, u64* ticket, u64* states, i64 blocks, Index* positions, Key* found) {        \
-        entries_of_bins(values, rows, count, mask, counts, marks, scales, total, ticket, states, blocks, positions, \
-                        found);                                                                                     \
+        const Bins* rows, i64 count, i64 share, const Mark* marks, const u32* shares, const Key* scales,            \
+        Index* positions, Key* found) {                                                                             \
+        entries_of_bins(rows, count, share, marks, shares, scales, positions, found);                               \
     }
 FOR_INDEX_AND_KEY_OF_ROWS(ENTRIES_OF_BINS)

@@ -1,4 +1,4 @@
-"""The entries of bins that reach the bin's maximum after a part of each is added once more: a warp for each bin."""
+"""The entries of bins that reach the bin's maximum after a part of each is added once more; a warp takes many bins."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +21,8 @@ from mpicomp.kernels.device.statistics import SUM_TILE, SUMS
 from mpicomp.kernels.host.bits import FORMATS
 
 _WARPS = THREADS // 32
-_MARKED = 32  # values of a word
+_MARKED = 64  # values of two words
+_TURN = 8  # bins of two words, of which a warp holds 2 or 4 at a time
 
 
 def entries_in_bins(
@@ -48,20 +49,21 @@ def entries_in_bins(
         return Selected(*nothing, [0] * edges.size, NOTHING), scales
     table, (total, words, tiles) = _table(edges, some, np.asarray(bins), parts)
     count = some.size
-    blocks = in_tiles(total, THREADS)
+    turn = _TURN if max(bins) <= _MARKED else 1
+    share = turn * in_tiles(total, turn * _WARPS * MOST_BLOCKS)  # bins of a warp
+    blocks = in_tiles(total, share * _WARPS)
     # bad, the first position inverted, the last one, selected entries and magnitudes of each segment
-    whole, work = zeros(3, count, count, tiles * SUMS, count, 1, 1, blocks)
-    report, selected, magnitudes, added, arrived, *scanned = work
+    whole, work = zeros(3, count, count, tiles * SUMS, count)
+    report, selected, magnitudes, *mean = work
     largest = cupy.empty(total, form.keys)
-    marked = cupy.empty(total, np.uint32), cupy.empty(words, np.uint32)
+    marks = cupy.empty(words, np.uint64)
+    shares = cupy.empty(blocks * _WARPS, np.uint32)
     vector = Vector.of(values, summand and (*summand, parts))
     sums = vector.source, vector.factor, vector.out
-    mask = int(form.mask)
-    marking = *sums, table, count, mask, int(form.infinity), largest, *marked, report
-    warps = min(MOST_BLOCKS, in_tiles(total, _WARPS))
-    launch("mark_in_bins", [form.keys], warps, *marking)
-    meaning = values, table, count, mask, largest, *marked, added, arrived
-    launch("mean_of_bins", [form.keys], tiles, *meaning, magnitudes, selected, report)
+    given = table, count, share, largest, marks, shares, selected, report
+    launch("mark_in_bins", [form.keys], blocks, *sums, *given)
+    given = values, table, count, int(form.mask), largest, marks, share, shares, *mean
+    launch("mean_of_bins", [form.keys], tiles, *given, magnitudes, selected, report)
     said = whole[: 3 + 2 * count].get()
     if said[0]:
         for each in (values, *parts):
@@ -75,9 +77,8 @@ def entries_in_bins(
     facts = NOTHING
     if places[-1]:
         facts = -1, -1, int(~said[1]), int(said[2])
-        writing = *marked, magnitudes, *scanned, blocks, positions, found
-        dtypes = [index, form.keys]
-        launch("entries_of_bins", dtypes, blocks, values, table, count, mask, *writing)
+        given = table, count, share, marks, shares, magnitudes, positions, found
+        launch("entries_of_bins", [index, form.keys], blocks, *given)
     return Selected(positions, found, places, facts), scales
 
 
@@ -86,7 +87,7 @@ def _table(
 ) -> tuple[Array, Iterable[int]]:
     """Return a row for each of some segments, which are not empty; the numbers of bins, words of marks, and tiles."""
     lengths = bins[some]
-    words = in_tiles(lengths, _MARKED)
+    words = 2 * in_tiles(lengths, _MARKED)
     numbers = in_tiles(edges[some + 1] - edges[some], lengths)
     before = running_totals(numbers)
     marked = running_totals(numbers * words)
