@@ -32,8 +32,8 @@ def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
 
 
 def nonzero(words, first):  # type: ignore[no-untyped-def]
-    """Return, as the bits of a uint64, which of the 64 integers from `first` on of a contiguous array are not 0."""
-    return _as_word(words[first : first + WORD] != 0)
+    """Return, as the bits of a uint64, which of the 64 values from `first` on of a contiguous array have a bit set."""
+    return _as_word(words[first : first + WORD].view(f"i{words.itemsize}") != 0)
 
 
 def store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
@@ -236,7 +236,9 @@ def _reaching(typing: Any, bits: Any, first: Any, mask: Any, floor: Any) -> Any:
 @in_kernels(nonzero)
 def _nonzero(typing: Any, words: Any, first: Any) -> Any:
     def flags(builder: Any, values: Any, arguments: Any) -> Any:
-        return builder.icmp_unsigned("!=", values, ir.Constant(values.type, None))
+        keys = ir.VectorType(ir.IntType(words.dtype.bitwidth), WORD)
+        bits = builder.bitcast(values, keys)
+        return builder.icmp_unsigned("!=", bits, ir.Constant(keys, None))
 
     return (
         (types.uint64(words, types.intp), _compared(flags)) if words.is_contig else None

@@ -4,28 +4,39 @@ A Walsh-Hadamard transform of m values is lg m stages of m/2 butterflies (a + b,
 of the strides 1, 2, 4, ..., m/2, and one product with 1/sqrt(m): every value is the
 root of a fixed tree of additions, so the bits do not depend on the processor or on the
 number of threads. The stages below 64 are done in registers; of the others two
-together, so that a chunk of 256 in the first-level cache is passed over twice.
+together, so that a chunk of 256 in the first-level cache is passed over twice. What
+is written past the cache goes out while the next chunk is computed.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, address
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.instructions import (
     LINE,
     WORD,
     butterflies,
+    larger,
+    nonzero,
     prefetch,
     smaller,
     view,
 )
-from mpicomp.kernels.host.streaming import LONG, add_line_by_line, add_parts, put
+from mpicomp.kernels.host.streaming import (
+    LONG,
+    add_line_by_line,
+    add_parts,
+    put,
+    values_before_line,
+)
 from mpicomp.threads import in_pieces, number_of_pieces
 
-_ROOM = 1 << 11  # values that stay in the first-level cache
+_ROOM = 1 << 8  # values that are transformed together, unless a chunk is longer
+_GROUPS = 8  # of them that a buffer has room for, so that their ends rarely move
+_AHEAD = 1 << 10  # values by which reading is ahead of a sum
 
 
 def hadamard(
@@ -44,7 +55,8 @@ def hadamard(
     is left at the end is transformed in parts of descending powers of two. onto: a
     vector of the length and dtype, float32 or float64, and a factor, rounded to it: the
     transform is added to their product, in `out` apart from both. threads: the most
-    threads; None for `threads.count`. long: the least bytes of a sum for a single pass.
+    threads; None for `threads.count`. long: the least bytes of `out` for stores that
+    bypass the cache, and for a sum in a single pass.
     """
     if onto is not None and out.nbytes < long:
         hadamard(values, out, chunk, threads=threads)
@@ -57,15 +69,13 @@ def hadamard(
         [_scale(power) for power in range(chunk.bit_length())], result.dtype
     )
 
-    no_indices, nothing = np.empty(0, np.int32), np.empty(0, result.dtype)
-    base, factor = (nothing, 1.0) if onto is None else onto
+    base, factor = (result[:0], 1.0) if onto is None else onto
+    how = chunk, scales, result.dtype.type(factor), result.nbytes >= long
+    dense = np.empty(0, np.int32), given
     base = as_writable(base)
-    how = chunk, scales, result.dtype.type(factor)
-    size = 0 if onto is None else max(chunk, _ROOM // 4)
 
     def transform(start: int, end: int) -> None:
-        room = np.empty(size, result.dtype)
-        _hadamard(no_indices, given, 0, base, result, start, end, how, room, True)
+        _hadamard(dense, 0, base, result, start, end, how, _buffer(chunk, result))
 
     in_pieces(transform, values.size, threads, step=max(chunk, WORD))
     if not is_wide:
@@ -90,19 +100,15 @@ def hadamard_writer(
     """
     powers = range(chunk.bit_length())
     scales = np.array([_scale(power) for power in powers], out.dtype)
-    how = chunk, scales, out.dtype.type(1)
-    entries = as_writable(indices), as_writable(values)
-    nothing = np.empty(0, out.dtype)
-    past = out.nbytes >= long
-    rooms = [
-        np.empty(max(chunk, _ROOM), out.dtype)
-        for _ in range(number_of_pieces(out.size, threads))
-    ]
+    how = chunk, scales, out.dtype.type(1), out.nbytes >= long
+    sparse = as_writable(indices), as_writable(values)
+    nothing = out[:0]
+    pieces = range(number_of_pieces(out.size, threads))
+    buffers = [_buffer(chunk, out) for _ in pieces]
 
     def transform(start: int, end: int) -> None:
         first = np.searchsorted(indices, start)
-        room = rooms.pop()
-        _hadamard(*entries, first, nothing, out, start, end, how, room, past)
+        _hadamard(sparse, first, nothing, out, start, end, how, buffers.pop())
 
     def write() -> None:
         in_pieces(transform, out.size, threads, step=max(chunk, WORD))
@@ -122,62 +128,83 @@ def signs(values: Array, *, threads: int | None = None) -> None:
     )
 
 
+def _buffer(chunk: int, out: Array) -> Array:
+    """Return room for groups of chunks, which begins at a line of the cache, and for what is left of a word."""
+    buffer = np.empty(2 * WORD + max(chunk, _GROUPS * _ROOM), out.dtype)
+    return buffer[-address(buffer) % LINE // out.itemsize :]
+
+
 def _scale(power: int) -> float:
     """Return 1 / sqrt(2**power), which is exact for even powers."""
     return float(0.5 ** (power // 2) * (np.sqrt(0.5) if power % 2 else 1.0))
 
 
 @jit
-def _hadamard(indices, values, entry, a, out, start, end, how, room, past):  # type: ignore[no-untyped-def]
-    """Transform chunks from `start` to `end`, as many together as a buffer holds.
+def _hadamard(vector, entry, a, out, start, end, how, buffer):  # type: ignore[no-untyped-def]
+    """Transform chunks from `start` to `end`, as many together as stay in the nearest cache.
 
-    room: the buffer, empty for a dense vector that is not added to others. a: those,
-    or empty. entry: of a sparse vector the first one at or after `start`.
+    They are written, or added to others, by whole lines of `out`: what is left of one is
+    written with the next chunks. vector: indices and values; no indices for a dense one.
+    entry: of a sparse one the first at or after `start`. a: the others, or empty.
     """
-    chunk, scales, factor = how
-    is_buffered, is_sum, place = room.size > 0, a.size > 0, 0
+    indices, values = vector
+    chunk, scales, factor, past = how
+    is_dense, most, place = values.size > indices.size, larger(chunk, _ROOM), 0
     while 1 << place < chunk:
         place += 1
+    close, left = WORD, np.int64(0)
     while start < end:
         while chunk > end - start:
             chunk, place = chunk >> 1, place - 1
-        most = smaller(room.size, end - start) if is_buffered else end - start
-        size = most // chunk * chunk
-        given, into, first = values, out, start
-        if is_sum:
-            # of the group after the next, while this one is computed
-            ahead = start + 2 * room.size
-            for j in range(ahead, ahead + size, LINE // out.itemsize):
-                prefetch(values, j)
-                prefetch(a, j)
-            given, into, first = view(values, start, end), room, np.int64(0)
-        elif is_buffered:
-            given, into, first = room, room, np.int64(0)
+        size = smaller(most, end - start) // chunk * chunk
+        if close + size > buffer.size:
+            for i in range(WORD - left, WORD):
+                buffer[i] = buffer[close - WORD + i]
+            close = WORD
+        group = view(buffer, close, close + size)
+        given = group
+        if is_dense:
+            given = view(values, start, end)
+            for i in range(start + _AHEAD, start + _AHEAD + size, LINE // out.itemsize):
+                prefetch(values, i)
+                if a.size > 0:
+                    prefetch(a, i)
+        else:
             for i in range(size):
-                room[i] = 0
+                group[i] = 0
             while entry < indices.size and indices[entry] < start + size:
-                room[indices[entry] - start] = values[entry]
+                group[indices[entry] - start] = values[entry]
                 entry += 1
-        _transform(given, into, first, first + size, chunk, scales[place])
-        written = view(out, start, start + size)
-        if is_sum:
-            summed = view(a, start, start + size), factor, view(room, 0, size)
-            add_line_by_line(*summed, out.dtype.type(1), written)
-        elif is_buffered:
-            put(view(room, 0, size), written, past, 0)
-        start += size
+        _transform(given, group, is_dense, chunk, scales[place])
+        first, low = start - left, close - left
+        start, close = start + size, close + size
+        ready = start - first
+        if start < end:
+            head = values_before_line(view(out, first, start))
+            ready = head + (ready - head) // WORD * WORD
+        left = start - first - ready
+        written, given = view(out, first, first + ready), view(buffer, low, low + ready)
+        if a.size > 0:
+            one = out.dtype.type(1)
+            add_line_by_line(view(a, first, first + ready), factor, given, one, written)
+        else:
+            put(given, written, past, 0)
 
 
 @single
-def _transform(values, out, start, end, chunk, scale):  # type: ignore[no-untyped-def]
-    """Transform chunks from `start` to `end`. The scale is a factor of the last stage of a chunk, 1 of the others."""
+def _transform(values, out, is_dense, chunk, scale):  # type: ignore[no-untyped-def]
+    """Transform the chunks of `out`; unless it is dense, words of zeros are left as they are.
+
+    The scale is a factor of the last stage of a chunk, 1 of the others.
+    """
     one = out.dtype.type(1)
-    for begin in range(start, end, chunk):
+    for begin in range(0, out.size, chunk):
         stride = 1
         if chunk >= WORD:
             stride = WORD
             for first in range(begin, begin + chunk, WORD):
-                butterflies(values, out, first, scale if stride == chunk else one)
+                if is_dense or nonzero(values, first) != np.uint64(0):
+                    butterflies(values, out, first, scale if stride == chunk else one)
         else:
             for i in range(begin, begin + chunk):
                 out[i] = values[i]
