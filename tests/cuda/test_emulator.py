@@ -27,7 +27,7 @@ UNFAIR = tuple(f"starving:{seed}" for seed in range(2, 9))
 RUNS = {
     COMMON: ([COMMON, "coding.cu"], [comparisons.bitmaps]),
     SELECTION: (
-        [COMMON, SELECTION, "chunks.cu", SEGMENTS, "fitting.cu"],
+        [COMMON, SELECTION, "chunks.cu", SEGMENTS, "statistics.cu", "fitting.cu"],
         [
             comparisons.selections_by_a_grid,
             comparisons.top_k_of_several_blocks,
@@ -58,7 +58,7 @@ RUNS = {
         [comparisons.largest_in_segments, comparisons.top_k_of_few],
     ),
     "fitting.cu": (
-        [COMMON, SELECTION, "chunks.cu", SEGMENTS, "fitting.cu"],
+        [COMMON, SELECTION, "chunks.cu", SEGMENTS, "statistics.cu", "fitting.cu"],
         [comparisons.excesses],
     ),
     "bins.cu": (
@@ -155,7 +155,7 @@ FAULTS = {
     "a chunk at the end has a stage less": ("transforms.cu", "bound < 2 * by * unit", "bound <= 2 * by * unit"),
     "a round does not wait for the one before": ("statistics.cu", "while (done < (u64)round)", "while (false)"),
     "a block adds up before the others": ("statistics.cu", "+ 1 == (u64)all;", "+ 2 == (u64)all;"),
-    "the fit leaves out a block": ("fitting.cu", "own[1] = lanes.total[0]", "own[1] = 0"),
+    "the fit leaves out a block": ("fitting.cu", "(size + SUM_TILE - 1) /", "size /"),
 }  # fmt: skip
 
 

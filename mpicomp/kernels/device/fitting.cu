@@ -2,8 +2,7 @@
 #include "common.cuh"
 
 constexpr i64 RUN = 16;  // consecutive values of a sample
-constexpr int EXCESS_ROWS = 64, EIGHT = 8;
-constexpr i64 EXCESS_BLOCK = THREADS * EXCESS_ROWS;
+constexpr int EIGHT = 8;
 constexpr double NO_SPREAD = 1e-5, LN2 = 0.69314718055994530942;
 
 // A segment, which is not empty, of which `before` of the row behind less its own are sampled.
@@ -66,7 +65,7 @@ __device__ inline double excess_of(double entries, double total, double squares,
     return shape == 0 ? scale * exponent : scale / shape * exponential_less_1(shape * exponent);
 }
 
-struct Excess { double entries[THREADS], total[THREADS], squares[THREADS]; };
+enum { TOTAL = BELOW, SQUARES = BEYOND, ENTRIES = ABOVE };  // of `Sides`
 
 // The last stage of a segment; in the row behind the last the numbers before it are those of all.
 struct Fit {
@@ -76,60 +75,40 @@ struct Fit {
 
 // Add up the excess of the candidates of each segment over a threshold. A segment's last block writes the total and the
 // last threshold of the fit to `found`, and the largest magnitude up to that to `limits`. starts: the number of
-// candidates before each segment. sums: three of a block. done: of each segment, 0 when the kernel begins.
-template <typename Value>
+// candidates before each segment. sums: of each tile. done: of each segment, 0 when the kernel begins.
+template <typename Key>
 __device__ inline void fit_excess(
-    const Value* candidates, u64 room, const Fit* rows, i64 count, const u64* starts, u64 pareto, double* all_sums,
-    u64* done, double* found, u64* limits) {
-    SHARED(Excess, lanes);
-    const i64 row = find_row(rows, count, &Fit::block, blockIdx.x), block_of_row = blockIdx.x - rows[row].block;
+    const Key* candidates, u64 room, const Fit* rows, i64 count, const u64* starts, u64 pareto, double* sums, u64* done,
+    double* found, u64* limits) {
+    SHARED(Sides, shared);
+    const i64 row = find_row(rows, count, &Fit::block, blockIdx.x), place = (blockIdx.x - rows[row].block) * SUM_TILE;
     const i64 blocks = rows[row + 1].block - rows[row].block, first = lesser(starts[row], room);
-    const i64 size = lesser((i64)lesser(starts[row + 1], room) - first, blocks * EXCESS_BLOCK);
-    const Value* values = candidates + first;
-    double* sums = all_sums + 3 * rows[row].block;
-    const int j = threadIdx.x;
+    const i64 size = lesser((i64)lesser(starts[row + 1], room) - first, blocks * SUM_TILE);
     const double start = __longlong_as_double((i64)rows[row].start);
-    double entries = 0, total = 0, squares = 0;
-    for (int r8 = 0; r8 < EXCESS_ROWS; r8 += EIGHT) {
-        double eight_entries = 0, eight = 0, eight_squares = 0;
-#pragma unroll
-        for (int r = 0; r < EIGHT; ++r) {
-            const i64 place = block_of_row * EXCESS_BLOCK + (r8 + r) * THREADS + j;
-            const double value = place < size ? (double)widened(values[place]) : 0.0;
-            double over = (value < 0 ? -value : value) - start;
-            over = over <= 0 ? 0 : over;
-            eight_entries += over > 0;
-            eight += over;
-            eight_squares += over * over;
-        }
-        entries += eight_entries, total += eight, squares += eight_squares;
-    }
-    lanes.entries[j] = entries, lanes.total[j] = total, lanes.squares[j] = squares;
-    __syncthreads();
-    for (int half = THREADS / 2; half; half /= 2) {
-        if (j < half) {
-            lanes.entries[j] += lanes.entries[j + half];
-            lanes.total[j] += lanes.total[j + half];
-            lanes.squares[j] += lanes.squares[j + half];
-        }
-        __syncthreads();
-    }
-    if (j) return;
-    double* own = sums + 3 * block_of_row;
-    own[0] = lanes.entries[0], own[1] = lanes.total[0], own[2] = lanes.squares[0];
-    __threadfence();
-    if (atomicAdd(done + row, 1ull) != (u64)blocks - 1) return;
-    __threadfence();
-    entries = total = squares = 0;
-    for (i64 block = 0; block * EXCESS_BLOCK < size; ++block)
-        entries += __ldcg(sums + 3 * block), total += __ldcg(sums + 3 * block + 1), squares += __ldcg(sums + 3 * block + 2);
+    double total = 0, squares = 0, eight = 0, eight_squares = 0;
+    u32 entries = 0;
+    for_lane(candidates + first + place, greater(size - place, 0ll), [&](int r, Key magnitude) {
+        double over = (double)widened(number_of(magnitude)) - start;
+        over = over <= 0 ? 0 : over;
+        entries += over > 0;
+        eight += over;
+        eight_squares += over * over;
+        if (r % EIGHT != EIGHT - 1) return;
+        total += eight, squares += eight_squares;
+        eight = eight_squares = 0;
+    });
+    fold_lanes(shared, total, squares, 0, entries);
+    if (!is_last_of(shared, sums + blockIdx.x * SUMS, done + row, blocks)) return;
+    add_up(shared, sums + rows[row].block * SUMS, (size + SUM_TILE - 1) / SUM_TILE);
+    if (threadIdx.x) return;
     double threshold = start, share = __longlong_as_double((i64)rows[row].share);
-    if (entries > 0) {
-        if (!(share > 0)) share = __longlong_as_double((i64)rows[row].wanted) / entries;
-        threshold += excess_of(entries, total, squares, share, pareto);
+    const double* all = shared.sums;
+    if (all[ENTRIES] > 0) {
+        if (!(share > 0)) share = __longlong_as_double((i64)rows[row].wanted) / all[ENTRIES];
+        threshold += excess_of(all[ENTRIES], all[TOTAL], all[SQUARES], share, pareto);
     }
-    found[2 * row] = total, found[2 * row + 1] = threshold;
-    Value nearest;
+    found[2 * row] = all[TOTAL], found[2 * row + 1] = threshold;
+    auto nearest = number_of((Key)0);
     narrow(threshold, nearest);
     limits[row] = bits_of(nearest) - !((double)widened(nearest) <= threshold);
 }
@@ -166,19 +145,19 @@ __device__ inline void exceeding(
     if (last && lane() == 0) atomicMax(&said->last, last);
 }
 
-#define FITTING(name, Value)                                                                                        \
+#define FITTING(name, Value, Key)                                                                                   \
     KERNEL take_samples_##name(                                                                                     \
         const Value* values, u64 factor, const Sampled* rows, i64 count, Format<Value>::Wide* taken) {              \
         take_samples(values, factor, rows, count, taken);                                                           \
     }                                                                                                               \
     KERNEL fit_excess_##name(                                                                                       \
-        const Value* candidates, u64 room, const Fit* rows, i64 count, const u64* starts, u64 pareto, double* sums, \
+        const Key* candidates, u64 room, const Fit* rows, i64 count, const u64* starts, u64 pareto, double* sums,   \
         u64* done, double* found, u64* limits) {                                                                    \
         fit_excess(candidates, room, rows, count, starts, pareto, sums, done, found, limits);                       \
     }
-FITTING(f2, Half)
-FITTING(f4, Single)
-FITTING(f8, double)
+FITTING(f2, Half, u16)
+FITTING(f4, Single, u32)
+FITTING(f8, double, u64)
 
 #define EXCEEDING(index, Index, key, Key)                                                                           \
     KERNEL exceeding_##index##_##key(                                                                               \

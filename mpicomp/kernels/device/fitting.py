@@ -23,10 +23,10 @@ from mpicomp.kernels.device.segments import (
     running_totals,
     table_of,
 )
+from mpicomp.kernels.device.statistics import SUM_TILE, SUMS
 from mpicomp.kernels.host.fitting import keys_above
 from mpicomp.kernels.host.segments import Summands
 
-_BLOCK = 16384
 _SAID = 3  # words: of a selection
 
 
@@ -117,7 +117,7 @@ def _fitted(
     """Return room with the entries that exceed the last thresholds, and the report of the kernels."""
     count = plans.size
     form = candidates.vector.form
-    blocks = running_totals(in_tiles(room, _BLOCK))
+    blocks = running_totals(in_tiles(room, SUM_TILE))
     tiles = running_totals(in_tiles(room, TILES[form.keys.itemsize]))
     fields = (plans[name].view(np.int64) for name in ("start", "wanted", "share"))
     rows = table_of(blocks, tiles, *fields)
@@ -126,7 +126,7 @@ def _fitted(
     )
     floors = keys_above(plans["start"], form.floating).astype(np.uint64)
     indices, keys = candidates.compacted(cupy.asarray(floors), most, starts)
-    sums = cupy.empty(3 * int(blocks[-1]))
+    sums = cupy.empty(SUMS * int(blocks[-1]))
     limits = cupy.empty(count, np.uint64)
     fitting = rows, count, starts, int(pareto), sums, done, fits
     number = int(blocks[-1])

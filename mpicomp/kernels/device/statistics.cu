@@ -18,36 +18,32 @@ __device__ inline double infinity() { return __longlong_as_double(0x7ffll << 52)
 
 __device__ inline double fold(u32 sum, double a, double b) { return sum == LARGEST ? greater(a, b) : a + b; }
 
-// Add up a tile, of `size` values at most, over a divisor; all threads of the block get its sums. In place of what is not
-// there a lane adds +0.0, or nothing: as magnitudes are not negative, no sum is -0.0, and neither changes a bit of it.
-template <typename Key>
-__device__ inline void add_tile(
-    Sides& shared, const Key* values, i64 size, double threshold, double divisor = 1) {
+// Call `take(row, magnitude)` for the values of this thread's lane in a tile, of `size` values at most, in order, and with
+// zeros up to a multiple of eight rows.
+template <typename Key, typename Take>
+__device__ inline void for_lane(const Key* values, i64 size, const Take& take) {
     constexpr int AT_ONCE = sizeof(Key) == 4 ? 32 : 16;
     const Key mask = (Key)((Key)-1 / 2), *own = values + threadIdx.x;
     int left = (int)lesser(size, SUM_TILE) - (int)threadIdx.x;
-    double below = 0, beyond = 0;
-    u32 above = 0;
-    Key largest = 0;
     for (; left > 0; left -= AT_ONCE * LANES, own += AT_ONCE * LANES) {
         Key keys[AT_ONCE];
+        if ((AT_ONCE - 1) * LANES < left) {  // all loads are in flight: without predicates there are enough registers
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            keys[i] = i * LANES < left ? own[i * LANES] : (Key)0;
+            for (int i = 0; i < AT_ONCE; ++i) keys[i] = own[i * LANES];
+        } else {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const Key magnitude = (Key)(keys[i] & mask);
-            double x = (double)widened(number_of(magnitude));
-            if (divisor != 1) x /= divisor;
-            const bool is_above = x > threshold;
-            if (is_above) beyond += x, ++above;
-            else below += x;
-            largest = greater(largest, magnitude);
+            for (int i = 0; i < AT_ONCE; ++i) keys[i] = i * LANES < left ? own[i * LANES] : (Key)0;
         }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) take(i, (Key)(keys[i] & mask));
     }
+}
+
+// Fold the sums of a block's lanes by halves; all threads get those of the tile.
+__device__ inline void fold_lanes(Sides& shared, double below, double beyond, double largest, u32 above) {
     const int j = threadIdx.x;
     shared.lanes[BELOW][j] = below, shared.lanes[BEYOND][j] = beyond;
-    shared.lanes[LARGEST][j] = (double)widened(number_of(largest)), shared.lanes[ABOVE][j] = above;
+    shared.lanes[LARGEST][j] = largest, shared.lanes[ABOVE][j] = above;
     __syncthreads();
     if (warp() < SUMS) {
         double folded[WARPS];
@@ -60,6 +56,25 @@ __device__ inline void add_tile(
         if (lane() == 0) shared.sums[warp()] = folded[0];
     }
     __syncthreads();
+}
+
+// Add up a tile over a divisor; all threads of the block get its sums. Zeros in place of what is not there change no bit:
+// as magnitudes are not negative, no sum is -0.0.
+template <typename Key>
+__device__ inline void add_tile(
+    Sides& shared, const Key* values, i64 size, double threshold, double divisor = 1) {
+    double below = 0, beyond = 0;
+    u32 above = 0;
+    Key largest = 0;
+    for_lane(values, size, [&](int, Key magnitude) {
+        double x = (double)widened(number_of(magnitude));
+        if (divisor != 1) x /= divisor;
+        const bool is_above = x > threshold;
+        if (is_above) beyond += x, ++above;
+        else below += x;
+        largest = greater(largest, magnitude);
+    });
+    fold_lanes(shared, below, beyond, (double)widened(number_of(largest)), above);
 }
 
 __device__ inline void write_sums(const Sides& shared, double* sums) {
