@@ -35,6 +35,7 @@ DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}
 _SHORT = np.dtype(np.int32)
 _LONG = np.dtype(np.int64)
 _LINE = 64  # bytes of a cache line
+_FIRST = ctypes.c_char.from_buffer  # of a writable C-contiguous array that is not empty
 # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
 _HOST_DEVICES = (1, 3, 11)
 _CUDA_DEVICES = (2, 13)  # a CUDA device, and CUDA managed memory
@@ -220,8 +221,6 @@ def writable_vector(out: Any) -> Array:
     Raises the errors of `to_values`; TypeError for bfloat16; ValueError for arrays that
     are read-only, as JAX's are, or not C-contiguous.
     """
-    if _is_plain(out):
-        return flat(out)  # fast path
     if _is_bfloat16(out):
         raise TypeError(
             "got bfloat16, which is exchanged as float32: expected float16, float32 or float64"
@@ -249,23 +248,12 @@ def is_contiguous(array: Any) -> bool:
     return bool(array.flags.c_contiguous)
 
 
-def _is_plain(array: Any) -> bool:
-    """Return whether this is an array of values, C-contiguous and writable, in host memory or on the device."""
-    if type(array) is np.ndarray:
-        is_writable = array.flags.writeable
-    else:
-        is_writable = on_device(array) and _on_current_device(array) is array
-    return is_writable and array.dtype in VALUE_DTYPES and is_contiguous(array)
-
-
 def writable_memory(array: Any) -> Array:
     """Return the memory of an array, in its shape and order; bfloat16 as uint16.
 
     Raises the errors of `to_values`; ValueError for arrays that are read-only, or have
     gaps or overlaps in memory.
     """
-    if _is_plain(array):
-        return array  # type: ignore[no-any-return]  # fast path
     is_bfloat16 = _is_bfloat16(array)
     values = to_values(array)
     if is_bfloat16:
@@ -275,8 +263,11 @@ def writable_memory(array: Any) -> Array:
             if is_tensor
             else array.view("u2")
         ).view(np.uint16)
-    order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
-    if not (values.flags.c_contiguous or values.transpose(order).flags.c_contiguous):
+    in_order = values
+    if not is_contiguous(values):
+        order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
+        in_order = values.transpose(order)
+    if not is_contiguous(in_order):
         raise ValueError(
             "the array is not contiguous in any order of its axes: expected one without gaps in memory"
         )
@@ -298,18 +289,19 @@ def address(array: Any) -> int:
         return int(array.data.ptr)
     if array.size and array.flags.carray:
         # in a fifth of the time
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+        return ctypes.addressof(_FIRST(array))
     return int(array.ctypes.data)
 
 
 def addresses(arrays: Sequence[Any]) -> list[int]:
     """Return the address of the first value of each of some NumPy or CuPy arrays."""
-    if arrays and on_device(arrays[0]):
-        try:
+    try:
+        if arrays and on_device(arrays[0]):
             return [array.data.ptr for array in arrays]
-        except AttributeError:  # of NumPy's
-            pass
-    return [address(array) for array in arrays]
+        return [ctypes.addressof(_FIRST(array)) for array in arrays]
+    # in both memories, empty, or read-only
+    except (AttributeError, TypeError, ValueError):
+        return [address(array) for array in arrays]
 
 
 def sizes_of(arrays: Iterable[Any]) -> tuple[int, ...]:
@@ -342,14 +334,11 @@ def adjacent(parts: Sequence[Array]) -> Array | None:
     if on_device(parts[0]):
         return None
     some = [part for part in parts if part.size] or list(parts[:1])
-    end = address(some[0])
-    for part in some:
-        if address(part) != end:
-            return None
-        end += part.nbytes
-    return np.lib.stride_tricks.as_strided(
-        some[0], ((end - address(some[0])) // some[0].itemsize,)
-    )
+    starts = addresses(some)
+    ends = [start + part.nbytes for start, part in zip(starts, some, strict=True)]
+    if starts[1:] != ends[:-1]:
+        return None
+    return np.lib.stride_tricks.as_strided(some[0], (sum(sizes_of(some)),))
 
 
 def views_between(vector: Array, edges: Sequence[int]) -> list[Array]:

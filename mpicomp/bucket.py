@@ -32,7 +32,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import Summands
 from mpicomp.compressors.selection import Selection
 from mpicomp.feedback import Feedback
-from mpicomp.tensors import ALONE, Tensor, device_arrays
+from mpicomp.tensors import ALONE, Tensor, plain_vectors
 from mpicomp.vector import SparseVector, check_range
 
 Mean = SparseVector | Array | CodedSum
@@ -133,7 +133,7 @@ class Bucket:
         """
         if not outs:
             return {}
-        buffers = device_arrays(self.tensors, outs, vectors)
+        buffers = plain_vectors(self.tensors, outs, vectors)
         if buffers:
             return dict(zip(self.names_of_tensors, buffers, strict=True))
         return {

@@ -5,6 +5,7 @@ are compared with it.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,9 +67,13 @@ class Tensor:
 
     @cached_property
     def facts(self) -> tuple[Any, ...]:
-        """What `device_arrays` compares of a CuPy array, with the current device of the first call."""
-        device = self.xp.cuda.runtime.getDevice()
-        return self.xp.ndarray, self.shape, self.dtype, True, device
+        """What `plain_vectors` compares of an array; on a device with the current one of the first call."""
+        if self.xp is not np:
+            device = self.xp.cuda.runtime.getDevice()
+            return self.xp.ndarray, self.shape, self.dtype, True, device
+        is_torch = self.kind == f"{self.dtype} of torch"
+        plain = sys.modules["torch"].Tensor if is_torch else np.ndarray
+        return plain, self.shape, self.dtype, True
 
     def new(self) -> Array:
         """Return a vector of zeros of its size and dtype, on its device."""
@@ -109,13 +114,6 @@ class Tensor:
             raise type(error)(f"{name}: {error}") from error
 
     def _checked(self, name: str, array: Any) -> Array:
-        if (
-            type(array) is np.ndarray
-            and self.xp is np
-            and array.shape == self.shape
-            and array.dtype == self.dtype
-        ):
-            return array
         values = _values(name, array)
         if namespace(values) is not self.xp:
             raise ValueError(
@@ -129,26 +127,43 @@ class Tensor:
         return values
 
 
-def device_arrays(
+def plain_vectors(
     tensors: Sequence[Tensor], arrays: ByName, checked: Sequence[Array] = ()
 ) -> list[Array] | None:
-    """Return the arrays of tensors, by name, in the shapes that they have; None for others than the described ones.
+    """Return arrays, by name, as vectors; None for others than the described ones, writable and C-contiguous.
 
-    Those are on the current device and C-contiguous: kernels take them as vectors, of
-    which each would cost 3 us. checked: arrays that were described so before.
+    Those are of NumPy or PyTorch in host memory; or on the current device, in the shapes
+    that they have: kernels take them as vectors, of which each would cost 3 us.
+    checked: arrays that were described so before.
     """
-    xp = tensors[0].xp
-    if xp is np or tensors[0].facts[-1] != xp.cuda.runtime.getDevice():
-        return None
-    of_tensors: list[Any] = [arrays.get(tensor.name) for tensor in tensors]
-    # to look at each takes 0.2 us
-    if [*map(id, of_tensors)] == [*map(id, checked)]:
-        return of_tensors
+    first = tensors[0]
+    given: list[Any] = [arrays.get(tensor.name) for tensor in tensors]
     try:
-        facts = [*map(_FACTS, of_tensors)]
-    except AttributeError:  # of another library
+        if first.xp is np:
+            return _host_vectors(tensors, given)
+        if first.facts[-1] != first.xp.cuda.runtime.getDevice():
+            return None
+        # to look at each takes 0.2 us
+        if [*map(id, given)] == [*map(id, checked)]:
+            return given
+        facts = [*map(_FACTS, given)]
+    # of another library, or refused by PyTorch
+    except (AttributeError, RuntimeError, TypeError):
         return None
-    return of_tensors if facts == [tensor.facts for tensor in tensors] else None
+    return given if facts == [tensor.facts for tensor in tensors] else None
+
+
+def _host_vectors(tensors: Sequence[Tensor], given: list[Any]) -> list[Array] | None:
+    """Return arrays of NumPy or PyTorch as vectors; None for others than the described ones, or without memory."""
+    values = [
+        a if a.__class__ is np.ndarray else a.untyped_storage().data_ptr() and a.numpy()
+        for a in given
+    ]
+    pairs = zip(given, values, strict=True)
+    facts = [(a.__class__, v.shape, v.dtype, v.flags.carray) for a, v in pairs]
+    if facts != [tensor.facts for tensor in tensors]:
+        return None
+    return [value.reshape(-1) for value in values]
 
 
 def _values(name: str, array: Any) -> Array:

@@ -34,7 +34,7 @@ from mpicomp.coded import Uncoded
 from mpicomp.compressors.base import Summands
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Configured, Range, kind_of_array
-from mpicomp.tensors import Tensor, device_arrays
+from mpicomp.tensors import Tensor, plain_vectors
 from mpicomp.vector import SparseVector, check_range, from_all_values
 
 Dtypes = dict[str, Dtype]
@@ -81,7 +81,7 @@ class Feedback(Configured):
 
         On a device they may have the shapes of the tensors: kernels take them as vectors.
         """
-        return device_arrays(tensors, arrays) or [
+        return plain_vectors(tensors, arrays) or [
             tensor.flatten(arrays.get(tensor.name)) for tensor in tensors
         ]
 

@@ -145,8 +145,7 @@ def encoder(
     numbers = tuple(dtype.type(number) for number in form[1:])
     # what is written over was read, and is in the cache
     past = rejected.nbytes >= long and not any(
-        np.may_share_memory(rejected, each)
-        for each in (*parts, *([] if residual is None else [residual]))
+        [np.may_share_memory(rejected, read) for read in (own[0], parts[0])]
     )
     coding = numbers, offset_of(dtype, bits), past, _rounds(bits)
 
@@ -193,7 +192,7 @@ def decoder(
     """
     dtype = np.dtype(np.float32 if shares[0][1].itemsize == 2 else np.float64)
     layout = _layout(parts, block)
-    past = sum(part.nbytes for part in parts) >= long
+    past = int(layout[0][-1]) * dtype.itemsize >= long
     # a product with the inverse of a power of two has the bits of the quotient
     factor = 1 / divisor if math.frexp(divisor)[0] == 0.5 else 0.0
     over = dtype.type(divisor), dtype.type(factor)

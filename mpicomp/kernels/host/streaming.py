@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, address
+from mpicomp.arrays import Array
+from mpicomp.arrays import addresses as list_addresses
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import jit, single
 from mpicomp.kernels.host.instructions import (
@@ -121,7 +122,7 @@ def is_streamed(vector: Array, long: int, *others: Array) -> bool:
 
 def addresses(parts: Sequence[Array]) -> Array:
     """Return the addresses of arrays, for `array_at`."""
-    return np.array([address(part) for part in parts], np.int64)
+    return np.array(list_addresses(parts), np.int64)
 
 
 def _stream_parts(
