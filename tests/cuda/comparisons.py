@@ -315,14 +315,13 @@ def entries_of_bins_in_long_shares(device, cupy):
             few = rng.integers(-3, 4, (2, bounds[-1])).astype(dtype)
             few[0, 900:1300] = 0
             # float32 rounds the sum to the value, and float64 does not
-            little = (
-                few[0],
-                (rng.integers(0, 2, bounds[-1]) * 2 - 1).astype(dtype) / 2**24,
-            )
+            little = few[0], np.sign(rng.uniform(-1, 1, bounds[-1])) * 2.0**-24
             many = rng.standard_normal((2, bounds[-1])).astype(dtype)
             beyond = np.full_like(many, np.finfo(dtype).max)
             for values, new in beyond, few, little, many:
-                parts = [new[first:end] for first, end in pairwise(bounds)]
+                parts = [
+                    new[first:end].astype(dtype) for first, end in pairwise(bounds)
+                ]
                 in_bins(device, cupy, values, parts, bounds, lengths)
             in_bins(device, cupy, values, parts, bounds, lengths, (few[0], 0.5))
     finally:

@@ -13,7 +13,7 @@ struct Bins {
 };
 
 // Bits of 32 values: which are selected, and which are negative.
-struct Mark {
+struct __align__(8) Mark {
     u32 chosen, negative;
 };
 
@@ -26,13 +26,14 @@ __device__ inline Key absolute(Key value) { return (Key)(value & (Key)~((Key)1 <
 // it, and how many.
 template <typename Work>
 __device__ inline void for_share(const Bins* rows, i64 count, i64 share, Work work) {
-    const i64 begin = ((i64)blockIdx.x * WARPS + warp_max(warp())) * share, end = lesser(begin + share, rows[count].before);
-    if (begin >= end) return;
-    i64 row = find_row(rows, count, &Bins::before, begin);
-    for (i64 bin = begin; bin < end; ++row) {
-        const i64 stop = lesser(end, rows[row + 1].before);
-        work(row, bin - rows[row].before, stop - bin);
-        bin = stop;
+    // the compiler knows of a maximum that all lanes have it: it needs no code for lanes that part, and few registers
+    i64 bin = ((i64)blockIdx.x * WARPS + warp_max(warp())) * share;
+    if (bin >= rows[count].before) return;
+    int left = (int)lesser(share, rows[count].before - bin);
+    for (int row = (int)find_row(rows, count, &Bins::before, bin); left > 0; ++row) {
+        const int bins = (int)lesser((i64)left, rows[row + 1].before - bin);
+        work(row, bin - rows[row].before, bins);
+        left -= bins, bin += bins;
     }
 }
 
@@ -50,23 +51,28 @@ __device__ inline bool is_reached_in_double(Key value, Key addend, Key largest) 
     return (sum < 0 ? -sum : sum) >= (double)widened(number_of(largest)) && absolute(value);
 }
 
-// What a warp has found in what it holds.
+// What a warp has found: in what it holds, and in its share.
 template <typename Key>
 struct Found {
     Mark marks[Held<Key>::WORDS];
     Key largest[Held<Key>::WORDS];
+    u32 selected;  // of the share
 };
 
 // Bins of a segment that are left of a share. In integers of 32 bits: 2^31 values of a share are 2^44 of the vector.
 template <typename Key>
 struct Part {
-    const Key *values, *addends;
+    const Key* values;
+    i64 addends, sums;  // bytes from each value to its addend, and to the sum that is selected from: the value itself, or
+    bool adds;          // if this is so, `factor` times the value and the addend, which is written
     u64 factor;
-    Key* out;  // if there is one, it gets the sum of `factor` times the values and the addends, from which to select
     Key* largest;
     Mark* marks;
     int size, words, place;  // of a bin, its words, and the place of the first one that is left
 };
+
+template <typename T>
+__device__ inline T* moved(T* values, i64 bytes) { return (T*)((char*)values + bytes); }
 
 // What lanes have seen of a part: how many are selected, places in it, and a sum that is NaN if that of a value and its
 // addend was not finite.
@@ -77,35 +83,38 @@ struct Seen {
     typename Held<Key>::Wide sum;
 };
 
-// Read the values of bins, from the first of a part on. OF_A_BIN: the words of each. limit: of the values of one bin.
+// Read values of bins, and their addends. OF_A_BIN: the words of each. limit: of the values of one bin. from: bytes from
+// each value to what is read in its place.
 template <int OF_A_BIN, typename Key>
-__device__ inline void read(Held<Key>& held, const Key* values, const Key* addends, int size, int limit) {
+__device__ inline void read(Held<Key>& held, const Part<Key>& part, const Key* values, int limit, i64 from = 0) {
     constexpr int BINS = Held<Key>::WORDS / OF_A_BIN;
     u32 place = lane() * (u32)sizeof(Key);  // 32 bits of this lane's, behind an address that all share
 #pragma unroll
-    for (int b = 0; b < BINS; ++b, place += size * (u32)sizeof(Key)) {
-        const Key* of_values = (const Key*)((const char*)values + place);
-        const Key* of_addends = (const Key*)((const char*)addends + place);
+    for (int b = 0; b < BINS; ++b, place += part.size * (u32)sizeof(Key)) {
+        const Key* own = moved(values, place);
 #pragma unroll
         for (int w = 0; w < OF_A_BIN; ++w) {
-            const bool is_there = w * 32 + (int)lane() < (BINS > 1 ? size : limit);
-            held.value[b * OF_A_BIN + w] = is_there ? __ldcs(of_values + w * 32) : (Key)0;
-            held.addend[b * OF_A_BIN + w] = is_there ? __ldcs(of_addends + w * 32) : (Key)0;
+            const bool is_there = w * 32 + (int)lane() < (BINS > 1 ? part.size : limit);
+            held.value[b * OF_A_BIN + w] = is_there ? __ldcs(moved(own, from) + w * 32) : (Key)0;
+            held.addend[b * OF_A_BIN + w] = is_there ? __ldcs(moved(own, part.addends) + w * 32) : (Key)0;
         }
     }
 }
 
+// Make values that are held their sums with the addends, and write them.
 template <int OF_A_BIN, typename Key>
-__device__ inline void add(Held<Key>& held, u64 factor, Key* out, int size, int limit) {
+__device__ inline void add(Held<Key>& held, const Part<Key>& part, const Key* values, int limit) {
     constexpr int BINS = Held<Key>::WORDS / OF_A_BIN;
     u32 place = lane() * (u32)sizeof(Key);
 #pragma unroll
-    for (int h = 0; h < Held<Key>::WORDS; ++h) {
-        const int within = h % OF_A_BIN * 32;
-        held.value[h] = scale_and_add(held.value[h], factor, held.addend[h]);
-        Key* of_out = (Key*)((char*)out + place);
-        if (within + (int)lane() < (BINS > 1 ? size : limit)) of_out[within] = held.value[h];
-        if (h % OF_A_BIN == OF_A_BIN - 1) place += size * (u32)sizeof(Key);
+    for (int b = 0; b < BINS; ++b, place += part.size * (u32)sizeof(Key)) {
+        Key* own = (Key*)moved(moved(values, place), part.sums);
+#pragma unroll
+        for (int w = 0; w < OF_A_BIN; ++w) {
+            Key& value = held.value[b * OF_A_BIN + w];
+            value = scale_and_add(value, part.factor, held.addend[b * OF_A_BIN + w]);
+            if (w * 32 + (int)lane() < (BINS > 1 ? part.size : limit)) own[w * 32] = value;
+        }
     }
 }
 
@@ -141,7 +150,9 @@ __device__ inline void mark(
         for (int h = 0; h < Held<Key>::WORDS; ++h) {
             const int within = first + h % OF_A_BIN * 32 + lane(), i = h / OF_A_BIN * part.size + within;
             Key value = 0, addend = 0;
-            if (within < limit) value = (part.out ? part.out : part.values)[i], addend = part.addends[i];
+            if (within < limit) {
+                value = moved(part.values, part.sums)[i], addend = moved(part.values, part.addends)[i];
+            }
             const bool is_chosen = is_reached_in_double(value, addend, found.largest[h / OF_A_BIN]);
             const u32 chosen = __ballot_sync(ALL, is_chosen);
             if (lane() == 0) found.marks[h].chosen = chosen;
@@ -171,8 +182,8 @@ __device__ inline void mark_bins(Part<Key>& part, int limit, Found<Key>& found, 
 #pragma unroll
     for (int b = 0; b < BINS; ++b) top[b] = 0;
     for (int first = 0; first < stop; first += REACH) {
-        read<OF_A_BIN>(held, part.values + first, part.addends + first, part.size, limit - first);
-        if (part.out) add<OF_A_BIN>(held, part.factor, part.out + first, part.size, limit - first);
+        read<OF_A_BIN>(held, part, part.values + first, limit - first);
+        if (part.adds) add<OF_A_BIN>(held, part, part.values + first, limit - first);
 #pragma unroll
         for (int h = 0; h < WORDS; ++h) top[h / OF_A_BIN] = greater(top[h / OF_A_BIN], absolute(held.value[h]));
     }
@@ -182,15 +193,13 @@ __device__ inline void mark_bins(Part<Key>& part, int limit, Found<Key>& found, 
         if (lane() == 0) found.largest[b] = top[b];
     }
     for (int first = 0; first < stop; first += REACH) {
-        const Key* sums = part.out ? part.out : part.values;
-        if (stop > REACH) read<OF_A_BIN>(held, sums + first, part.addends + first, part.size, limit - first);
+        if (stop > REACH) read<OF_A_BIN>(held, part, part.values + first, limit - first, part.sums);
         const int words = BINS > 1 ? WORDS : lesser(part.words - first / 32, (int)WORDS);
         mark<OF_A_BIN>(held, top, part, first, limit, words, found, seen);
         if (first == 0 && lane() < BINS) part.largest[lane()] = found.largest[lane()];
         __syncwarp();
     }
-    part.values += BINS * part.size, part.addends += BINS * part.size, part.place += BINS * part.size;
-    if (part.out) part.out += BINS * part.size;
+    part.values += BINS * part.size, part.place += BINS * part.size;
     part.largest += BINS, part.marks += BINS * part.words;
 }
 
@@ -206,14 +215,15 @@ __device__ inline void mark_in_bins(
     SHARED(OfWarps, all_found);
     constexpr int WORDS = Held<Key>::WORDS;
     Found<Key>& found = all_found[warp()];
-    u32 sum = 0;
-    for_share(rows, count, share, [&](i64 row, i64 bin, i64 bins) {
+    if (lane() == 0) found.selected = 0;
+    for_share(rows, count, share, [&](int row, i64 bin, int bins) {
         const Bins own = rows[row];
         const i64 within = bin * own.bin, first = own.first + within;
         const Key* addends = ADDRESS(const Key, own.addend) + within;
         Part<Key> part = {
-            values + first, addends, factor, out ? out + first : (Key*)0, largest + own.before + bin,
-            marks + own.words + bin * own.marks, (int)own.bin, (int)own.marks, 0};
+            values + first, (const char*)addends - (const char*)(values + first), out ? (char*)out - (const char*)values : 0,
+            out != 0, factor, largest + own.before + bin, marks + own.words + bin * own.marks, (int)own.bin,
+            (int)own.marks, 0};
         Seen<Key> seen = {0, 0x7fffffff, -1, decltype(Seen<Key>::sum)(0.0f)};
         const int size = (int)lesser(own.end - first, bins * own.bin);
         const int stop = size - WORDS / part.words * part.size;
@@ -223,14 +233,13 @@ __device__ inline void mark_in_bins(
         if (__any_sync(ALL, absolute(bits_of(seen.sum)) != 0) && lane() == 0) atomicMax(&said->bad, 1ull);
         const u32 chosen = warp_sum(seen.selected);
         if (chosen == 0) return;
-        sum += chosen;
         const u64 lowest = first + ~warp_max(~(u32)seen.lowest), highest = first + warp_max((u32)(seen.highest + 1)) - 1;
         if (lane() == 0) {
-            atomicAdd(&selected[row], (u64)chosen);
+            found.selected += chosen, atomicAdd(&selected[row], (u64)chosen);
             atomicMax(&said->first, ~lowest), atomicMax(&said->last, highest);
         }
     });
-    if (lane() == 0) shares[(i64)blockIdx.x * WARPS + warp()] = sum;
+    if (lane() == 0) shares[(i64)blockIdx.x * WARPS + warp()] = found.selected;
 }
 
 struct Means {
@@ -307,7 +316,7 @@ __device__ inline void entries_of_bins(
     u64 at = 0;
     for (int i = 0; i < WARPS; ++i) at += shared.before[i] + (i < warp() ? shares[shares_before + i] : 0);
     u16* const entries = shared.entries[warp()];
-    for_share(rows, count, share, [&](i64 row, i64 bin, i64 bins) {
+    for_share(rows, count, share, [&](int row, i64 bin, int bins) {
         const Bins own = rows[row];
         const Key scale = scales[row];
         const Mark* own_marks = marks + own.words + bin * own.marks;
