@@ -27,11 +27,8 @@ from mpicomp.arrays import (
 )
 from mpicomp.few_bits import FewBits, first_blocks
 
-# the upper half of an infinite float32 or float64
-_INFINITY = {
-    np.dtype(np.uint16): np.uint16(0x7F80),
-    np.dtype(np.uint32): np.uint32(0x7FF00000),
-}
+# the upper half of an infinite float32 or float64, by its bytes
+_INFINITY = {2: 0x7F80, 4: 0x7FF00000}
 
 
 def shares(first: int, end: int, count: int) -> list[tuple[int, int]]:
@@ -158,7 +155,9 @@ class CodedSum:
         scales = self.shares[0].scales
         if len(self.shares) > 1:
             scales = np.concatenate([share.scales for share in self.shares])
-        return not bool((scales == _INFINITY[scales.dtype]).any())
+        limit = _INFINITY[scales.dtype.itemsize]
+        is_finite: bool = kernels_for(scales).all_below(scales, limit)
+        return is_finite
 
     def writer(
         self,

@@ -450,6 +450,19 @@ def not_finite_values(device, cupy):
             ) == host.selection.first_not_finite(values)
             compare(device, cupy, "largest", values, 3)
         assert device.selection.first_not_finite(sent[:0]) == -1
+    for dtype, limit in ((np.uint16, 0x7F80), (np.uint32, 0x7FF00000)):
+        scales = np.full(9001, limit - 1, dtype)
+        scales[0] = 0
+        for reaching in ([], [8999], [1]):
+            scales[reaching] = limit
+            # of a message: at an address that is a multiple of their bytes alone
+            for first in (0, 1):
+                sent = cupy.asarray(scales)[first:9000]
+                expected = host.all_below(scales[first:9000], limit)
+                assert device.all_below(sent, limit) == expected
+                assert expected == (not reaching)
+            scales[reaching] = 0
+        assert device.all_below(sent[:0], limit)
 
 
 def misaligned_values(device, cupy):

@@ -56,7 +56,7 @@ from mpicomp.kernels.device.segments import (
     largest,
     largest_in_segments,
 )
-from mpicomp.kernels.device.selection import raise_not_finite
+from mpicomp.kernels.device.selection import all_below, raise_not_finite
 from mpicomp.kernels.device.statistics import (
     magnitudes_in_segments,
     sides,
@@ -74,6 +74,7 @@ __all__ = [
     "add_largest",
     "add_parts",
     "add_scaled",
+    "all_below",
     "begin_fits",
     "clear",
     "consecutive",

@@ -104,9 +104,9 @@ __device__ inline i64 sample_place(i64 number, i64 size) {
     return start + (i64)__umul64hi(scattered, (u64)(end - start));
 }
 
-// Lower *position to the first place of a magnitude at or above `floor`.
+// Raise *found_at, which is 0 before, to the complement of the first place of a magnitude at or above `floor`.
 template <typename Key>
-__device__ inline void first_reaching(const Key* bits, i64 size, u64 mask, u64 floor, u64* position) {
+__device__ inline void first_reaching(const Key* bits, i64 size, u64 mask, u64 floor, u64* found_at) {
     for (i64 tile = blockIdx.x; tile * Items<Key>::TILE < size; tile += gridDim.x) {
         i64 first = tile * Items<Key>::TILE + warp() * Items<Key>::WARP;
         Items<Key> items;
@@ -115,14 +115,14 @@ __device__ inline void first_reaching(const Key* bits, i64 size, u64 mask, u64 f
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) found |= (u32)((items.key[i] & mask) >= floor) << i;
         found &= real_items<Key>(first, size);
-        if (found) atomicMin(position, (u64)place_of<Key>(first, __ffs(found) - 1));
+        if (found) atomicMax(found_at, ~(u64)place_of<Key>(first, __ffs(found) - 1));
     }
 }
 
 #define FIRST_REACHING(name, Key)                                                                                   \
     KERNEL name(                                                                                                    \
-        const Key* bits, i64 size, u64 mask, u64 floor, u64* position) {                                            \
-        first_reaching(bits, size, mask, floor, position);                                                          \
+        const Key* bits, i64 size, u64 mask, u64 floor, u64* found_at) {                                            \
+        first_reaching(bits, size, mask, floor, found_at);                                                          \
     }
 FIRST_REACHING(first_reaching_u2, u16)
 FIRST_REACHING(first_reaching_u4, u32)

@@ -32,21 +32,19 @@ def raise_not_finite(values: Array) -> None:
 def first_not_finite(values: Array) -> int:
     """Return the first position of `values` that holds NaN or an infinity; -1 if there is none."""
     form = FORMATS[values.dtype]
-    bits, position = values.view(form.keys), cupy.full(1, -1, np.int64)
-    if bits.size:
-        launch(
-            "first_reaching",
-            [bits.dtype],
-            _blocks(bits),
-            bits,
-            bits.size,
-            form.mask,
-            form.infinity,
-            position,
-        )
-    return int(position.get()[0])
+    return _first_reaching(values.view(form.keys), form.mask, form.infinity)
 
 
-def _blocks(bits: Array) -> int:
-    tiles: int = in_tiles(bits.size, _TILES[bits.itemsize])
-    return min(MOST_BLOCKS, tiles)
+def all_below(numbers: Array, limit: int) -> bool:
+    """Return whether all of a vector's unsigned integers are below a limit, by one launch."""
+    return _first_reaching(numbers, -1, limit) < 0
+
+
+def _first_reaching(bits: Array, mask: int, floor: int) -> int:
+    # a complement, as zeros are cleared without a launch
+    found = cupy.zeros(1, np.int64)
+    blocks = min(MOST_BLOCKS, in_tiles(bits.size, _TILES[bits.itemsize]))
+    if blocks:
+        args = bits, bits.size, mask, floor, found
+        launch("first_reaching", [bits.dtype], blocks, *args)
+    return ~int(found.get()[0])

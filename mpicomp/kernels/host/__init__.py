@@ -50,6 +50,7 @@ from mpicomp.kernels.host.merging import (
 )
 from mpicomp.kernels.host.segments import largest_in_segments
 from mpicomp.kernels.host.selection import (
+    all_below,
     divide_largest,
     largest,
     raise_not_finite,
@@ -78,6 +79,7 @@ __all__ = [
     "add_largest",
     "add_parts",
     "add_scaled",
+    "all_below",
     "begin_fits",
     "clear",
     "consecutive",

@@ -142,6 +142,11 @@ def first_not_finite(values: Array, threads: int | None = None) -> int:
     )
 
 
+def all_below(numbers: Array, limit: int) -> bool:
+    """Return whether all of a vector's unsigned integers are below a limit."""
+    return bool((numbers < limit).all())
+
+
 def joined(parts: Sequence[Found]) -> Found:
     """Return the results of several pieces as one."""
     if len(parts) == 1:
