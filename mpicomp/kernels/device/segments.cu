@@ -13,8 +13,34 @@ struct Row {
     i64 digits;          // where its counts of digits begin, if several blocks select from it
 };
 
-// Set floors[row] to the magnitude of row.rank in a sample of the segment, at least 1: a block of 1024 threads for each
-// segment. A segment of up to 16384 values is its own sample.
+// Return a magnitude that the k largest of the keys of a block reach, and no other one but by a tie with them; 0 where there
+// are fewer. It is found bit by bit, until exactly k keys reach it. ties: how many that equal it are of the k largest, at
+// most. keys: magnitudes, 0 where a thread has none. counts: 64 words, of two rounds in turn, so that one barrier is enough.
+template <int threads, int COUNT, typename Key>
+__device__ inline Key reached_by(u32* counts, const Key (&keys)[COUNT], u64 width, u64 k, u64& ties) {
+    Key found = 0;
+    ties = k;
+    for (int bit = (int)width - 1; bit >= 0; --bit) {
+        const Key candidate = (Key)(found | (Key)1 << bit);
+        u32 own = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) own += keys[i] >= candidate;
+        own = warp_sum(own);
+        u32* of_warps = counts + bit % 2 * 32;
+        if (lane() == 0) of_warps[warp()] = own;
+        __syncthreads();
+        const u32 reaching = warp_sum(lane() < threads / 32 ? of_warps[lane()] : 0);
+        if (reaching >= k) found = candidate;
+        else ties = k - reaching;
+        if (reaching == k) break;
+    }
+    return found;
+}
+
+struct SampleCounts { u32 of_warps[64]; };
+
+// Set floors[row] to a magnitude, at least 1, that as many of a sample of the segment reach as row.rank says, and what
+// equals the last of them: a block of 1024 threads for each segment. A segment of up to 16384 values is its own sample.
 template <typename Key>
 __device__ inline void sample_floors(
     const Key* values, u64 factor, const Row* rows, u64 mask, u64 width, u64* floors) {
@@ -25,30 +51,28 @@ __device__ inline void sample_floors(
         if (threadIdx.x == 0) floors[blockIdx.x] = 1;
         return;
     }
+    const Key *own = values + row.first, *others = ADDRESS(const Key, row.addend);
+    const int READ = Items<Key>::VECTOR;  // at a time
     Key keys[SAMPLES];
-    u32 real = 0;
 #pragma unroll
-    for (int s = 0; s < SAMPLES; ++s) {
-        const i64 number = s * SAMPLERS + threadIdx.x;
-        const i64 place = size > SAMPLERS * SAMPLES ? sample_place(number, size) : number;
-        if (place >= size) continue;
-        keys[s] = values[row.first + place];
-        if (row.addend) keys[s] = scale_and_add(keys[s], factor, ADDRESS(const Key, row.addend)[place]);
-        real |= 1u << s;
+    for (int first = 0; first < SAMPLES; first += READ) {
+        Key addends[READ];
+#pragma unroll
+        for (int s = 0; s < READ; ++s) {
+            const u32 number = (first + s) * SAMPLERS + threadIdx.x;
+            const i64 place = size > SAMPLERS * SAMPLES ? sample_place(number, size) : number;
+            keys[first + s] = number < size ? own[place] : (Key)0;
+            addends[s] = number < size && row.addend ? others[place] : (Key)0;
+        }
+        if (!row.addend) continue;
+#pragma unroll
+        for (int s = 0; s < READ; ++s) keys[first + s] = scale_and_add(keys[first + s], factor, addends[s]);
     }
-    u64 prefix = 0, left = row.rank;
-    for (u64 shift = width; shift;) {
-        u64 digit = lesser((u64)DIGIT, shift);
-        shift -= digit;
-        for (int b = threadIdx.x; b < BINS; b += SAMPLERS) shared.bins[b] = 0;
-        __syncthreads();
-        count_digits(keys, real, mask, prefix, shift, digit, shared.bins);
-        __syncthreads();
-        find_bin<SAMPLERS>(shared.finder, [&](int bin) { return (u64)shared.bins[bin]; }, left);
-        prefix = prefix << digit | shared.finder.bin;
-        left = shared.finder.k;
-    }
-    if (threadIdx.x == 0) floors[blockIdx.x] = greater(prefix, (u64)1);
+#pragma unroll
+    for (int s = 0; s < SAMPLES; ++s) keys[s] = s * SAMPLERS + threadIdx.x < size ? keys[s] & (Key)mask : (Key)0;
+    u64 ties;
+    const Key floor = reached_by<SAMPLERS>(shared.of_warps, keys, width, row.rank, ties);
+    if (threadIdx.x == 0) floors[blockIdx.x] = greater(floor, (Key)1);
 }
 
 // Return the sum over the threads of a block before this one, and set `all` to that over all of them.
@@ -258,7 +282,14 @@ __device__ inline void largest_in_rows(
     if (jobs == 1) {
         read(own, size, warp() * Items<Key>::WARP, items);
         u64 threshold, ties = row.k;
-        find_kth(shared, own, size, items, mask, width, threshold, ties);
+        if (size <= SELECTORS * Items<Key>::COUNT) {
+            Key magnitudes[Items<Key>::COUNT];
+#pragma unroll
+            for (int i = 0; i < Items<Key>::COUNT; ++i) magnitudes[i] = items.key[i] & (Key)mask;
+            threshold = reached_by<SELECTORS>(shared.bins, magnitudes, width, row.k, ties);
+        } else {
+            find_kth(shared, own, size, items, mask, width, threshold, ties);
+        }
         append_chunk(shared, own, size, items, mask, threshold, ties, before, 0, keep);
         return;
     }

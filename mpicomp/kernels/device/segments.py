@@ -37,8 +37,9 @@ _Chosen = tuple[Array, Array, Column, list[int]]
 
 # values; a block of threads would take too long to select from more of them
 _LONG = 1 << 16
-# candidates: more of one segment are shared by several blocks
-_FEW = 1 << 17
+# tiles of candidates: more of a segment are shared by several blocks, if it has more than a
+# part of those of all; so the words in which blocks count are those of few segments
+_FEW, _PART = 2, 64
 # values of the sample for the lower threshold, and the threads that read them
 _SAMPLE, _SAMPLERS = 1 << 14, 1024
 # threads of a block that selects from many values
@@ -407,7 +408,7 @@ def _jobs(room: Column, form: Format) -> tuple[Column, Column]:
     """Return the blocks that select from the candidates of each row, and the words in which several count digits."""
     tiles = in_tiles(room, TILES[form.keys.itemsize] * _SELECTORS // THREADS)
     digits = in_tiles(form.width, _DIGIT)
-    is_shared = room > _FEW
+    is_shared = tiles > max(_FEW, int(tiles.sum()) // _PART)
     words = digits * ((1 << _DIGIT) + 1) + 2 * tiles
     return np.where(is_shared, tiles * (digits + 1), 1), np.where(is_shared, words, 0)
 

@@ -91,17 +91,13 @@ __device__ inline void count_digits(
     }
 }
 
-struct SampleCounts {
-    u32 bins[BINS];
-    Finder finder;
-};
-
-// The place of sample `number`, in one of 16384 equal strides, scattered by a hash of the number.
-__device__ inline i64 sample_place(i64 number, i64 size) {
-    i64 start = number * size / (SAMPLERS * SAMPLES), end = (number + 1) * size / (SAMPLERS * SAMPLES);
-    u64 scattered = ((u64)number + 1) * 0x9E3779B97F4A7C15ull;
-    scattered = (scattered ^ scattered >> 32) * 0xD6E8FEB86659FD93ull;
-    return start + (i64)__umul64hi(scattered, (u64)(end - start));
+// The place of sample `number`, in one of 16384 equal strides, each below 2^32, scattered by a hash of the number.
+__device__ inline i64 sample_place(u32 number, u64 size) {
+    const u64 before = number * size, start = before / (SAMPLERS * SAMPLES);
+    const u64 stride = (before + size) / (SAMPLERS * SAMPLES) - start;
+    u32 scattered = (number + 1) * 0x9E3779B9u;
+    scattered = (scattered ^ scattered >> 16) * 0x85EBCA6Bu;
+    return (i64)(start + (scattered * stride >> 32));
 }
 
 // Raise *found_at, which is 0 before, to the complement of the first place of a magnitude at or above `floor`.
