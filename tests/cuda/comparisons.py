@@ -191,8 +191,9 @@ def largest_in_segments(device, cupy):
             for family in ("quantised", "infinite"):
                 values = families(dtype, size)[family].astype(dtype)
                 select(device, cupy, values, [0, size], [k], [chunk], [last])
-        values = families(dtype, 300)["negative zeros"].astype(dtype)
-        select(device, cupy, values, [0, 300], [50], [50], [1])
+        for family in ("one non-zero", "negative zeros"):  # chunks with fewer entries
+            values = families(dtype, 300)[family].astype(dtype)
+            select(device, cupy, values, [0, 300], [50], [50], [1])
         select(device, cupy, values[:0], [0, 0], [3], [50], [1])
         bounds = [0, 0, 40, 300]
         select(device, cupy, values, bounds, [1, 9, 5], [1, 40, 64], [1, 9, 2])

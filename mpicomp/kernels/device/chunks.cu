@@ -8,10 +8,10 @@ constexpr u32 FEW = 128, CANDIDATES = THREADS;  // entries of a tile, at most, t
 
 template <int threads>
 struct ChunkShared {
-    Scan<1> scan;  // its tile is the number of the chunk
+    Scan<1> scan;
     Finder finder;
     u32 bins[BINS];
-    u64 warps[2][threads / 32], before;
+    u64 warps[2][threads / 32];
     u64 candidates[CANDIDATES];
     i32 places[CANDIDATES];
 };
@@ -61,23 +61,23 @@ __device__ inline void append_chunk(
     ChunkShared<threads>& shared, const Key* bits, i64 size, Items<Key>& items, u64 mask, u64 threshold, u64 ties,
     u64 written, u64 equal_before, const Keep& keep) {
     const i64 TILE = threads * Items<Key>::COUNT;
+    const u64 taken = lesser(equal_before, ties);
+    written += taken, ties -= taken;
+    u64 counts = 0;  // of the tiles before: above, and equal in the upper half
     for (i64 tile = 0; tile < size; tile += TILE) {
         const i64 first = tile + warp() * Items<Key>::WARP;
         if (size > TILE) read(bits, size, first, items);
         u32 above, equal;
         compare(items, first, size, mask, threshold, above, equal);
-        const u64 own[2] = {warp_sum((u32)__popc(above)), warp_sum((u32)__popc(equal))};
-        if (lane() == 0) shared.warps[0][warp()] = own[0], shared.warps[1][warp()] = own[1];
+        const u64 own = (u64)warp_sum((u32)__popc(equal)) << 32 | warp_sum((u32)__popc(above));
+        if (lane() == 0) shared.warps[0][warp()] = own;
         __syncthreads();
-        u64 before[2] = {written, equal_before};
-        for (u32 w = 0; w < threads / 32; ++w) {
-            const u64 counts[2] = {shared.warps[0][w], shared.warps[1][w]};
-            written += counts[0], equal_before += counts[1];
-            if (w < warp()) before[0] += counts[0], before[1] += counts[1];
-        }
-        append_with_ties<Key>(above, equal, first, before[0], before[1], ties, [&](u64 at, int i, i64 place) {
-            keep(at, place, items.key[i]);
-        });
+        const u64 other = lane() < threads / 32 ? shared.warps[0][lane()] : 0;
+        const u64 before = counts + warp_sum(lane() < warp() ? other : 0);
+        counts += warp_sum(other);
+        append_with_ties<Key>(
+            above, equal, first, written + (u32)before, before >> 32, ties,
+            [&](u64 at, int i, i64 place) { keep(at, place, items.key[i]); });
         __syncthreads();
     }
 }
@@ -104,11 +104,11 @@ __device__ inline Key narrowed(ChunkShared<threads>& shared, Key own, u32 wanted
     return low;
 }
 
-// Keep the `wanted` largest items of a tile, in order: keep(number, place in the tile, bits). Call publish(count), a
-// function of the whole block, before. Return false, without a call, if there are too many candidates.
-template <int threads, typename Key, typename Publish, typename Keep>
-__device__ inline bool keep_few(
-    ChunkShared<threads>& shared, const Items<Key>& items, i64 size, Key mask, u32 wanted, const Publish& publish,
+// Keep the `wanted` largest items of a tile, in order, from place `written` on: keep(at, place in the tile, bits). Return
+// how many they are, fewer where the others are zero; -1, without a call, if there are too many candidates.
+template <int threads, typename Key, typename Keep>
+__device__ inline int keep_few(
+    ChunkShared<threads>& shared, const Items<Key>& items, i64 size, Key mask, u32 wanted, u64 written,
     const Keep& keep) {
     const i64 first = warp() * Items<Key>::WARP;
     Key own = 0;  // behind the last item are zeros
@@ -123,7 +123,7 @@ __device__ inline bool keep_few(
     __syncthreads();
     const u32 of_other = lane() < threads / 32 ? (u32)shared.warps[1][lane()] : 0;
     const u32 count = warp_sum(of_other), before = warp_sum(lane() < warp() ? of_other : 0);
-    if (count > CANDIDATES) return false;
+    if (count > CANDIDATES) return -1;
     append<Key>(reached, first, before, [&](u64 at, int i, i64 place) {
         shared.candidates[at] = items.key[i], shared.places[at] = (i32)place;
     });
@@ -142,11 +142,11 @@ __device__ inline bool keep_few(
     }
     const u32 kept = __ballot_sync(ALL, is_kept);
     if (lane() == 0) shared.warps[0][warp()] = __popc(kept);
-    publish(lesser(count, wanted));  // and a barrier
+    __syncthreads();
     const u32 of_earlier = warp_sum(lane() < warp() ? (u32)shared.warps[0][lane()] : 0);
-    const u64 at = shared.before + of_earlier + __popc(kept & ((1u << lane()) - 1));
+    const u64 at = written + of_earlier + __popc(kept & ((1u << lane()) - 1));
     if (is_kept) keep(at, (i64)shared.places[threadIdx.x], bits);
-    return true;
+    return (int)lesser(count, wanted);
 }
 
 // A segment in chunks; in the row behind the last `before` is the number of all.
@@ -154,21 +154,25 @@ struct Chunks {
     i64 first, end, before;  // in the vector; the number of chunks before
     i64 chunk;
     u64 k, last;         // entries to select from a chunk, and from a shorter one at the end
+    u64 room;            // for entries, of the segments before
     u64 addend;          // address of the segment's part of a second vector, or 0
 };
 
-// Write positions and bits of the largest magnitudes of each chunk, in order; starts: how many there are before each
-// segment, and at last that of all. With `out` the values are first made the sum of `factor` times themselves and the
-// addends.
+// Write positions and bits of the largest magnitudes of a chunk, in order, to its part of the room; zeros where it has
+// fewer that are not zero. With `out` the values are first made the sum of `factor` times themselves and the addends.
+// room: for entries of all chunks. said: the first and the last position if no place has a zero; zeros when the kernel
+// begins, as `missing`, which counts those places.
 template <int threads, typename Index, typename Key>
 __device__ inline void largest_in_chunks(
     const Key* values, u64 factor, Key* out, const Chunks* rows, i64 count, u64 mask, u64 width, u64 infinity,
-    u64* ticket, u64* states, u64* starts, Index* positions, Key* kept, Said* said) {
+    u64 room, Index* positions, Key* kept, Said* said, u64* missing) {
     SHARED(ChunkShared<threads>, shared);
-    const i64 number = take_tile(shared.scan, ticket), row = find_row(rows, count, &Chunks::before, number);
-    const Chunks own = rows[row];
-    const i64 start = own.first + (number - own.before) * own.chunk, length = lesser(own.chunk, own.end - start);
-    const u64 wanted = length == own.chunk ? own.k : own.last;
+    const i64 number = blockIdx.x;
+    const Chunks own = rows[find_row(rows, count, &Chunks::before, number)];
+    const i64 start = own.first + (number - own.before) * own.chunk;
+    const int length = (int)lesser(own.chunk, own.end - start);
+    const u32 wanted = (u32)(length == own.chunk ? own.k : own.last);
+    const u64 before = own.room + (u64)(number - own.before) * own.k;
     const Key* bits = (out ? out : values) + start;
     Items<Key> items;
     if (out) {
@@ -182,44 +186,35 @@ __device__ inline void largest_in_chunks(
     } else {
         read(bits, length, warp() * Items<Key>::WARP, items);
     }
-    u64 final = 0;
-    const auto publish = [&](u64 selected) {
-        if (warp() == 0) {
-            const u64 before = look_back(states, number, selected);
-            if (lane() == 0) {
-                shared.before = before;
-                if (number == own.before) starts[row] = before;
-                if (number == rows[count].before - 1) starts[count] = before + selected;
-            }
-        }
-        __syncthreads();
-        final = shared.before + selected - 1;
-    };
     const auto keep = [&](u64 at, i64 place, Key key) {
-        const i64 position = start + place;
-        positions[at] = (Index)position, kept[at] = key;
-        if (at == 0) said->first = (u64)position;
-        if (at == final) atomicMax(&said->last, (u64)position);
-        if ((key & mask) >= infinity) atomicMax(&said->bad, 1ull);
+        positions[at] = (Index)(start + place), kept[at] = key;
+        if (at == 0) said->first = (u64)(start + place);
+        if (at == room - 1) said->last = (u64)(start + place);
+        if ((key & (Key)mask) >= (Key)infinity) atomicMax(&said->bad, 1ull);
     };
-    const bool is_tile = length <= threads * Items<Key>::COUNT;
-    if (is_tile && wanted <= FEW && keep_few(shared, items, length, (Key)mask, (u32)wanted, publish, keep)) return;
-    u64 threshold, ties = wanted;
-    find_kth(shared, bits, length, items, mask, width, threshold, ties);
-    const u64 above = wanted - ties;
-    if (threshold == 0) ties = 0;  // zeros are not selected
-    publish(above + ties);
-    append_chunk(shared, bits, length, items, mask, threshold, ties, shared.before, 0, keep);
+    int chosen = -1;
+    if (length <= threads * Items<Key>::COUNT && wanted <= FEW)
+        chosen = keep_few(shared, items, length, (Key)mask, wanted, before, keep);
+    if (chosen < 0) {
+        u64 threshold, ties = wanted;
+        find_kth(shared, bits, length, items, mask, width, threshold, ties);
+        chosen = (int)(wanted - ties);
+        if (threshold == 0) ties = 0;  // zeros are not selected
+        append_chunk(shared, bits, length, items, mask, threshold, ties, before, 0, keep);
+        chosen += (int)ties;
+    }
+    for (u32 at = (u32)chosen + threadIdx.x; at < wanted; at += threads) kept[before + at] = 0;
+    if (threadIdx.x == 0 && (u32)chosen < wanted) atomicAdd(missing, (u64)(wanted - (u32)chosen));
 }
 
-#define LARGEST_IN_CHUNKS(name, threads, Index, Key)                                                                \
-    extern "C" __global__ void __launch_bounds__(threads, 1) name(                                                     \
+#define LARGEST_IN_CHUNKS(name, threads, blocks, Index, Key)                                                        \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(                                             \
         const Key* values, u64 factor, Key* out, const Chunks* rows, i64 count, u64 mask, u64 width, u64 infinity,  \
-        u64* ticket, u64* states, u64* starts, Index* positions, Key* kept, Said* said) {                           \
+        u64 room, Index* positions, Key* kept, Said* said, u64* missing) {                                          \
         largest_in_chunks<threads>(                                                                                 \
-            values, factor, out, rows, count, mask, width, infinity, ticket, states, starts, positions, kept, said); \
+            values, factor, out, rows, count, mask, width, infinity, room, positions, kept, said, missing);         \
     }
 #define LARGEST_IN_CHUNKS_OF(index, Index, key, Key)                                                                \
-    LARGEST_IN_CHUNKS(largest_in_chunks_##index##_##key, THREADS, Index, Key)                                       \
-    LARGEST_IN_CHUNKS(largest_in_long_chunks_##index##_##key, SELECTORS, Index, Key)
+    LARGEST_IN_CHUNKS(largest_in_chunks_##index##_##key, THREADS, sizeof(Key) == 8 ? 3 : 4, Index, Key)                                    \
+    LARGEST_IN_CHUNKS(largest_in_long_chunks_##index##_##key, SELECTORS, 1, Index, Key)
 FOR_INDEX_AND_KEY_OF_ROWS(LARGEST_IN_CHUNKS_OF)

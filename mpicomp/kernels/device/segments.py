@@ -159,12 +159,12 @@ class Layout:
         self.longest = int(np.minimum(chunk, sizes)[self.some].max(initial=0))
 
     @cached_property
-    def chunks(self) -> tuple[Column, int, int]:
-        """The rows of `Chunks`, the number of chunks, and the entries of all."""
+    def chunks(self) -> tuple[Column, int, Column]:
+        """The rows of `Chunks`, the number of chunks, and the entries wanted before each segment and of all."""
         whole, rest = np.divmod(self.end - self.first, self.chunk)
         before = running_totals(whole + (rest > 0))
-        room = int((whole * self.k + np.where(rest, self.last, 0)).sum())
-        columns = self.first, self.end, before, self.chunk, self.k, self.last
+        room = running_totals(whole * self.k + np.where(rest, self.last, 0))
+        columns = self.first, self.end, before, self.chunk, self.k, self.last, room
         return rows_of(*columns, _NO_ADDENDS), int(before[-1]), room
 
     def places(self, starts: Column) -> list[int]:
@@ -238,10 +238,10 @@ def _in_chunks(
     rows, chunks, room = layout.chunks
     rows = rows.copy()
     rows[:-1, -1] = addends
-    count = addends.size
-    report, (said, starts, ticket, states) = zeros(_SAID, count + 1, 1, chunks)
-    positions = cupy.empty(room, index)
-    kept = cupy.empty(room, vector.form.floating)
+    wanted = int(room[-1])
+    report, (said, missing) = zeros(_SAID, 1)
+    positions = cupy.empty(wanted, index)
+    kept = cupy.empty(wanted, vector.form.floating)
     is_long = layout.longest > TILES[kept.itemsize]
     launch(
         "largest_in_long_chunks" if is_long else "largest_in_chunks",
@@ -251,18 +251,29 @@ def _in_chunks(
         vector.factor,
         vector.out,
         cupy.asarray(rows),
-        count,
+        addends.size,
         *vector.limits,
-        ticket,
-        states,
-        starts,
+        wanted,
         positions,
         kept,
         said,
+        missing,
         threads=_SELECTORS if is_long else THREADS,
     )
-    words = report[: _SAID + count + 1].get()
-    return positions, kept, words[_SAID:], words[:_SAID].tolist()
+    *facts, zeros_in_place = report.get().tolist()
+    if zeros_in_place:
+        return _without_zeros(positions, kept, room, facts[0])
+    return positions, kept, room, facts
+
+
+def _without_zeros(positions: Array, kept: Array, room: Column, bad: int) -> _Chosen:
+    """Return entries without those of value zero, in the place of which a chunk has no entry."""
+    form = FORMATS[kept.dtype]
+    (filled,) = kept.view(form.keys).nonzero()
+    starts = cupy.searchsorted(filled, cupy.asarray(room)).get()
+    positions = positions[filled]
+    ends = positions[:: max(1, positions.size - 1)].get().tolist() or [0]
+    return positions, kept[filled], starts, [bad, ends[0], ends[-1]]
 
 
 def _in_long_chunks(
