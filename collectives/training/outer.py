@@ -47,7 +47,7 @@ from collectives.runtime import staging
 from collectives.training import GradientExchange
 from collectives.training.forms import by_name, in_form
 from collectives.training.names import canonical_names
-from collectives.training.redistribution import EXCHANGE
+from collectives.training.redistribution import EXCHANGE, is_in_flight
 from mpicomp import checking
 from mpicomp.arrays import Array, ByName, digest, read_only, to_numpy
 from mpicomp.errors import CheckError, CollectiveError
@@ -332,7 +332,7 @@ class OuterLoop:
             ]
             return {
                 "count": str(loaded["count"]),
-                "in flight": str(_is_in_flight(loaded)),
+                "in flight": str(is_in_flight(loaded)),
                 "tensors left out": str(sorted(loaded[HELD])),
                 "anchor": digest(*anchors),
             }
@@ -346,10 +346,10 @@ class OuterLoop:
             raise
         self.count = loaded["count"]
         self.rounds = loaded["rounds"]
-        is_in_flight = _is_in_flight(loaded)
-        for key, array in self._arrays(in_flight=is_in_flight).items():
+        in_flight = is_in_flight(loaded)
+        for key, array in self._arrays(in_flight=in_flight).items():
             copy_from_host(loaded[key], array)
-        if is_in_flight:
+        if in_flight:
             self._send()
         elif self.count % self.every == 0:
             for replica in self._replicas:
@@ -526,7 +526,7 @@ class OuterLoop:
 
     def _checked_state(self, state: ByName) -> dict[str, Any]:
         """Return the checked values of a saved state, except that of the exchange; see `mpicomp.state.checked`."""
-        arrays = self._arrays(in_flight=_is_in_flight(state))
+        arrays = self._arrays(in_flight=is_in_flight(state))
         own = {key for key in state if not key.startswith(EXCHANGE)}
         known = {"count", "rounds", TABLE, HELD, *arrays}
         if not own <= known:
@@ -539,7 +539,7 @@ class OuterLoop:
         }
         for key in "count", "rounds":
             loaded[key] = checked(state, key, 0, "the state", (0, 2**62))
-        if _is_in_flight(state) and not loaded["count"] % self.every < self.delay:
+        if is_in_flight(state) and not loaded["count"] % self.every < self.delay:
             raise ValueError(
                 f"the state is of step {loaded['count']}, with an exchange in flight: expected the every and delay "
                 f"with which it was saved, got every={self.every} and delay={self.delay}"
@@ -548,7 +548,3 @@ class OuterLoop:
         names = canonical_names(self._first)
         loaded[HELD] = {name for name, saved in names.items() if saved in held}
         return loaded
-
-
-def _is_in_flight(state: ByName) -> bool:
-    return any(name.startswith("delta/") for name in state)

@@ -106,11 +106,16 @@ def _check_between_rounds(state: Mapping[str, Array]) -> None:
         return
     count = int(state["count"])
     every = int(from_table(state[TABLE])["every"])
-    if count % every or any(key.startswith("delta/") for key in state):
+    if count % every or is_in_flight(state):
         raise ValueError(
             f"the state is of step {count}, within a round of {every} steps or with an exchange in flight: "
             "expected one saved at the end of a round with delay=0, where all ranks hold the anchor"
         )
+
+
+def is_in_flight(state: ByName) -> bool:
+    """Return whether the state of a loop was saved with an exchange in flight."""
+    return any(key.startswith("delta/") for key in state)
 
 
 def _loaded(load: Load, rank: int, ranks: int) -> dict[str, Array] | None:
