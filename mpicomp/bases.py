@@ -54,6 +54,9 @@ class Basis(Configured):
     shorter chunk at the end.
     """
 
+    walsh_chunk: int | None = None
+    """The chunk of the kernel `hadamard`, if that is the transform, which other kernels then do as they add."""
+
     def __init__(self, chunk: int) -> None:
         self.chunk = to_integer("chunk", chunk, 1, LONGEST)
 
@@ -119,6 +122,7 @@ class Hadamard(Basis):
         super().__init__(chunk)
         if self.chunk & (self.chunk - 1):
             raise ValueError(f"chunk is {chunk}: expected a power of two")
+        self.walsh_chunk = self.chunk
 
     def _forward(self, vector: Array, out: Array) -> None:
         kernels_for(vector).hadamard(vector, out, self.chunk)

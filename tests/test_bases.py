@@ -1,6 +1,7 @@
 """Bases against dense matrices in float64: any length, chunk and dtype, on the host and on a device."""
 
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from scipy.linalg import hadamard
 from strategies import DTYPES
 
 from mpicomp import Basis, Hadamard, SparseVector
+from mpicomp.bases import coefficients_of
 from mpicomp.kernels import host
+from mpicomp.kernels.host import fused, selection
 
 LENGTHS = 0, 1, 2, 3, 7, 31, 64, 97, 256, 257, 1009
 
@@ -197,6 +200,52 @@ def test_a_transform_is_added_as_one_that_was_written(dtype, chunk, length, long
         assert out.tobytes() == expected.tobytes()
         assert (around[:start] == 7).all()
         assert (around[start + length :] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("chunk", [4, 64, 256])
+@pytest.mark.parametrize("foreseen", [None, (1, 10), (1 << 30, 100)])
+def test_the_largest_of_a_sum_with_a_transform_are_those_of_the_sum(
+    monkeypatch, dtype, chunk, foreseen
+):
+    """Also where the sample misleads: more values than expected reach the threshold, or fewer."""
+    monkeypatch.setattr(selection, "_SAMPLE", 64)
+    if foreseen:
+        monkeypatch.setattr(fused, "foresee", lambda *_: foreseen)
+    rng = np.random.default_rng(chunk)
+    vector, base = rng.standard_normal((2, 9001)).astype(dtype)
+    expected = np.empty_like(vector)
+    host.hadamard(vector, expected, chunk, onto=(base, 0.3), long=1 << 30)
+    for start in (0, 3):
+        around = np.full(vector.size + 8, 7, dtype)
+        out = around[start : start + vector.size]
+        given = {"scale": 0.3, "chunk": chunk, "long": 0}
+        places, values = host.add_largest(base, vector, out, 91, **given)
+        assert out.tobytes() == expected.tobytes()
+        assert (around[:start] == 7).all()
+        assert (around[start + vector.size :] == 7).all()
+        largest = host.largest(expected, 91)
+        assert places.tolist() == largest[0].tolist()
+        assert values.tobytes() == largest[1].tobytes()
+
+
+@pytest.mark.parametrize("longest", [100, 1 << 20])
+def test_segments_are_transformed_each_by_itself(longest):
+    rng = np.random.default_rng(longest)
+    bounds = [0, 37, 37 + longest, 90 + longest]
+    vector, base = rng.standard_normal((2, bounds[-1])).astype(np.float32)
+    parts = [vector[first:end] for first, end in pairwise(bounds)]
+    coefficients = coefficients_of(parts, Hadamard(16))
+    sizes = np.diff(bounds).tolist()
+    rows = bounds, [5, 9, 7], sizes, [5, 9, 7]
+    outs = np.zeros((2, vector.size), np.float32)
+    expected = host.largest_in_segments(
+        outs[0], *rows, summands=(base, 0.3, coefficients)
+    )
+    found = host.largest_in_segments(outs[1], *rows, summands=(base, 0.3, parts, 16))
+    assert outs[1].tobytes() == outs[0].tobytes()
+    assert found.indices.tolist() == expected.indices.tolist()
+    assert found.values.tobytes() == expected.values.tobytes()
 
 
 def test_coefficients_whose_sums_may_be_out_of_range_are_transformed_before_they_are_written():

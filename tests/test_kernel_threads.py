@@ -75,8 +75,10 @@ def dense_calls(values, other, number):
         yield total.copy()
         yield host.add(values, other, room, long=0, **options)
         yield total.copy()
-        yield host.add_largest(values, other, room, k, long=0, **options)
-        yield total.copy()
+        for chunk in 1, 128:
+            given = {"chunk": chunk, "long": 0, **options}
+            yield host.add_largest(values, other, room, k, **given)
+            yield total.copy()
         yield selection.first_not_finite(values, number)
         for chunk in 16, 128:
             yield host.hadamard(values, room, chunk, **options)

@@ -20,7 +20,7 @@ PROCESSORS = {
 HOT = {
     "selection._first_reaching": ["vpand", "vpcmp"],
     "selection.compact": ["vpand", "vpcmp"],
-    "fused._add_and_compact": ["vmulps", "vaddps", "vmovntps", "vpcmp"],
+    "streaming.add_and_compact": ["vmulps", "vaddps", "vmovntps", "vpcmp"],
     "streaming._add_parts": ["vmulps", "vaddps", "vmovntps"],
     "merging._is_sound": ["vpcmpgtd"],
     "bins._mark": ["vaddps", "vmulps", "vpcmp"],
@@ -36,7 +36,7 @@ HOT = {
 # the same on a processor of Arm with NEON
 ON_ARM = {
     "selection._first_reaching": ["and", "cmge"],
-    "fused._add_and_compact": ["fmul", "fadd"],
+    "streaming.add_and_compact": ["fmul", "fadd"],
     "streaming._add_parts": ["fmul", "fadd"],
     "transforms._hadamard": ["fadd", "fsub", "fmul"],
     "few_bits._quantise": ["fadd", "fmul"],

@@ -10,7 +10,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, flat, kernels_for, read_only, to_vector
+from mpicomp.arrays import (
+    Array,
+    flat,
+    kernels_for,
+    on_device,
+    read_only,
+    to_vector,
+)
 from mpicomp.bases import Basis, coefficients_of
 from mpicomp.kernels import Selected
 from mpicomp.state import ROWS, SHARED, Configured, check_object
@@ -24,7 +31,7 @@ class Summands(NamedTuple):
     """What a vector is the sum of: ``scale * residual``, and a gradient.
 
     residual: None if the vector has the sum already. parts: of the gradient, one for
-    each segment. basis: in which the vector is; it has the sum then. None for none.
+    each segment. basis: in which the parts are added; None for none.
     """
 
     residual: Array | None
@@ -32,10 +39,22 @@ class Summands(NamedTuple):
     parts: Sequence[Array]
     basis: Basis | None = None
 
-    @property
-    def terms(self) -> Any:
-        """Residual, scale and parts, which a kernel has still to add; None if the vector has the sum already."""
-        return None if self.residual is None else self[:3]
+    def terms(self, out: Array, *, transforms: bool = False) -> Any:
+        """Return residual, scale and parts, which a kernel has still to add; None if `out` has the sum.
+
+        In a basis the sum is written here, unless the kernel transforms by
+        `Basis.walsh_chunk`, which is returned too.
+        """
+        if self.residual is None:
+            return None
+        terms = self.residual, self.scale, self.parts
+        basis = self.basis
+        if basis is None:
+            return terms
+        if transforms and basis.walsh_chunk and not on_device(out):
+            return *terms, basis.walsh_chunk
+        basis.add(*terms, out)
+        return None
 
     @property
     def coefficients(self) -> Sequence[Array]:
@@ -236,7 +255,7 @@ def restore(snapshots: Sequence[Snapshot]) -> None:
 
 def write_sum(summands: Summands | None, out: Array) -> None:
     """Write the sum to `out`, unless it has it already."""
-    terms = summands and summands.terms
+    terms = summands and summands.terms(out)
     if terms is not None:
         kernels_for(out).add_parts(*terms, out)
 

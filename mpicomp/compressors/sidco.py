@@ -140,7 +140,7 @@ class SIDCo(SegmentedCompressor):
         if corrected.dtype == np.float16:  # which kernels do not add
             write_sum(summands, corrected)
             summands = None
-        terms = summands and summands.terms
+        terms = summands and summands.terms(corrected)
         plans = self._plans(np.diff(bounds), kernels.PLAN)
         counts = _samples(plans, by_count)
         some = kernels.sample(corrected, bounds, counts, summands=terms)

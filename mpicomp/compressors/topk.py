@@ -43,8 +43,9 @@ class TopK(Density, SegmentedCompressor):
         """See `Compressor.select`."""
         settings = [hashable(vars(self)[name]) for name in self.varying]
         rows = self.rows(tuple(bounds), *settings)
+        terms = summands and summands.terms(corrected, transforms=True)
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, *rows, summands=summands and summands.terms
+            corrected, bounds, *rows, summands=terms
         )
         vector = known(corrected.size, bounds, entries)
         try:

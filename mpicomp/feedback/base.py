@@ -109,7 +109,7 @@ class Feedback(Configured):
 
         The parts of a gradient are coded apart.
         """
-        terms = summands and summands.terms
+        terms = summands and summands.terms(corrected)
         if terms is not None:
             residual, scale, parts = terms
             return Uncoded(parts, corrected, residual, scale)

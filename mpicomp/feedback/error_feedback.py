@@ -71,14 +71,11 @@ class ErrorFeedback(Feedback):
     def summands(
         self, *gradient: Array, basis: Basis | None = None
     ) -> tuple[Array, Summands | None]:
-        """Return the buffer of the next residual, and what is added while it is compressed; in a basis it is added."""
+        """Return the buffer of the next residual, and what is added while it is compressed."""
         self._stage(gradient)
         residual = self._arrays["residual"]
-        corrected = self._spare("residual")
-        if basis is None:
-            return corrected, Summands(residual, self.decay, gradient)
-        basis.add(residual, self.decay, gradient, corrected)
-        return corrected, Summands(None, self.decay, gradient, basis)
+        terms = Summands(residual, self.decay, gradient, basis)
+        return self._spare("residual"), terms
 
 
 class InPlaceErrorFeedback(ErrorFeedback):

@@ -18,11 +18,10 @@ from mpicomp.arrays import Array, index_dtype
 from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
 from mpicomp.kernels.host.compiled import inner, jit, loop
-from mpicomp.kernels.host.fused import _add_and_compact
 from mpicomp.kernels.host.instructions import WORD, array_at, larger, smaller, view
 from mpicomp.kernels.host.segments import Summands, as_vector, largest_in_segments
 from mpicomp.kernels.host.selection import Found, compact, joined
-from mpicomp.kernels.host.streaming import addresses
+from mpicomp.kernels.host.streaming import add_and_compact, addresses
 from mpicomp.threads import in_pieces
 
 _LANES, _AT_ONCE = 256, 8
@@ -408,7 +407,7 @@ def _exceeding(vector, edges, parts, floors, start, end, positions, found, kept)
             )
             one, out = view(a, low, high), view(values, low, high)
             summed = one, vector.factor, b, out, piece
-            more, done = _add_and_compact(*summed, *given, view(kept, count, most))
+            more, done = add_and_compact(*summed, *given, view(kept, count, most))
         count += np.int64(more)
         if np.int64(done) < high - low:
             return count, low + np.int64(done)

@@ -12,8 +12,7 @@ import numpy as np
 
 from mpicomp.arrays import Array
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_together
-from mpicomp.kernels.host.compiled import inner, jit
-from mpicomp.kernels.host.instructions import WORD, lowest, store_sum_reaching
+from mpicomp.kernels.host.instructions import WORD
 from mpicomp.kernels.host.selection import (
     Found,
     entries,
@@ -25,11 +24,15 @@ from mpicomp.kernels.host.selection import (
 )
 from mpicomp.kernels.host.streaming import (
     LONG,
+    add_and_compact,
     add_parts,
     is_streamed,
-    values_before_line,
 )
+from mpicomp.kernels.host.transforms import add_reaching, hadamard
 from mpicomp.threads import in_pieces
+
+_SAMPLED = 1 << 18  # values of the chunks that are transformed for a sample
+_GOLDEN = 0.6180339887498949
 
 
 def add_largest(
@@ -39,24 +42,28 @@ def add_largest(
     k: int,
     *,
     scale: float = 1.0,
+    chunk: int = 1,
     threads: int | None = None,
     long: int = LONG,
 ) -> Found:
     """Write ``scale * a + b`` to `out`, as `add_parts` does, and return ``largest(out, k)``, in one pass.
 
     a, b, out: 1-d, of one dtype and length; `out` shares no memory with the others. k:
-    at least 1. scale: rounded to the dtype; so is the product. threads: the most
-    threads; None for `threads.count`. long: the least bytes of `out` for a single pass
-    over contiguous float32 or float64; others are added first.
+    at least 1. scale: rounded to the dtype; so is the product. chunk: of the transform
+    `hadamard` of `b`, which is added in its place; 1 for `b`. threads: the most threads;
+    None for `threads.count`. long: the least bytes of `out` for a single pass over
+    contiguous float32 or float64; others are added first.
 
-    A sample of the sum, at the positions of the sample of `largest`, gives the
-    threshold; if it misleads, `largest` reads the finished sum.
+    A sample of the sum, at positions that depend on its length and on `chunk` only, gives
+    the threshold; if it misleads, `largest` reads the finished sum.
     """
     form, parts = FORMATS[out.dtype], None
-    if is_sampled(out.size) and is_streamed(out, long, a, b):
-        parts = _by_sample(
-            as_writable(a), out.dtype.type(scale), as_writable(b), out, k, threads
-        )
+    is_long = is_sampled(out.size) and out.size >= 16 * chunk
+    if is_long and is_streamed(out, long, a, b):
+        terms = as_writable(a), out.dtype.type(scale), as_writable(b)
+        parts = _by_sample(*terms, out, k, chunk, threads)
+    elif chunk > 1:
+        hadamard(b, out, chunk, onto=(a, scale), threads=threads, long=long)
     else:
         add_parts(a, scale, [b], out, threads=threads, long=long)
     if parts is None:
@@ -66,36 +73,63 @@ def add_largest(
 
 
 def _by_sample(
-    a: Array, factor: Any, b: Array, out: Array, k: int, threads: int | None
+    a: Array,
+    factor: Any,
+    b: Array,
+    out: Array,
+    k: int,
+    chunk: int,
+    threads: int | None,
 ) -> list[Found] | None:
     """Write the sum; return positions and bits of those at or above a threshold from a sample, None if it misled."""
     form = FORMATS[out.dtype]
-    floor, room = foresee(_sampled(a, factor, b, form), form, k, out.size)
+    one, other = _sampled(a, b, form) if chunk == 1 else _transformed(a, b, chunk)
+    with np.errstate(all="ignore"):
+        some = (factor * one + other).view(form.signed) & form.mask
+    floor, room = foresee(some, form, k, out.size)
 
-    def compacted(start: int, end: int) -> tuple[Array, Array, int]:
+    def compacted(start: int, end: int) -> tuple[Array, Array, bool]:
         piece = a[start:end], factor, b[start:end], out[start:end]
         positions, sums, rest = _add_compacted(*piece, form, floor, start, room)
         if rest:
             left = slice(end - rest, end)
             add_parts(a[left], factor, [b[left]], out[left], threads=1)
-        return positions, sums, rest
+        return positions, sums, rest > 0
 
-    parts = in_pieces(compacted, out.size, threads)
+    if chunk == 1:
+        parts = in_pieces(compacted, out.size, threads)
+    else:
+        limits = floor, room
+        parts = add_reaching(a, factor, b, out, chunk, *limits, threads=threads)
     reached = [(positions, values.view(form.signed)) for positions, values, _ in parts]
-    misled = any(rest for *_, rest in parts) or (floor > 1 and entries(reached) < k)
+    misled = any(is_missing for *_, is_missing in parts) or (
+        floor > 1 and entries(reached) < k
+    )
     return None if misled else reached
 
 
-def _sampled(a: Array, factor: Any, b: Array, form: Format) -> Array:
-    """Return the magnitudes of a sample of the sum, as signed integers."""
+def _sampled(a: Array, b: Array, form: Format) -> list[Array]:
+    """Return the values of two vectors at the same places."""
     every = form.signed.type(-1)
-    one, other = (
+    return [
         take_sample(vector.view(form.signed), every).view(vector.dtype)
         for vector in (a, b)
+    ]
+
+
+def _transformed(a: Array, b: Array, chunk: int) -> list[Array]:
+    """Return the values of a vector, and of the transform of another, at the same places."""
+    whole = b.size // chunk
+    chunks = min(b.size >> 4, _SAMPLED) // chunk
+    # evenly spread, and at other places of a period
+    places = (np.arange(chunks) * _GOLDEN % 1 * whole).astype(np.intp)
+    one, other = (
+        vector[: whole * chunk].reshape(whole, chunk)[places].reshape(-1)
+        for vector in (a, b)
     )
-    with np.errstate(all="ignore"):
-        sums = factor * one + other
-    return sums.view(form.signed) & form.mask  # type: ignore[no-any-return]
+    hadamard(other, other, chunk)
+    # odd: all coefficients count alike
+    return [one[::17], other[::17]]
 
 
 def _add_compacted(
@@ -115,75 +149,5 @@ def _add_compacted(
     room = min(room, out.size) + WORD
     positions, sums = empty_together(room, np.dtype(np.intp), out.dtype)
     kinds = out.view(form.signed), form.mask, form.signed.type(floor)
-    count, done = _add_and_compact(a, factor, b, out, *kinds, first, positions, sums)
+    count, done = add_and_compact(a, factor, b, out, *kinds, first, positions, sums)
     return positions[: int(count)], sums[: int(count)], out.size - int(done)
-
-
-@jit
-def _add_and_compact(a, factor, b, out, bits, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
-    """Write ``factor * a + b``; return how many sums are at or above `floor`, and how many were written.
-
-    They are fewer than all if the buffer is full.
-    bits: those of `out`. There is room for more than a line of values.
-    """
-    begin, head = np.int64(0), values_before_line(out)
-    count, words, word = np.uint64(0), (out.size - head) // WORD, np.uint64(WORD)
-    count = _add_one_by_one(
-        a, factor, b, out, bits, begin, head, mask, floor, first, positions, kept, count
-    )
-    for start in range(head, head + words * WORD, WORD):
-        if count + word > np.uint64(positions.size):
-            return count, start
-        reached = store_sum_reaching(a, factor, b, out, start, mask, floor)
-        if reached != np.uint64(0):
-            count = _store_sums(
-                a, factor, b, out, first, start, reached, positions, kept, count
-            )
-    rest = head + words * WORD
-    if count + np.uint64(out.size - rest) > np.uint64(positions.size):
-        return count, rest
-    return _add_one_by_one(
-        a,
-        factor,
-        b,
-        out,
-        bits,
-        rest,
-        out.size,
-        mask,
-        floor,
-        first,
-        positions,
-        kept,
-        count,
-    ), out.size
-
-
-@inner
-def _add_one_by_one(  # type: ignore[no-untyped-def]
-    a, factor, b, out, bits, start, end, mask, floor, first, positions, kept, count
-):
-    """Add one by one, and append the sums at or above `floor`; return the new count."""
-    for position in range(start, end):
-        out[position] = factor * a[position] + b[position]
-        if bits.dtype.type(bits[position] & mask) >= floor:
-            positions[count], kept[count] = first + position, out[position]
-            count += np.uint64(1)
-    return count
-
-
-@inner
-def _store_sums(a, factor, b, out, first, start, reached, positions, kept, count):  # type: ignore[no-untyped-def]
-    """Append the sums at the bits set in `reached`, counted from `start`; return the new count.
-
-    If both values are NaN, the result depends on the processor, so the sum is read from
-    `out`.
-    """
-    while reached != np.uint64(0):
-        position = np.uint64(start) + lowest(reached)
-        total = factor * a[position] + b[position]
-        positions[count] = np.uint64(first) + position
-        kept[count] = total if total == total else out[position]
-        count += np.uint64(1)
-        reached &= reached - np.uint64(1)
-    return count

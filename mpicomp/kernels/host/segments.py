@@ -19,7 +19,7 @@ from mpicomp.arrays import Array, index_dtype
 from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop
-from mpicomp.kernels.host.fused import _add_and_compact, add_largest
+from mpicomp.kernels.host.fused import add_largest
 from mpicomp.kernels.host.instructions import WORD, array_at, larger, smaller, view
 from mpicomp.kernels.host.selection import (
     Found,
@@ -28,7 +28,12 @@ from mpicomp.kernels.host.selection import (
     keep_at,
     largest,
 )
-from mpicomp.kernels.host.streaming import add_parts, addresses
+from mpicomp.kernels.host.streaming import (
+    add_and_compact,
+    add_parts,
+    addresses,
+)
+from mpicomp.kernels.host.transforms import hadamard
 from mpicomp.threads import in_pieces
 
 # values: from here on a pass for each segment is as fast as one for all
@@ -44,6 +49,8 @@ _SCARCE, _PLENTY = 6, 18
 
 # a vector, its factor, and a part of another vector for each segment
 Summands = tuple[Array, float, Sequence[Array]]
+# the same, and the chunk by which `hadamard` transforms the parts first
+_Transformed = tuple[Array, float, Sequence[Array], int]
 
 
 def largest_in_segments(
@@ -53,7 +60,7 @@ def largest_in_segments(
     chunk: Sequence[int],
     last: Sequence[int],
     *,
-    summands: Summands | None = None,
+    summands: Summands | _Transformed | None = None,
     threads: int | None = None,
 ) -> Selected:
     """Return the largest magnitudes of each chunk of each segment.
@@ -65,7 +72,9 @@ def largest_in_segments(
     segment of one chunk is selected from as a whole. summands: (a, scale, parts), 1-d
     contiguous arrays of the dtype of `values`, which is first overwritten by ``scale *
     a + b``, in the same pass, where the parts are b segment by segment; the product is
-    rounded before it is added. threads: as for `largest`; a segment of several chunks is divided among them.
+    rounded before it is added. With a chunk as a fourth, b is what `hadamard` makes of
+    the parts. threads: as for `largest`; a segment of several chunks is divided among
+    them.
     """
     sizes = [end - first for first, end in pairwise(bounds)]
     if len(sizes) == 1 or max(sizes, default=0) >= _ALONE:
@@ -76,7 +85,13 @@ def largest_in_segments(
     edges = np.asarray(bounds, np.int64)
     lengths = np.asarray(sizes, np.int64)
     form = FORMATS[values.dtype]
-    if summands is not None and values.dtype == np.float16:
+    if summands is not None and len(summands) == 4:
+        a, scale, parts, length = summands
+        for (first, end), part in zip(pairwise(bounds), parts, strict=True):
+            onto = a[first:end], scale
+            hadamard(part, values[first:end], length, onto=onto, threads=threads)
+        summands = None
+    elif summands is not None and values.dtype == np.float16:
         add_parts(*summands, values)
         summands = None
     # at most so many, segment by segment
@@ -114,7 +129,7 @@ def _one_by_one(
     values: Array,
     bounds: Sequence[int],
     counts: Sequence[int],
-    summands: Summands | None,
+    summands: Summands | _Transformed | None,
     threads: int | None,
 ) -> Selected:
     """Select from one segment after the other, which several threads share."""
@@ -128,13 +143,14 @@ def _one_by_one(
         elif summands is None:
             positions, found = largest(own, counts[segment], threads=threads)
         else:
-            residual, scale, parts = summands
+            residual, scale, parts, *chunk = summands
             positions, found = add_largest(
                 residual[first:end],
                 parts[segment],
                 own,
                 counts[segment],
                 scale=scale,
+                chunk=chunk[0] if chunk else 1,
                 threads=threads,
             )
         all_positions.append(positions + first if first else positions)
@@ -251,7 +267,7 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
                 out = view(values, first, beyond)
                 summed = one, vector.factor, b, out, piece, mask
                 given = floor, first, places, candidate_values
-                more, _ = _add_and_compact(*summed, *given)
+                more, _ = add_and_compact(*summed, *given)
             found = np.int64(more)
             margin = _next_margin(margin, slack, found, k)
             while found < k and floor > integer(1):

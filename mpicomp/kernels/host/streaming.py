@@ -15,14 +15,17 @@ import numpy as np
 from mpicomp.arrays import Array
 from mpicomp.arrays import addresses as list_addresses
 from mpicomp.kernels.host.bits import as_writable
-from mpicomp.kernels.host.compiled import jit, single
+from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import (
     LINE,
+    WORD,
     array_at,
     larger,
+    lowest,
     smaller,
     store_line,
     store_sum,
+    store_sum_reaching,
     view,
 )
 from mpicomp.threads import in_pieces
@@ -202,3 +205,73 @@ def add_line_by_line(a, factor, b, sign, out):  # type: ignore[no-untyped-def]
         store_sum(a, factor, b, sign, out, head + i * step)
     for i in range(head + lines * step, out.size):
         out[i] = factor * a[i] + sign * b[i]
+
+
+@jit
+def add_and_compact(a, factor, b, out, bits, mask, floor, first, positions, kept):  # type: ignore[no-untyped-def]
+    """Write ``factor * a + b``; return how many sums are at or above `floor`, and how many were written.
+
+    They are fewer than all if the buffer is full.
+    bits: those of `out`. There is room for more than a line of values.
+    """
+    begin, head = np.int64(0), values_before_line(out)
+    count, words, word = np.uint64(0), (out.size - head) // WORD, np.uint64(WORD)
+    count = _add_one_by_one(
+        a, factor, b, out, bits, begin, head, mask, floor, first, positions, kept, count
+    )
+    for start in range(head, head + words * WORD, WORD):
+        if count + word > np.uint64(positions.size):
+            return count, start
+        reached = store_sum_reaching(a, factor, b, out, start, mask, floor)
+        if reached != np.uint64(0):
+            count = _store_sums(
+                a, factor, b, out, first, start, reached, positions, kept, count
+            )
+    rest = head + words * WORD
+    if count + np.uint64(out.size - rest) > np.uint64(positions.size):
+        return count, rest
+    return _add_one_by_one(
+        a,
+        factor,
+        b,
+        out,
+        bits,
+        rest,
+        out.size,
+        mask,
+        floor,
+        first,
+        positions,
+        kept,
+        count,
+    ), out.size
+
+
+@inner
+def _add_one_by_one(  # type: ignore[no-untyped-def]
+    a, factor, b, out, bits, start, end, mask, floor, first, positions, kept, count
+):
+    """Add one by one, and append the sums at or above `floor`; return the new count."""
+    for position in range(start, end):
+        out[position] = factor * a[position] + b[position]
+        if bits.dtype.type(bits[position] & mask) >= floor:
+            positions[count], kept[count] = first + position, out[position]
+            count += np.uint64(1)
+    return count
+
+
+@inner
+def _store_sums(a, factor, b, out, first, start, reached, positions, kept, count):  # type: ignore[no-untyped-def]
+    """Append the sums at the bits set in `reached`, counted from `start`; return the new count.
+
+    If both values are NaN, the result depends on the processor, so the sum is read from
+    `out`.
+    """
+    while reached != np.uint64(0):
+        position = np.uint64(start) + lowest(reached)
+        total = factor * a[position] + b[position]
+        positions[count] = np.uint64(first) + position
+        kept[count] = total if total == total else out[position]
+        count += np.uint64(1)
+        reached &= reached - np.uint64(1)
+    return count

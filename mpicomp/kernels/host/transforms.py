@@ -9,11 +9,12 @@ is written past the cache goes out while the next chunk is computed.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, address
-from mpicomp.kernels.host.bits import FORMATS, as_writable
+from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
 from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.instructions import (
     LINE,
@@ -27,8 +28,9 @@ from mpicomp.kernels.host.instructions import (
 )
 from mpicomp.kernels.host.streaming import (
     LONG,
-    add_line_by_line,
+    add_and_compact,
     add_parts,
+    is_streamed,
     put,
     values_before_line,
 )
@@ -53,34 +55,66 @@ def hadamard(
     values, out: 1-d, contiguous, of one length and dtype, the same array or apart;
     float16 is computed in float32 and rounded at the end. chunk: a power of two. What
     is left at the end is transformed in parts of descending powers of two. onto: a
-    vector of the length and dtype, float32 or float64, and a factor, rounded to it: the
+    vector of the length and dtype, and a factor, rounded to it: the
     transform is added to their product, in `out` apart from both. threads: the most
     threads; None for `threads.count`. long: the least bytes of `out` for stores that
     bypass the cache, and for a sum in a single pass.
     """
-    if onto is not None and out.nbytes < long:
+    if onto is not None and not is_streamed(out, long, onto[0], values):
         hadamard(values, out, chunk, threads=threads)
         add_parts(*onto, [out], out)
+        return
+    if onto is not None:
+        # no sum is kept
+        floor = int(FORMATS[out.dtype].mask)
+        add_reaching(*onto, values, out, chunk, floor, 0, threads=threads)
         return
     is_wide = values.dtype != np.float16
     given = as_writable(values) if is_wide else values.astype(np.float32)
     result = out if is_wide else given
-    scales = np.array(
-        [_scale(power) for power in range(chunk.bit_length())], result.dtype
-    )
-
-    base, factor = (result[:0], 1.0) if onto is None else onto
-    how = chunk, scales, result.dtype.type(factor), result.nbytes >= long
     dense = np.empty(0, np.int32), given
-    base = as_writable(base)
+    how = _how(chunk, 1.0, result, result.nbytes >= long)
+    kept = _room(result, 0, 0)
 
     def transform(start: int, end: int) -> None:
-        _hadamard(dense, 0, base, result, start, end, how, _buffer(chunk, result))
+        place = result, start, end, _buffer(chunk, result)
+        _hadamard(dense, 0, result[:0], *place, how, kept)
 
     in_pieces(transform, values.size, threads, step=max(chunk, WORD))
     if not is_wide:
         with np.errstate(over="ignore"):  # beyond the range of float16: infinity
             out[...] = result
+
+
+def add_reaching(
+    a: Array,
+    factor: float,
+    values: Array,
+    out: Array,
+    chunk: int,
+    floor: int,
+    most: int,
+    *,
+    threads: int | None = None,
+) -> list[tuple[Array, Array, bool]]:
+    """Write ``factor * a`` plus the transform of `values` to `out`, and return the sums at or above a floor.
+
+    a, values, out, chunk, threads: as of `hadamard` with `onto`. floor: the bits of a
+    magnitude. Returns for each piece of `out` positions and sums, and whether there
+    were more than `most`, of which some are missing.
+    """
+    dense = np.empty(0, np.int32), as_writable(values)
+    base = as_writable(a)
+    how = _how(chunk, factor, out, True)
+
+    def add(start: int, end: int) -> tuple[Array, Array, bool]:
+        kept = _room(out, floor, min(most, end - start))
+        place = out, start, end, _buffer(chunk, out)
+        number, last = _hadamard(dense, 0, base, *place, how, kept)
+        count = int(number)
+        return kept[-2][:count], kept[-1][:count], last != floor
+
+    return in_pieces(add, out.size, threads, step=max(chunk, WORD))
 
 
 def hadamard_writer(
@@ -98,17 +132,17 @@ def hadamard_writer(
     length and the values' dtype. long: the least bytes of `out` for stores that bypass
     the cache. chunk, threads: as for `hadamard`.
     """
-    powers = range(chunk.bit_length())
-    scales = np.array([_scale(power) for power in powers], out.dtype)
-    how = chunk, scales, out.dtype.type(1), out.nbytes >= long
+    how = _how(chunk, 1.0, out, out.nbytes >= long)
     sparse = as_writable(indices), as_writable(values)
     nothing = out[:0]
+    kept = _room(out, 0, 0)
     pieces = range(number_of_pieces(out.size, threads))
     buffers = [_buffer(chunk, out) for _ in pieces]
 
     def transform(start: int, end: int) -> None:
         first = np.searchsorted(indices, start)
-        _hadamard(sparse, first, nothing, out, start, end, how, buffers.pop())
+        place = out, start, end, buffers.pop()
+        _hadamard(sparse, first, nothing, *place, how, kept)
 
     def write() -> None:
         in_pieces(transform, out.size, threads, step=max(chunk, WORD))
@@ -128,27 +162,41 @@ def signs(values: Array, *, threads: int | None = None) -> None:
     )
 
 
+def _how(chunk: int, factor: float, out: Array, past: bool) -> tuple[Any, ...]:
+    """Return chunk, scales by the logarithm of a chunk, a factor of the others, and whether stores bypass the cache."""
+    powers = np.arange(chunk.bit_length())
+    # exact for even powers
+    scales = 0.5 ** (powers // 2) * np.where(powers % 2, np.sqrt(0.5), 1)
+    return chunk, scales.astype(out.dtype), out.dtype.type(factor), past
+
+
+def _room(out: Array, floor: int, most: int) -> tuple[Any, ...]:
+    """Return a floor and the mask of magnitudes, the bits of `out`, and room for positions and values of `most`."""
+    form = FORMATS[out.dtype]
+    room = empty_together(most + WORD, np.dtype(np.intp), out.dtype)
+    return form.signed.type(floor), form.mask, out.view(form.signed), *room
+
+
 def _buffer(chunk: int, out: Array) -> Array:
     """Return room for groups of chunks, which begins at a line of the cache, and for what is left of a word."""
     buffer = np.empty(2 * WORD + max(chunk, _GROUPS * _ROOM), out.dtype)
     return buffer[-address(buffer) % LINE // out.itemsize :]
 
 
-def _scale(power: int) -> float:
-    """Return 1 / sqrt(2**power), which is exact for even powers."""
-    return float(0.5 ** (power // 2) * (np.sqrt(0.5) if power % 2 else 1.0))
-
-
 @jit
-def _hadamard(vector, entry, a, out, start, end, how, buffer):  # type: ignore[no-untyped-def]
+def _hadamard(vector, entry, a, out, start, end, buffer, how, kept):  # type: ignore[no-untyped-def]
     """Transform chunks from `start` to `end`, as many together as stay in the nearest cache.
 
-    They are written, or added to others, by whole lines of `out`: what is left of one is
+    They are written, or added to others, by whole words of `out`: what is left of one is
     written with the next chunks. vector: indices and values; no indices for a dense one.
     entry: of a sparse one the first at or after `start`. a: the others, or empty.
+
+    Returns the number of sums that are kept, and the floor: the mask once there were more
+    than there is room for.
     """
     indices, values = vector
     chunk, scales, factor, past = how
+    floor, count = kept[0], np.uint64(0)
     is_dense, most, place = values.size > indices.size, larger(chunk, _ROOM), 0
     while 1 << place < chunk:
         place += 1
@@ -170,11 +218,7 @@ def _hadamard(vector, entry, a, out, start, end, how, buffer):  # type: ignore[n
                 if a.size > 0:
                     prefetch(a, i)
         else:
-            for i in range(size):
-                group[i] = 0
-            while entry < indices.size and indices[entry] < start + size:
-                group[indices[entry] - start] = values[entry]
-                entry += 1
+            entry = _spread(indices, values, entry, start, group)
         _transform(given, group, is_dense, chunk, scales[place])
         first, low = start - left, close - left
         start, close = start + size, close + size
@@ -183,12 +227,44 @@ def _hadamard(vector, entry, a, out, start, end, how, buffer):  # type: ignore[n
             head = values_before_line(view(out, first, start))
             ready = head + (ready - head) // WORD * WORD
         left = start - first - ready
-        written, given = view(out, first, first + ready), view(buffer, low, low + ready)
+        group = view(buffer, low, low + ready)
         if a.size > 0:
-            one = out.dtype.type(1)
-            add_line_by_line(view(a, first, first + ready), factor, given, one, written)
+            count, floor = _add(a, factor, group, out, first, floor, kept, count)
         else:
-            put(given, written, past, 0)
+            put(group, view(out, first, first + ready), past, 0)
+    return count, floor
+
+
+@single
+def _spread(indices, values, entry, start, out):  # type: ignore[no-untyped-def]
+    """Write the values of a sparse vector from `start` on to `out`; return the number of the next entry."""
+    for i in range(out.size):
+        out[i] = 0
+    while entry < indices.size and indices[entry] < start + out.size:
+        out[indices[entry] - start] = values[entry]
+        entry += 1
+    return entry
+
+
+@single
+def _add(a, factor, group, out, first, floor, kept, count):  # type: ignore[no-untyped-def]
+    """Write sums from `first` on, and keep those at or above the floor; return their number, and the next floor."""
+    _, mask, bits, positions, sums = kept
+    start, end = first, first + group.size
+    while first < end:
+        b, here = view(group, first - start, group.size), np.int64(count)
+        summed = view(a, first, end), factor, b, view(out, first, end)
+        kinds = view(bits, first, end), mask, floor, first
+        places = view(positions, here, positions.size)
+        more, done = add_and_compact(
+            *summed, *kinds, places, view(sums, here, sums.size)
+        )
+        count += more
+        first += np.int64(done)
+        if first < end:
+            # there is no more room, and from here on no sum is kept
+            floor, count = mask, np.uint64(0)
+    return count, floor
 
 
 @single
