@@ -205,6 +205,9 @@ __device__ inline void largest_by_blocks(
     const i64 role = job / tiles, tile = job - role * tiles, start = tile * TILE, first = warp() * Items<Key>::WARP;
     u64 *done = digits + last * BINS, *states = done + last;
     u64 prefix = 0, left = k, shift = width, digit = lesser((u64)DIGIT, width);
+    const i64 length = lesser(TILE, size - start);
+    Items<Key> items;
+    read(keys + start, length, first, items);
     for (i64 r = 0; r < role; ++r) {
         if (threadIdx.x == 0)
             while (*(volatile u64*)(done + r) != (u64)tiles) __nanosleep(20);
@@ -216,9 +219,6 @@ __device__ inline void largest_by_blocks(
         shift -= digit;
         digit = lesser((u64)DIGIT, shift);
     }
-    const i64 length = lesser(TILE, size - start);
-    Items<Key> items;
-    read(keys + start, length, first, items);
     if (role == last) {
         u32 above, equal;
         compare(items, first, length, mask, prefix, above, equal);
