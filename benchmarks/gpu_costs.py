@@ -14,9 +14,11 @@ take, and the driver, comes on top (docs/contributing/gpu.md, "A launch"). launc
 a launch with 12 arguments, without the driver.
 
 instructions: of machine code (SASS), on a path from the entry of a kernel to its end:
-that of most accesses of 128 bits, and among these the shortest; loops in `TRIPS` are
-counted as often as they run, others once; predicated instructions count. They are
-divided by the values of a thread in `OF_A_THREAD`.
+that of most accesses of 128 bits, which passes the instructions in `THROUGH`, and
+among these the shortest: without either it would be the way out of a thread that has
+nothing to do. Loops in `TRIPS` are counted as often as they run, others once;
+predicated instructions count. They are divided by the values of a thread in
+`OF_A_THREAD`.
 """
 
 import argparse
@@ -29,6 +31,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -78,28 +81,37 @@ OF_A_THREAD = {
     "compact_marked_i4_u4": 512,
     "first_reaching_u4": 16,
     "largest_in_chunks_i4_u4": 16,
-    "mark_in_bins_u4": 4,
-    "mean_of_bins_u4": 32 * 50,  # bins of 50 values, 32 at a time
-    "entries_of_bins_i4_u4": 50,
+    "mark_in_bins_u4": 4 * 50 / 32,  # a warp holds 4 bins of 50 values
+    "mean_of_bins_u4": 64 * 50,  # bins of 50 values
+    "entries_of_bins_i4_u4": 16 * 50 / 32,  # a warp reads the marks of 16 bins
     "hadamard_f4": 8,
     "combine_f4_f4_f4": 1,
 }
 
-_Kind = tuple[int, bool]
+_Kind = tuple[int, int]
 WIDE = {"largest_in_chunks_i4_u4": 4}  # accesses: few of a tile, which is read once
-# a loop, by an instruction of it, and its trips: tiles of a block of 2^27 values, and the
-# rounds in which a threshold is narrowed, 6 in the mean for 4 to 64 of 4096 normal values
+# loops, each by an instruction of it, and their trips: tiles of a block of 2^27 values;
+# rounds in which a threshold is narrowed, 6 in the mean for 4 to 64 of 4096 normal values;
+# of a fifth of all values selected the most bits of 32 words, and the entries of a turn
 TRIPS = {
-    "mark_u4": ("LDG.E.EF.128", 32),
-    "add_and_mark_u4": ("LDG.E.EF.128", 32),
-    "largest_in_chunks_i4_u4": ("BAR.RED", 6),
+    "mark_u4": (("LDG.E.EF.128", 32),),
+    "add_and_mark_u4": (("LDG.E.EF.128", 32),),
+    "largest_in_chunks_i4_u4": (("BAR.RED", 6),),
+    "mark_in_bins_u4": (("+0x4c]", 82),),
+    "mean_of_bins_u4": (("+0x7c00]", 2),),
+    "entries_of_bins_i4_u4": (("SHFL.UP", 21), ("STS.U16", 12), ("LDS.U16", 6)),
 }
-# an instruction of the path of few of a tile, and of that of blocks of 256 values
+# instructions of a path, in order: of few of a tile, of blocks of 256 values, of bins that
+# are held together (the largest of the last one) and have entries, of a whole tile of bins
 THROUGH = {
-    "largest_in_chunks_i4_u4": "BAR.RED",
-    **{name: "+0x100]" for name in OF_A_THREAD if "quantise" in name},
+    "largest_in_chunks_i4_u4": ("BAR.RED",),
+    "mark_in_bins_u4": ("+0x4c]", "STG.E.64", "FLO"),
+    "mean_of_bins_u4": ("+0x7c00]",),
+    "entries_of_bins_i4_u4": ("SHFL.UP", "STS.U16", "LDS.U16"),
+    **{name: ("+0x100]",) for name in OF_A_THREAD if "quantise" in name},
 }
-TILED = {"mark_u4", "add_and_mark_u4"}  # `OF_A_THREAD` is of a trip
+# `OF_A_THREAD` is of a trip of the first loop
+TILED = {"mark_u4", "add_and_mark_u4", "mark_in_bins_u4", "entries_of_bins_i4_u4"}
 
 
 class Recorder:
@@ -316,10 +328,10 @@ def instructions(architecture: str) -> list[dict[str, Any]]:
 
 def of_a_value(name: str, code: Sequence[tuple[int, str]]) -> float:
     """Return the instructions of a kernel for each value."""
-    found = path(code, WIDE.get(name), THROUGH.get(name, ""))
-    loop, trips = TRIPS.get(name, ("", 1))
-    count = of_trips(code, found, loop, trips) if loop else len(found)
-    tiles = trips if name in TILED else 1
+    found = path(code, WIDE.get(name), THROUGH.get(name, ()))
+    loops = [(loop_of(code, found, text), trips) for text, trips in TRIPS.get(name, ())]
+    count = sum(prod(trips for loop, trips in loops if i in loop) for i in found)
+    tiles = loops[0][1] if name in TILED else 1
     return count / (OF_A_THREAD[name] * tiles)
 
 
@@ -346,25 +358,27 @@ def disassembled(image: bytes) -> dict[str, list[tuple[int, str]]]:
 
 
 def path(
-    code: Sequence[tuple[int, str]], wide: int | None = None, through: str = ""
+    code: Sequence[tuple[int, str]],
+    wide: int | None = None,
+    through: Sequence[str] = (),
 ) -> list[int]:
     """Return the numbers of the instructions of a path to the end: see the module.
 
-    wide: its accesses of 128 bits; None for most. through: a part of the text of an
-    instruction that it passes.
+    wide: its accesses of 128 bits; None for most. through: parts of the texts of
+    instructions that it passes, in their order.
     """
     numbers = {place: i for i, (place, _) in enumerate(code)}
     following = [_followers(code, i, numbers) for i in range(len(code))]
-    # from each instruction to the end, by the wide accesses and whether it passes what it
-    # has to: the length of the shortest path, and where it goes on
+    # from each instruction to the end, by the wide accesses and how many of the last ones
+    # in `through` it passes: the length of the shortest path, and where it goes on
     best: list[dict[_Kind, tuple[int, int, _Kind]]] = [{} for _ in code]  # by kind
     backwards = False  # an end may lie before what jumps to it
-    while not any(passed for _, passed in best[0]):
+    while not any(passed == len(through) for _, passed in best[0]):
         assert not (backwards and best[0]), f"no path passes {through}"
         for i in reversed(range(len(code))):
             text = code[i][1]
             own = _is_wide(text)
-            here = through in text
+            here = [each in text for each in reversed(through)]
             near = [each for each in following[i] if each > i or backwards]
             ends = [
                 (length, each, kind)
@@ -372,15 +386,17 @@ def path(
                 for kind, (length, _, _) in best[each].items()
             ]
             if not following[i]:
-                ends = [(0, -1, (0, False))]
+                ends = [(0, -1, (0, 0))]
             known = set(best[i])
             for length, each, kind in sorted(ends, reverse=True):
-                after = kind[0] + own, kind[1] or here
+                passed = kind[1] + any(here[kind[1] : kind[1] + 1])
+                after = kind[0] + own, passed
                 if after not in known:
                     best[i][after] = length + 1, each, kind
         backwards = True
-    most = max(count for count, passed in best[0] if passed)
-    kind = most if wide is None else wide, True
+    most = max(count for count, passed in best[0] if passed == len(through))
+    assert most or through, "the shortest path is that of a thread without work"
+    kind = most if wide is None else wide, len(through)
     found = []
     i = 0
     while i >= 0:
@@ -389,20 +405,17 @@ def path(
     return found
 
 
-def of_trips(
-    code: Sequence[tuple[int, str]], found: Sequence[int], loop: str, trips: int
-) -> float:
-    """Return the instructions of a path, with those of the loop that has an instruction as often as it runs."""
+def loop_of(code: Sequence[tuple[int, str]], found: Sequence[int], text: str) -> range:
+    """Return the innermost loop around the first instruction of a path that has a text."""
     numbers = {place: i for i, (place, _) in enumerate(code)}
-    inside = next(i for i in found if loop in code[i][1])
+    inside = next(i for i in found if text in code[i][1])
     bodies = [
         range(first, i + 1)
         for i in range(inside, len(code))
         for first in _followers(code, i, numbers)
         if first <= inside
     ]
-    body = min(bodies, key=len)
-    return len(found) + (trips - 1) * sum(i in body for i in found)
+    return min(bodies, key=len)
 
 
 def _followers(

@@ -110,8 +110,14 @@ def test_a_table_of_arrays_is_written_where_those_of_the_step_before_were_elsewh
     assert uploads == [1, 0, 1, 0]
 
 
+def parsed(code):
+    """Return the places and texts of instructions."""
+    lines = [line.split(maxsplit=1) for line in code.strip().splitlines()]
+    return [(int(place, 16), text) for place, text in lines]
+
+
 def test_a_path_is_the_shortest_of_those_with_most_wide_accesses():
-    code = """
+    code = parsed("""
         0000 ISETP.NE.AND P0, PT, R0, RZ, PT
         0010 @P0 BRA 0x40
         0020 LDG.E R1, desc[UR4][R2.64]
@@ -121,24 +127,32 @@ def test_a_path_is_the_shortest_of_those_with_most_wide_accesses():
         0060 @!P1 BRA 0x60
         0070 EXIT
         0080 BRA 0x80
-    """
-    lines = [line.split(maxsplit=1) for line in code.strip().splitlines()]
-    parsed = [(int(place, 16), text) for place, text in lines]
-    assert len(gpu_costs.path(parsed)) == 6
-    assert gpu_costs.path(parsed, 0) == [0, 1, 2, 3, 6, 7]
-    assert gpu_costs.path(parsed, None, "FADD") == [0, 1, 4, 5, 6, 7]
+    """)
+    assert len(gpu_costs.path(code)) == 6
+    assert gpu_costs.path(code, 0) == [0, 1, 2, 3, 6, 7]
+    assert gpu_costs.path(code, None, ["FADD"]) == [0, 1, 4, 5, 6, 7]
 
 
-def test_a_loop_counts_as_often_as_it_runs():
-    code = """
-        0000 MOV R0, RZ
-        0010 LDG.E.128 R4, desc[UR4][R2.64]
-        0020 FADD R1, R4, R5
-        0030 @P0 BRA 0x10
-        0040 EXIT
-    """
-    lines = [line.split(maxsplit=1) for line in code.strip().splitlines()]
-    parsed = [(int(place, 16), text) for place, text in lines]
-    found = gpu_costs.path(parsed)
-    assert found == [0, 1, 2, 3, 4]
-    assert gpu_costs.of_trips(parsed, found, "LDG", 10) == 2 + 10 * 3
+def test_a_path_is_that_of_a_thread_with_work_and_its_loops_count_as_often_as_they_run(
+    monkeypatch,
+):
+    code = parsed("""
+        0000 ISETP.GE.AND P0, PT, R0, R1, PT
+        0010 @P0 BRA 0x80
+        0020 LDG.E R2, desc[UR4][R4.64]
+        0030 FLO.U32 R3, R2
+        0040 @P1 BRA 0x30
+        0050 @P2 BRA 0x70
+        0060 STG.E desc[UR4][R6.64], R3
+        0070 @P3 BRA 0x20
+        0080 EXIT
+    """)
+    with pytest.raises(AssertionError, match="without work"):
+        gpu_costs.path(code)
+    found = gpu_costs.path(code, through=["FLO", "STG"])
+    assert found == [*range(9)]
+    assert gpu_costs.loop_of(code, found, "FLO") == range(3, 5)
+    monkeypatch.setitem(gpu_costs.OF_A_THREAD, "kernel", 4)
+    monkeypatch.setitem(gpu_costs.THROUGH, "kernel", ("FLO", "STG"))
+    monkeypatch.setitem(gpu_costs.TRIPS, "kernel", (("LDG", 10), ("FLO", 3)))
+    assert gpu_costs.of_a_value("kernel", code) == (3 + 10 * (4 + 3 * 2)) / 4
