@@ -102,11 +102,13 @@ TRIPS = {
     "entries_of_bins_i4_u4": (("SHFL.UP", 21), ("STS.U16", 12), ("LDS.U16", 6)),
 }
 # instructions of a path, in order: of few of a tile, of blocks of 256 values, of bins that
-# are held together (the largest of the last one) and have entries, of a whole tile of bins
+# are held together (the largest of the last one) and have entries, of a whole tile of bins,
+# of a thread that has a value
 THROUGH = {
     "largest_in_chunks_i4_u4": ("BAR.RED",),
     "mark_in_bins_u4": ("+0x4c]", "STG.E.64", "FLO"),
     "mean_of_bins_u4": ("+0x7c00]",),
+    "combine_f4_f4_f4": ("LDG", "STG"),
     "entries_of_bins_i4_u4": ("SHFL.UP", "STS.U16", "LDS.U16"),
     **{name: ("+0x100]",) for name in OF_A_THREAD if "quantise" in name},
 }

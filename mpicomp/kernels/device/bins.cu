@@ -313,8 +313,9 @@ __device__ inline void entries_of_bins(
     sum = warp_sum(sum);
     if (lane() == 0) shared.before[warp()] = sum;
     __syncthreads();
-    u64 at = 0;
-    for (int i = 0; i < WARPS; ++i) at += shared.before[i] + (i < warp() ? shares[shares_before + i] : 0);
+    sum = 0;
+    for (int i = 0; i < WARPS; ++i) sum += shared.before[i] + (i < warp() ? shares[shares_before + i] : 0);
+    positions += sum, found += sum;
     u16* const entries = shared.entries[warp()];
     for_share(rows, count, share, [&](int row, i64 bin, int bins) {
         const Bins own = rows[row];
@@ -334,13 +335,14 @@ __device__ inline void entries_of_bins(
                 entries[to++] = (u16)((mark.negative >> bit) << 15 | (offset + bit));
             }
             __syncwarp();
+#pragma unroll 1
             for (u32 i = lane(); i < all; i += 32) {
                 const u16 entry = entries[i];
-                positions[at + i] = (Index)(base + absolute(entry));
-                found[at + i] = (Key)(scale | (Key)is_negative(entry) << (8 * sizeof(Key) - 1));
+                positions[i] = (Index)(base + absolute(entry));
+                found[i] = (Key)(scale | (Key)is_negative(entry) << (8 * sizeof(Key) - 1));
             }
             __syncwarp();
-            at += all, word += by_words, place += by;
+            positions += all, found += all, word += by_words, place += by;
             if (word >= own.marks) word -= own.marks, place += own.bin - own.marks * 32;
         }
     });
@@ -363,7 +365,8 @@ IN_BINS(u4, u32, 4)
 IN_BINS(u8, u64, 3)
 
 #define ENTRIES_OF_BINS(index, Index, key, Key)                                                                     \
-    KERNEL entries_of_bins_##index##_##key(                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Index) == 4 ? 8 : 6)                               \
+        entries_of_bins_##index##_##key(                                                                            \
         const Bins* rows, i64 count, i64 share, const Mark* marks, const u32* shares, const Key* scales,            \
         Index* positions, Key* found) {                                                                             \
         entries_of_bins(rows, count, share, marks, shares, scales, positions, found);                               \
