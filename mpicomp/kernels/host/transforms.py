@@ -9,11 +9,12 @@ is written past the cache goes out while the next chunk is computed.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, address
+from mpicomp.arrays import Array, Dtype, address
 from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
 from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.instructions import (
@@ -73,7 +74,7 @@ def hadamard(
     given = as_writable(values) if is_wide else values.astype(np.float32)
     result = out if is_wide else given
     dense = np.empty(0, np.int32), given
-    how = _how(chunk, 1.0, result, result.nbytes >= long)
+    how = _how(chunk, 1.0, result, result.nbytes >= long and result is not given)
     kept = _room(result, 0, 0)
 
     def transform(start: int, end: int) -> None:
@@ -164,10 +165,15 @@ def signs(values: Array, *, threads: int | None = None) -> None:
 
 def _how(chunk: int, factor: float, out: Array, past: bool) -> tuple[Any, ...]:
     """Return chunk, scales by the logarithm of a chunk, a factor of the others, and whether stores bypass the cache."""
-    powers = np.arange(chunk.bit_length())
-    # exact for even powers
+    return chunk, _scales(out.dtype), out.dtype.type(factor), past
+
+
+@cache
+def _scales(dtype: Dtype) -> Array:
+    """Return 1 / sqrt(2**power), exact for even powers."""
+    powers = np.arange(64)
     scales = 0.5 ** (powers // 2) * np.where(powers % 2, np.sqrt(0.5), 1)
-    return chunk, scales.astype(out.dtype), out.dtype.type(factor), past
+    return scales.astype(dtype)
 
 
 def _room(out: Array, floor: int, most: int) -> tuple[Any, ...]:
@@ -188,7 +194,8 @@ def _hadamard(vector, entry, a, out, start, end, buffer, how, kept):  # type: ig
     """Transform chunks from `start` to `end`, as many together as stay in the nearest cache.
 
     They are written, or added to others, by whole words of `out`: what is left of one is
-    written with the next chunks. vector: indices and values; no indices for a dense one.
+    written with the next chunks. One that is not added, and stays in the cache, is
+    transformed in `out`. vector: indices and values; no indices for a dense one.
     entry: of a sparse one the first at or after `start`. a: the others, or empty.
 
     Returns the number of sums that are kept, and the floor: the mask once there were more
@@ -198,6 +205,7 @@ def _hadamard(vector, entry, a, out, start, end, buffer, how, kept):  # type: ig
     chunk, scales, factor, past = how
     floor, count = kept[0], np.uint64(0)
     is_dense, most, place = values.size > indices.size, larger(chunk, _ROOM), 0
+    is_written = is_dense and a.size == 0 and not past
     while 1 << place < chunk:
         place += 1
     close, left = WORD, np.int64(0)
@@ -210,6 +218,8 @@ def _hadamard(vector, entry, a, out, start, end, buffer, how, kept):  # type: ig
                 buffer[i] = buffer[close - WORD + i]
             close = WORD
         group = view(buffer, close, close + size)
+        if is_written:
+            group = view(out, start, start + size)
         given = group
         if is_dense:
             given = view(values, start, end)
@@ -220,6 +230,9 @@ def _hadamard(vector, entry, a, out, start, end, buffer, how, kept):  # type: ig
         else:
             entry = _spread(indices, values, entry, start, group)
         _transform(given, group, is_dense, chunk, scales[place])
+        if is_written:
+            start += size
+            continue
         first, low = start - left, close - left
         start, close = start + size, close + size
         ready = start - first
