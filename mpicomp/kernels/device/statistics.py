@@ -54,7 +54,7 @@ def magnitudes_in_segments(
     rows[1:, 3] = np.where(tiles > 1, tiles, 0).cumsum()
     found = cupy.asarray(rows)
     rounds = LLOYD_ROUNDS if two else 0
-    _, _, total, several, *_ = rows[-1].tolist()
+    total, several = rows[-1, 2:4].tolist()
     if total:
         sums = cupy.empty((total, SUMS))
         args = values, found, tiles.size, rounds, sums
