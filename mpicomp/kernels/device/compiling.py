@@ -128,6 +128,29 @@ def zeros(*sizes: int) -> tuple[Array, list[int]]:
     return whole, [first + 8 * before for before in accumulate(sizes[:-1], initial=0)]
 
 
+def upload(array: np.ndarray[Any, Any]) -> Array:
+    """Return a copy on the device, from memory that is not pinned: half the host's time of `cupy.asarray`."""
+    copy = cupy.empty(array.shape, array.dtype)
+    copy.set(array, cupy.cuda.get_current_stream())
+    return copy
+
+
+def table_on_device(rows: np.ndarray[Any, Any]) -> Array:
+    """Return integers on the device, those of an earlier call if they were the same; it is not to be written to."""
+    return _uploaded(_stream(), rows.shape, rows.dtype, rows.tobytes())
+
+
+@lru_cache(maxsize=64)
+def _uploaded(stream: Any, shape: Any, dtype: Any, content: bytes) -> Array:
+    """Return integers of the host. stream: on which they are complete for what follows."""
+    return upload(np.frombuffer(content, dtype).reshape(shape))
+
+
+def _stream() -> tuple[int, int, int]:
+    """Return what names the current stream: a device, a stream's address, and a thread, as each has a default one."""
+    return runtime.getDevice(), cupy.cuda.get_current_stream().ptr, get_ident()
+
+
 def in_tiles(size: Any, tile: Any) -> Any:
     """Return how many tiles it takes to cover `size` items: an integer, or an array of them."""
     return -(-size // tile)
@@ -145,9 +168,8 @@ def segments_of(
         return (None, 0, parts[0], parts[0].size), in_tiles(parts[0].size, block)
     sizes = sizes_of(parts)
     known = tuple(addresses([*chain(parts, *others)]))
-    stream = runtime.getDevice(), cupy.cuda.get_current_stream().ptr, get_ident()
-    table = _table(stream, block, sizes, known)
-    return (table, len(parts), None, 0), first_blocks(sizes, block)[-1]
+    rows = _table(_stream(), block, sizes, known)
+    return (rows, len(parts), None, 0), first_blocks(sizes, block)[-1]
 
 
 # most steps pass arrays at the places of the step before
@@ -158,4 +180,4 @@ def _table(stream: Any, block: int, sizes: Any, known: Any) -> Array:
     stream: on which it is complete for what follows.
     """
     firsts, edges = places(sizes, block)
-    return cupy.asarray(np.concatenate([firsts, edges, np.array(known, np.int64)]))
+    return upload(np.concatenate([firsts, edges, np.array(known, np.int64)]))

@@ -13,6 +13,7 @@ from mpicomp.kernels.device.compiling import (
     Array,
     in_tiles,
     launch,
+    upload,
     zeros,
 )
 from mpicomp.kernels.device.segments import (
@@ -125,7 +126,7 @@ def _fitted(
         _SAID, count + 1, count + 1, 2 * count, count, 1, int(tiles[-1])
     )
     floors = keys_above(plans["start"], form.floating).astype(np.uint64)
-    indices, keys = candidates.compacted(cupy.asarray(floors), most, starts)
+    indices, keys = candidates.compacted(upload(floors), most, starts)
     sums = cupy.empty(SUMS * int(blocks[-1]))
     limits = cupy.empty(count, np.uint64)
     fitting = rows, count, starts, int(pareto), sums, done, fits

@@ -211,6 +211,21 @@ __device__ inline void combine(const A* a, u64 factor, i64 operation, const B* b
     narrow(widened(result), out[place]);
 }
 
+// Write `factor` times a vector, plus or minus its segments' values, to `out`: a block of threads for each CLEARED values
+// of one.
+template <typename Value>
+__device__ inline void add_segments(
+    const Value* a, u64 factor, i64 sign, const Segments<const Value>& parts, i64 blocks, Value* out) {
+    typedef typename Format<Value>::Wide Wide;
+    const Block<const Value> part = find_block(parts, (i64)blockIdx.x, blocks, LOG_CLEARED);
+    for (int i = threadIdx.x; i < part.size; i += THREADS) {
+        Value scaled = a[part.place + i];
+        narrow(widened(scaled) * (Wide)number_of(factor), scaled);
+        const Wide left = widened(scaled), right = widened(part.values[i]);
+        narrow(sign > 0 ? left + right : left - right, out[part.place + i]);
+    }
+}
+
 // Add to dense[indices], which are unique, or subtract; the sum is rounded once to the format of `dense`.
 template <typename Dense, typename Index, typename Value>
 __device__ inline void scatter_add(Dense* dense, const Index* indices, const Value* values, i64 size, i64 sign) {
@@ -321,3 +336,14 @@ COMBINE_WITH(f8, double)
 CLEARING(u2, u16)
 CLEARING(u4, u32)
 CLEARING(u8, u64)
+
+#define ADDING(value, Value)                                                                                        \
+    KERNEL add_segments_##value(                                                                                    \
+        const Value* a, u64 factor, i64 sign, const i64* table, i64 rows, const Value* only, i64 length,            \
+        i64 blocks, Value* out) {                                                                                   \
+        add_segments(a, factor, sign, Segments<const Value>{table, rows, only, length}, blocks, out);               \
+    }
+
+ADDING(f2, Half)
+ADDING(f4, Single)
+ADDING(f8, double)

@@ -18,13 +18,14 @@ from mpicomp.kernels.device.compiling import (
     in_tiles,
     launch,
     segments_of,
+    table_on_device,
     zeros,
 )
 from mpicomp.kernels.host.bits import FORMATS
 
 _MERGED = 4 * THREADS  # entries that a block merges
 _PACKED = 4 * THREADS
-_CLEARED = 4096  # values that a block clears
+_CLEARED = 4096  # values of a segment that a block clears, or adds to
 _OPERATORS = "+-*/"
 _SAID = 3  # words of `Said`
 
@@ -162,7 +163,17 @@ def add(a: Array, b: Array, out: Array) -> None:
 def add_parts(
     a: Array, scale: float, parts: Sequence[Array], out: Array, *, sign: int = 1
 ) -> None:
-    """Write ``scale * a + sign * b`` to `out`, as `mpicomp.kernels.host.add_parts` does; a launch for each part."""
+    """Write ``scale * a + sign * b`` to `out`, as `mpicomp.kernels.host.add_parts` does.
+
+    One launch for parts of the dtype of `a` and `out`, else one for each.
+    """
+    if {part.dtype for part in parts} == {a.dtype} == {out.dtype}:
+        segments, blocks = segments_of(parts, (), _CLEARED)
+        factor = np.float64(a.dtype.type(scale)).view(np.uint64)
+        if blocks:
+            args = a, factor, sign, *segments, blocks, out
+            launch("add_segments", [a.dtype], blocks, *args)
+        return
     end = 0
     for part in parts:
         place = slice(end, end := end + part.size)
@@ -245,7 +256,7 @@ def _added(
 ) -> tuple[Array, Array]:
     """Return the sum of vectors whose entries are concatenated in `together` and `values`."""
     size, dtypes = together.size, [together.dtype, values.dtype]
-    starts = cupy.asarray(np.cumsum([0, *(each.size for each in indices)]))
+    starts = table_on_device(np.cumsum([0, *(each.size for each in indices)]))
     order, sums = (
         cupy.full(size, -1, together.dtype),
         cupy.empty(size, np.promote_types(values.dtype, np.float32)),

@@ -23,6 +23,8 @@ from mpicomp.kernels.device.compiling import (
     Array,
     in_tiles,
     launch,
+    table_on_device,
+    upload,
     zeros,
 )
 from mpicomp.kernels.device.merging import divide
@@ -250,7 +252,7 @@ def _in_chunks(
         vector.source,
         vector.factor,
         vector.out,
-        cupy.asarray(rows),
+        table_on_device(rows),
         addends.size,
         *vector.limits,
         wanted,
@@ -270,7 +272,7 @@ def _without_zeros(positions: Array, kept: Array, room: Column, bad: int) -> _Ch
     """Return entries without those of value zero, in the place of which a chunk has no entry."""
     form = FORMATS[kept.dtype]
     (filled,) = kept.view(form.keys).nonzero()
-    starts = cupy.searchsorted(filled, cupy.asarray(room)).get()
+    starts = cupy.searchsorted(filled, table_on_device(room)).get()
     positions = positions[filled]
     ends = positions[:: max(1, positions.size - 1)].get().tolist() or [0]
     return positions, kept[filled], starts, [bad, ends[0], ends[-1]]
@@ -398,7 +400,7 @@ def _select(
         args = vector.source, vector.factor, rows, mask, width, thresholds
         launch("sample_floors", [keys], count, *args, threads=_SAMPLERS)
     most = int(room.sum())
-    least = thresholds if floors is None else cupy.asarray(floors)
+    least = thresholds if floors is None else upload(floors)
     found = candidates.compacted(least, most, starts, rows)
     entries = int(k.sum())
     positions = cupy.empty(entries, candidates.index_dtype)
@@ -439,7 +441,7 @@ def rows_of(*columns: Column) -> Column:
 
 def table_of(*columns: Column) -> Array:
     """Return `rows_of` columns on the device."""
-    return cupy.asarray(rows_of(*columns))
+    return table_on_device(rows_of(*columns))
 
 
 @lru_cache(maxsize=64)

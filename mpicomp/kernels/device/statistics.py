@@ -12,6 +12,8 @@ from mpicomp.kernels.device.compiling import (
     Array,
     in_tiles,
     launch,
+    table_on_device,
+    upload,
 )
 from mpicomp.kernels.host.bits import FORMATS
 from mpicomp.kernels.host.statistics import LLOYD_ROUNDS, Sides, added_sides
@@ -52,7 +54,7 @@ def magnitudes_in_segments(
     rows[:-1, 1] = edges[1:]
     rows[1:, 2] = tiles.cumsum()
     rows[1:, 3] = np.where(tiles > 1, tiles, 0).cumsum()
-    found = cupy.asarray(rows)
+    found = upload(rows)
     rounds = LLOYD_ROUNDS if two else 0
     total, several = rows[-1, 2:4].tolist()
     if total:
@@ -73,8 +75,8 @@ def with_magnitudes(
     form = FORMATS[values.dtype]
     signed = cupy.empty_like(values)
     if values.size:
-        edges = cupy.asarray(np.asarray(bounds, np.int64))
-        given = cupy.asarray(np.ascontiguousarray(rows).view(form.keys))
+        edges = table_on_device(np.array(bounds, np.int64))
+        given = upload(np.ascontiguousarray(rows).view(form.keys))
         blocks = min(MOST_BLOCKS, in_tiles(values.size, THREADS))
         args = values.view(form.keys), edges, len(rows), given, form.mask
         launch("with_magnitudes", [form.keys], blocks, *args, signed.view(form.keys))
