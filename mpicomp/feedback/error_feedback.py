@@ -188,5 +188,10 @@ class InPlaceErrorFeedback(ErrorFeedback):
 
 def _is_small(values: Array) -> bool:
     """Return whether a finite number plus any of these is finite: they are below half the last place of the largest."""
-    limits = np.finfo(values.dtype)
-    return not values.size or bool(np.abs(values).max() < limits.max * limits.eps / 4)
+    limits, keys = np.finfo(values.dtype), np.dtype(f"u{values.itemsize}")
+    limit = (limits.max * limits.eps / 4).view(keys)
+    magnitude = (1 << (8 * values.itemsize - 1)) - 1
+    are_small: bool = kernels_for(values).all_below(
+        values.view(keys), int(limit), magnitude
+    )
+    return are_small

@@ -35,9 +35,9 @@ def first_not_finite(values: Array) -> int:
     return _first_reaching(values.view(form.keys), form.mask, form.infinity)
 
 
-def all_below(numbers: Array, limit: int) -> bool:
-    """Return whether all of a vector's unsigned integers are below a limit, by one launch."""
-    return _first_reaching(numbers, -1, limit) < 0
+def all_below(numbers: Array, limit: int, mask: int | None = None) -> bool:
+    """Return whether all of a vector's unsigned integers are below a limit, as the host's does, by one launch."""
+    return _first_reaching(numbers, -1 if mask is None else mask, limit) < 0
 
 
 def _first_reaching(bits: Array, mask: int, floor: int) -> int:

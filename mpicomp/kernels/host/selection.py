@@ -142,9 +142,10 @@ def first_not_finite(values: Array, threads: int | None = None) -> int:
     )
 
 
-def all_below(numbers: Array, limit: int) -> bool:
-    """Return whether all of a vector's unsigned integers are below a limit."""
-    return bool((numbers < limit).all())
+def all_below(numbers: Array, limit: int, mask: int | None = None) -> bool:
+    """Return whether all of a vector's unsigned integers are below a limit. mask: the bits of them that count."""
+    kept = numbers if mask is None else numbers & numbers.dtype.type(mask)
+    return bool((kept < limit).all())
 
 
 def joined(parts: Sequence[Found]) -> Found:
