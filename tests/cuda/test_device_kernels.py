@@ -12,6 +12,8 @@ import pytest
 from devices import real_cupy
 from emulator import SCHEDULES, VARIABLE
 
+from mpicomp.kernels.host.bits import FORMATS
+
 
 @pytest.fixture
 def device(cupy):
@@ -103,6 +105,16 @@ def test_a_sample_serves_ordinary_data(cupy, device, monkeypatch):
     assert len(selections) == 3
     comparisons.compare(device, cupy, "largest", np.ones_like(values), k)
     assert len(selections) == 5, "one that misled is repeated"
+
+
+def test_blocks_share_the_candidates_of_few_segments(device):
+    form = FORMATS[np.dtype(np.float32)]
+    jobs, words = device.segments._jobs(np.array([2 * 8192, 2 * 8192 + 1]), form)
+    assert jobs.tolist() == [1, 3 * 4]
+    assert words.tolist() == [0, 3 * 2049 + 2 * 3]
+    jobs, words = device.segments._jobs(np.full(200, 40_000), form)
+    assert jobs.max() == 1
+    assert not words.any(), "counts would take more memory than candidates"
 
 
 def test_the_names_are_those_of_the_host(device):
