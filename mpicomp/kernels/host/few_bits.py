@@ -65,7 +65,7 @@ from mpicomp.kernels.host.lanes import (
 from mpicomp.kernels.host.streaming import (
     LONG,
     addresses,
-    put,
+    put_after,
 )
 from mpicomp.threads import in_pieces, number_of_pieces
 
@@ -246,14 +246,14 @@ def _rounds(bits: int) -> int | None:
 
 
 def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-    """Return buffers: values of a group of blocks and a line; errors of a group; -0.0 and fields of a block.
+    """Return buffers: values of a group of blocks and a line; errors of a line and a group; -0.0 and fields of a block.
 
     And four arrays with a number for each block of a group: the largest magnitude, the
     two scales, the sum of magnitudes. -0.0 changes no value that is added to it.
     """
     group = max(block, _ROOM)
     line = LINE // dtype.itemsize
-    sizes = group + line, group, block, *[group // block] * 4
+    sizes = group + line, line + group, block, *[group // block] * 4
     edges = [0, *accumulate(sizes)]
     values, errors, nothing, *numbers = views_between(
         _from_a_line(edges[-1], dtype), edges
@@ -355,6 +355,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
         low, high = larger(first, blocks[row]), smaller(last, blocks[row + 1])
+        kept = np.int64(0)  # errors of a line that the next group completes
         for number in range(low, high, group):
             begin = (number - blocks[row]) * block
             size = smaller(
@@ -373,15 +374,16 @@ def _quantise(  # type: ignore[no-untyped-def]
                 part,
                 begin,
                 size,
-                rejected,
                 coded,
                 codes,
                 work,
                 sizes,
                 offset,
-                past,
                 rounds,
             )
+            into = view(rejected, at - kept, at + size)
+            rest = number + group < high
+            kept = into.size - put_after(kept, work[1], size, into, past, rest)
 
 
 @single
@@ -455,13 +457,11 @@ def _to_codes(  # type: ignore[no-untyped-def]
     part,
     begin,
     size,
-    rejected,
     number,
     codes,
     work,
     sizes,
     offset,
-    past,
     rounds,
 ):
     """Write the codes of the blocks in the buffer, and the errors; of a block that is not finite the values."""
@@ -469,7 +469,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
     room, errors, _, fields, _, low, high, _ = work
     real = room.dtype.type
     a, step, decay, scale = own
-    group = larger(block, _ROOM)
+    group, line = larger(block, _ROOM), LINE // room.itemsize
     for i in range((size + block - 1) // block):
         start = i * block
         # of the next group, while this one is computed
@@ -487,7 +487,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
                 room,
                 start,
                 errors,
-                start,
+                line + start,
                 fields,
                 0,
                 inverse,
@@ -504,7 +504,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
                 room,
                 start,
                 errors,
-                start,
+                line + start,
                 fields,
                 0,
                 threshold,
@@ -520,11 +520,10 @@ def _to_codes(  # type: ignore[no-untyped-def]
                 part,
                 begin + start,
                 errors,
-                start,
+                line + start,
                 decay,
                 scale,
             )
-    put(view(errors, 0, size), view(rejected, at, at + size), past, 0)
 
 
 @single
@@ -570,6 +569,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
     """
     edges, blocks, parts = layout
     block, values, nothing = sizes[1], work[0], work[2]
+    line = LINE // values.itemsize
     divisor, factor = over
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
@@ -578,27 +578,28 @@ def _dequantise(  # type: ignore[no-untyped-def]
             continue
         out = array_at(values, parts[row], length)
         done, kept, start = (low - blocks[row]) * block, np.int64(0), np.int64(0)
+        place = line
         for number in range(low, high):
             i = number - sizes[4]
-            base, place = (nothing, start), (values, kept, block)
-            _decode(codes, scales, i, base, place, work, sizes, rounds)
+            base, room = (nothing, start), (values, place, block)
+            _decode(codes, scales, i, base, room, work, sizes, rounds)
             if factor == 0:
-                _over(block, values, kept, values, kept, divisor)
+                _over(block, values, place, values, place, divisor)
             elif factor != 1:
-                _scaled(block, values, kept, values, kept, factor)
-            some = smaller(block, length - done - kept)
+                _scaled(block, values, place, values, place, factor)
+            at = done + kept + place - line
+            some = smaller(block, length - at)
             if moved[0].size > 0:
                 base = array_at(values, moved[0][row], length)
-                at = done + kept
-                _move(some, values, kept, base, at, base, at, values, kept, moved[1])
-            kept += some
-            if kept + block > values.size or number == high - 1:
-                is_last = number == high - 1
-                rest = 0 if is_last else block
-                into = view(out, done, length)
-                count = put(view(values, 0, kept), into, past, rest)
+                _move(some, values, place, base, at, base, at, values, place, moved[1])
+            place += some
+            is_last = number == high - 1
+            if is_last or place + block > values.size:
+                into = view(out, done, at + some)
+                count = put_after(kept, values, place - line, into, past, not is_last)
                 done += count
-                kept -= count
+                kept = into.size - count
+                place = line
 
 
 @single
@@ -665,8 +666,9 @@ def _sum_up_to(i, block, work, threshold, share):  # type: ignore[no-untyped-def
     """Return what the function of instructions does for a block in the buffer, of any size."""
     room, errors = work[0], work[1]
     first = i * block
+    line = LINE // room.itemsize
     if block < SUMMED:
         for j in range(SUMMED):
-            errors[j] = room[first + j] if j < block else 0
-        return sum_up_to(errors, 0, SUMMED, threshold, share)
+            errors[line + j] = room[first + j] if j < block else 0
+        return sum_up_to(errors, line, SUMMED, threshold, share)
     return sum_up_to(room, first, block, threshold, share)

@@ -161,8 +161,7 @@ def values_before_line(out):  # type: ignore[no-untyped-def]
 def put(values, out, past, rest):  # type: ignore[no-untyped-def]
     """Write values of a buffer to `out`, and return how many; `past` the cache whole lines.
 
-    rest: 0 writes all; with another number the values of a last line that is not whole
-    move to the front.
+    rest: 0 writes all; with another number a last line that is not whole is left out.
     """
     step, head, size = LINE // out.itemsize, values.size, values.size
     if past:
@@ -172,13 +171,27 @@ def put(values, out, past, rest):  # type: ignore[no-untyped-def]
         out[j] = values[j]
     for j in range(head, end, step):
         store_line(values, j, out, j)
-    if rest == 0:
-        for j in range(end, size):
-            out[j] = values[j]
-        return size
+    if rest != 0:
+        return end
     for j in range(end, size):
-        values[j - end] = values[j]
-    return end
+        out[j] = values[j]
+    return size
+
+
+@single
+def put_after(kept, buffer, size, out, past, rest):  # type: ignore[no-untyped-def]
+    """Write to `out` the kept values at the end of a buffer's first line, and `size` behind that; return how many.
+
+    rest: as of `put`; what is left out moves to the end of the first line, for the next
+    call: so what is computed into the buffer begins at a line, wherever `out` does.
+    """
+    line = LINE // out.itemsize
+    values = view(buffer, line - kept, line + size)
+    count = put(values, out, past, rest)
+    left = values.size - count
+    for j in range(left):
+        buffer[line - left + j] = buffer[line + size - left + j]
+    return count
 
 
 @jit
