@@ -91,7 +91,8 @@ test-torch:
 	.venv-torch/bin/python -m pip install --quiet $(TORCH)
 	.venv-torch/bin/python -m pip install --quiet accelerate jax optax pytorch-lightning
 	PATH="$(abspath .venv-torch)/bin:$$PATH" python -m pytest tests/pytorch tests/test_arrays.py tests/test_outer.py \
-	  tests/test_examples.py tests/test_docstrings.py -q -k "scripts or launch or torch_ or jax"
+	  tests/test_exchange_arguments.py tests/test_examples.py tests/test_docstrings.py -q \
+	  -k "scripts or launch or torch_ or jax"
 	for size in 2 4; do PATH="$(abspath .venv-torch)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-torch \
 	  tests/launch.sh $$size tests/pytorch -q || exit 1; done
 	PATH="$(abspath .venv-torch)/bin:$$PATH" MPICOMP_CHECK=1 tests/launch.sh 2 tests/pytorch -q

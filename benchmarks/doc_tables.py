@@ -3,7 +3,7 @@
     benchmarks/tables.sh exchange docs/results && MPI=impi-rt benchmarks/tables.sh exchange docs/results
     benchmarks/tables.sh choice docs/results
     benchmarks/tables.sh steps docs/results
-    benchmarks/tables.sh few_bits docs/results
+    benchmarks/tables.sh few_bits docs/results                                            # with PyTorch installed
     python benchmarks/threads.py --json docs/results/threads.json
     mpirun -n 4 python -m mpi4py benchmarks/few_bits.py --json docs/results/quantised-4.json             # and on 2
     python benchmarks/cold.py --json docs/results/cold.json
@@ -158,6 +158,23 @@ def few_bits() -> list[str]:
             cell = f"{copies:.2f}, {step['speedup']:.2f}x"
             rows.setdefault(f"`{step['name']}`", []).append(cell)
     return table(["25e6 float32", *files], [[name, *own] for name, own in rows.items()])
+
+
+def by_name() -> list[str]:
+    """Return the table of whole steps of a model's tensors, and in DDP's hook, over those of one vector."""
+    files = {
+        "P = 1": "few-bits-1-by-name",
+        "P = 1, PyTorch in huge pages": "few-bits-1-by-name-huge",
+        "P = 2": "few-bits-2-by-name",
+        "P = 4": "few-bits-4-by-name",
+    }
+    rows: dict[str, list[str]] = {}
+    for file in files.values():
+        for row in loaded(file)["rows"]:
+            cell = f"{1e3 * row['seconds']:.1f} ms, {row['over']:.2f}"
+            rows.setdefault(row["name"], []).append(cell)
+    heads = ["25e6 float32, 4 bits", *files]
+    return table(heads, [[name, *cells] for name, cells in rows.items()])
 
 
 def gains() -> list[str]:
@@ -534,6 +551,7 @@ TABLES = {
         "threads": threads,
         "cold": lambda: first_steps(loaded("cold")["rows"]),
         "few_bits": few_bits,
+        "by_name": by_name,
         "parts": parts,
         "choice": choice,
         "short": short,

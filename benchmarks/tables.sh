@@ -8,9 +8,10 @@
 #   crossing  exact sums whose long messages cross between two ranks                        (root; 3 minutes)
 #   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
 #   steps     a whole step with each compressor, one vector and 54 tensors, on one rank     (2 minutes)
-#   few_bits  a whole step in few bits beside a copy and MPI's sum, on 1, 2 and 4 ranks; as on a processor with AVX2
-#                                                                                           (3 minutes)
-#   machine   without links: exchange, steps, few_bits, threads, kernels                    (20 minutes)
+#   few_bits  a whole step in few bits beside a copy and MPI's sum, on 1, 2 and 4 ranks; as on a processor with AVX2;
+#             and by_name, where PyTorch is installed                                       (5 minutes)
+#   by_name   a step of 54 tensors in 4 bits beside one vector, also in DDP's hook: needs PyTorch (2 minutes)
+#   machine   without links: exchange, steps, few_bits, threads, kernels                    (22 minutes)
 #   all       links, bytes, crossing and machine
 #
 # The output is shown, and written to FOLDER (build/tables), with JSON where a command has it. Hosts with slow links need
@@ -108,6 +109,18 @@ few_bits() {
     NUMBA_CACHE_DIR=$out/avx2 keep few-bits-avx2 mpirun -n 1 mpicomp bench exchange --methods $methods \
     --repeats "${REPEATS:-15}" --json "$out/few-bits-avx2.json"
   rm -rf "$out/avx2"
+  if python -c "import torch" 2> /dev/null; then by_name; fi
+}
+
+by_name() {
+  local name command=(python -m mpi4py "$here/few_bits.py" --hook wide-gpt --repeats "${REPEATS:-25}")
+  export MPICOMP_THREADS=1
+  for size in 1 2 4; do
+    name=few-bits-$size-by-name
+    keep "$name" mpirun -n $size "${command[@]}" --json "$out/$name.json"
+  done
+  name=few-bits-1-by-name-huge
+  THP_MEM_ALLOC_ENABLE=1 keep "$name" mpirun -n 1 "${command[@]}" --json "$out/$name.json"
 }
 
 machine() {
@@ -119,7 +132,7 @@ machine() {
 }
 
 case $table in
-  links | bytes | choice | short | crossing | exchange | steps | few_bits | machine) tables=$table ;;
+  links | bytes | choice | short | crossing | exchange | steps | few_bits | by_name | machine) tables=$table ;;
   all) tables="links bytes crossing machine" ;;
   *) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; [ "$table" = help ]; exit ;;
 esac

@@ -171,7 +171,7 @@ def test_sparse_tensors_are_refused_with_the_remedy(library):
 
 
 def test_torch_tensors_in_host_memory_are_converted_by_their_own_method(monkeypatch):
-    """A step of 54 tensors converts 162: DLPack's protocol takes five times as long."""
+    """A step of 54 tensors converts 108: DLPack's protocol takes five times as long."""
     torch = pytest.importorskip("torch")
     tensor = torch.arange(3.0, requires_grad=True)
     odd = torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2) * 1j

@@ -105,7 +105,7 @@ def calls_of_a_step(library, count):
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_a_step_in_host_memory_calls_no_function_for_each_tensor(library):
+def test_a_step_of_numpy_or_torch_calls_no_function_for_each_tensor(library):
     """Those took a tenth of a step of 54 tensors: a kernel leaves little of Python in the cache."""
     few, many = (len(calls_of_a_step(library, count)) for count in (54, 160))
     assert 100 < many <= few

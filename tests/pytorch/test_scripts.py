@@ -1,5 +1,6 @@
 """Scripts with PyTorch, in processes of their own: the page's, with and without compression, and one under torchrun."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -287,3 +288,16 @@ def test_an_error_that_is_not_caught_ends_the_job_without_a_deadline(
     assert done.returncode != 0
     words = "replaced are" if case == "replaced" else "MemoryError: no room"
     assert words in done.stderr
+
+
+def test_steps_by_name_and_in_ddp_are_timed_beside_those_of_one_vector(tmp_path):
+    script = ROOT / "benchmarks" / "few_bits.py"
+    options = ["--hook", "gpt", "--repeats", "1", "--json", "rows.json"]
+    done = run([*MPIRUN[:-1], str(script), *options], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "rows.json").read_text())
+    rows = {row["name"]: row["seconds"] for row in found["rows"]}
+    assert len(rows) == len(done.stdout.splitlines()) - 1 == 7
+    hook = rows["DDP, 4 bits in its hook"] - rows["DDP, its hook empty"]
+    assert rows["the hook: DDP with it, less DDP"] == pytest.approx(hook)
+    assert found["ranks"] == 2
