@@ -162,7 +162,9 @@ def compiler() -> str:
 
 
 def _understood(options: Sequence[str]) -> list[str]:
-    return [option for option in options if option.startswith(("-D", "-O"))]
+    """Return the options that apply, but for those that leave out kernels: g++ is quick, and a program more is not."""
+    found = [option for option in options if option.startswith(("-D", "-O"))]
+    return [option for option in found if "ITEMSIZE" not in option]
 
 
 def _word(arg: Any) -> int:

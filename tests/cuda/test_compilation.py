@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections import defaultdict
 
 import pytest
 from compilers import available, instructions, nvrtc_libraries, spills
@@ -42,6 +43,31 @@ def test_no_instruction_takes_a_subnormal_number_for_zero():
     assert ".ftz" in instructions(careless), (
         "as CuPy compiles, an operator of float does"
     )
+
+
+@pytest.mark.skipif(
+    not nvrtc_libraries(), reason="the wheel nvidia-cuda-nvrtc is not installed"
+)
+@pytest.mark.slow
+def test_every_kernel_is_in_the_module_in_which_it_is_looked_for():
+    cupy_for_tests()
+    compiling = importlib.import_module("mpicomp.kernels.device.compiling")
+    modules = defaultdict(set)
+    for name in entries(compiling.source()):
+        modules[compiling.module_of(name)].add(name)
+    assert len(modules) > 20
+    for (file, itemsize, index_itemsize), names in modules.items():
+        sizes = (
+            f"#define ITEMSIZE {itemsize}\n#define INDEX_ITEMSIZE {index_itemsize}\n"
+        )
+        found = entries(sizes + compiling.source(kernels_of=file))
+        assert names <= found
+        assert len(found) < 40
+
+
+def entries(source):
+    """Return the names of the kernels of CUDA source."""
+    return set(re.findall(r"\.entry (\w+)", instructions(source)))
 
 
 def test_spills_are_seen():

@@ -348,6 +348,8 @@ __device__ inline void entries_of_bins(
     });
 }
 
+// Kernels
+
 #define IN_BINS(key, Key, blocks)                                                                                   \
     extern "C" __global__ void __launch_bounds__(THREADS, blocks) mark_in_bins_##key(                               \
         const Key* values, u64 factor, Key* out, const Bins* rows, i64 count, i64 share, Key* largest, Mark* marks, \
@@ -360,9 +362,9 @@ __device__ inline void entries_of_bins(
         mean_of_bins(values, rows, count, mask, largest, marks, share, shares, sums, arrived, scales, selected,     \
                      said);                                                                                         \
     }
-IN_BINS(u2, u16, 4)
-IN_BINS(u4, u32, 4)
-IN_BINS(u8, u64, 3)
+IF_2(IN_BINS(u2, u16, 4))
+IF_4(IN_BINS(u4, u32, 4))
+IF_8(IN_BINS(u8, u64, 3))
 
 #define ENTRIES_OF_BINS(index, Index, key, Key)                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Index) == 4 ? 8 : 6)                               \

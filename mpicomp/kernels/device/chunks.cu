@@ -207,6 +207,8 @@ __device__ inline void largest_in_chunks(
     if (threadIdx.x == 0 && (u32)chosen < wanted) atomicAdd(missing, (u64)(wanted - (u32)chosen));
 }
 
+// Kernels
+
 #define LARGEST_IN_CHUNKS(name, threads, blocks, Index, Key)                                                        \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(                                             \
         const Key* values, u64 factor, Key* out, const Chunks* rows, i64 count, u64 mask, u64 width, u64 infinity,  \

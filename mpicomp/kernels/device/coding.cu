@@ -80,6 +80,8 @@ __device__ inline void from_offsets(const u8* bytes, u64 mask, u64 sign, u64 lea
     values[i] = (Key)(magnitude | (field >> width & 1) << sign);
 }
 
+// Kernels
+
 #define CODING(index, Index)                                                                                     \
     KERNEL to_bitmap_##index(const Index* indices, i64 size, i64 first, u64* words) {                               \
         to_bitmap(indices, size, first, words);                                                                     \
@@ -107,8 +109,8 @@ __device__ inline void from_offsets(const u8* bytes, u64 mask, u64 sign, u64 lea
         });                                                                                                         \
     }
 
-CODING(i4, i32)
-CODING(i8, i64)
+IF_I4(CODING(i4, i32))
+IF_I8(CODING(i8, i64))
 
 #define OFFSETS(key, Key)                                                                                           \
     KERNEL to_offsets_##key(                                                                                        \
@@ -120,6 +122,6 @@ CODING(i8, i64)
         from_offsets(bytes, mask, sign, least, width, values, size);                                                \
     }
 
-OFFSETS(u2, u16)
-OFFSETS(u4, u32)
-OFFSETS(u8, u64)
+IF_2(OFFSETS(u2, u16))
+IF_4(OFFSETS(u4, u32))
+IF_8(OFFSETS(u8, u64))

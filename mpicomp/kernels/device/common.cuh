@@ -13,6 +13,34 @@ typedef long long i64;
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 
+// A module has the kernels of all formats of numbers and indices, or those of the ones with so many bytes: to compile all
+// takes long.
+#if !defined(ITEMSIZE) || ITEMSIZE == 2
+#define IF_2(...) __VA_ARGS__
+#else
+#define IF_2(...)
+#endif
+#if !defined(ITEMSIZE) || ITEMSIZE == 4
+#define IF_4(...) __VA_ARGS__
+#else
+#define IF_4(...)
+#endif
+#if !defined(ITEMSIZE) || ITEMSIZE == 8
+#define IF_8(...) __VA_ARGS__
+#else
+#define IF_8(...)
+#endif
+#if !defined(INDEX_ITEMSIZE) || INDEX_ITEMSIZE == 4
+#define IF_I4(...) __VA_ARGS__
+#else
+#define IF_I4(...)
+#endif
+#if !defined(INDEX_ITEMSIZE) || INDEX_ITEMSIZE == 8
+#define IF_I8(...) __VA_ARGS__
+#else
+#define IF_I8(...)
+#endif
+
 #ifndef SHARED
 #define SHARED(type, name) __shared__ type name
 #endif

@@ -1,5 +1,6 @@
-"""The CUDA source as one module, compiled at its first use on a device and cached on disk by CuPy, and its launches."""
+"""Modules of the CUDA source, each of a file and a format, compiled at the first use and cached by CuPy; launches."""
 
+import re
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_uint64
 from functools import cache, lru_cache
@@ -38,27 +39,58 @@ THREADS = 256
 # of a kernel whose blocks process several tiles each: a few for each multiprocessor
 MOST_BLOCKS = 1024
 _ALL_BITS = (1 << 64) - 1
+_KERNELS = "// Kernels\n"  # behind it a file has what its templates are compiled for
 _MOST = 24  # arguments of a kernel
 
 
-def source(files: Sequence[str] = FILES) -> str:
-    """Return the text of CUDA files as one: CuPy's cache of compiled code ignores changes of included files."""
+def source(files: Sequence[str] = FILES, kernels_of: str | None = None) -> str:
+    """Return the text of CUDA files as one: CuPy's cache of compiled code ignores changes of included files.
+
+    kernels_of: the file whose kernels are wanted, with what it needs of the others; by default all.
+    """
     folder = Path(__file__).parent
-    texts = ((name, (folder / name).read_text()) for name in files)
-    return "".join(f'#line 1 "{name}"\n{text}' for name, text in texts).replace(
-        '#include "common.cuh"\n', "\n"
-    )
+    texts = []
+    for name in files:
+        text = (folder / name).read_text()
+        if kernels_of not in (None, name):
+            text = text.partition(_KERNELS)[0]
+        texts.append(f'#line 1 "{name}"\n{text}')
+        if name == kernels_of:
+            break
+    return "".join(texts).replace('#include "common.cuh"\n', "\n")
+
+
+def module_of(name: str) -> tuple[str, int, int]:
+    """Return the file of a kernel, and the bytes of the numbers and of the indices that its module is compiled for."""
+    stem = re.sub(r"(_\d)?(_[fiu]\d)+$", "", name)
+    sizes = {"number": 4, "index": 4}
+    for kind, size in re.findall(r"_([fiu])(\d)", name.removeprefix(stem)):
+        sizes["index" if kind == "i" else "number"] = int(size)
+    return _file_of(stem), sizes["number"], sizes["index"]
 
 
 @cache
-def _module(device: int) -> Any:
-    return cupy.RawModule(code=source(), options=OPTIONS)
+def _file_of(stem: str) -> str:
+    """Return the file that has the kernels whose names begin so."""
+    kernels = re.compile(rf"\b{stem}_(##|[uf][248]\b)")
+    folder = Path(__file__).parent
+    for name in FILES:
+        if kernels.search((folder / name).read_text().partition(_KERNELS)[2]):
+            return name
+    raise KeyError(stem)
+
+
+@cache
+def _module(device: int, file: str, itemsize: int, index_itemsize: int) -> Any:
+    """Return compiled code: of one file and format, as all take NVRTC half a minute."""
+    sizes = f"-DITEMSIZE={itemsize}", f"-DINDEX_ITEMSIZE={index_itemsize}"
+    return cupy.RawModule(code=source(kernels_of=file), options=(*OPTIONS, *sizes))
 
 
 @cache
 def _function(device: int, name: str) -> int:
     """Return the driver's handle of a kernel."""
-    kernel: int = _module(device).get_function(name).kernel.ptr
+    kernel: int = _module(device, *module_of(name)).get_function(name).kernel.ptr
     return kernel
 
 

@@ -607,6 +607,8 @@ __device__ inline void dequantise(
     }
 }
 
+// Kernels
+
 // With one block a multiprocessor as the bound the compiler spills no registers to have more of them.
 #define QUANTISER extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
@@ -648,5 +650,5 @@ __device__ inline void dequantise(
         else dequantise<T, BITS, 0>(segments, first, last, (i32)block, number, reciprocal, codes, scales);          \
     }
 
-FEW_BITS(f4, Single, u32, u16)
-FEW_BITS(f8, double, u64, u32)
+IF_4(FEW_BITS(f4, Single, u32, u16))
+IF_8(FEW_BITS(f8, double, u64, u32))

@@ -145,6 +145,8 @@ __device__ inline void exceeding(
     if (last && lane() == 0) atomicMax(&said->last, last);
 }
 
+// Kernels
+
 #define FITTING(name, Value, Key)                                                                                   \
     KERNEL take_samples_##name(                                                                                     \
         const Value* values, u64 factor, const Sampled* rows, i64 count, Format<Value>::Wide* taken) {              \
@@ -155,9 +157,9 @@ __device__ inline void exceeding(
         u64* done, double* found, u64* limits) {                                                                    \
         fit_excess(candidates, room, rows, count, starts, pareto, sums, done, found, limits);                       \
     }
-FITTING(f2, Half, u16)
-FITTING(f4, Single, u32)
-FITTING(f8, double, u64)
+IF_2(FITTING(f2, Half, u16))
+IF_4(FITTING(f4, Single, u32))
+IF_8(FITTING(f8, double, u64))
 
 #define EXCEEDING(index, Index, key, Key)                                                                           \
     KERNEL exceeding_##index##_##key(                                                                               \

@@ -258,13 +258,15 @@ __device__ inline void inspect(
     if (start == 0) found[2] = (u64)(i64)indices[0], found[3] = (u64)(i64)indices[size - 1];
 }
 
+// Kernels
+
 #define MERGING(index, Index)                                                                                     \
-    FOR_INDEX_AND_VALUE(index, Index, f2, Half)                                                                     \
-    FOR_INDEX_AND_VALUE(index, Index, f4, Single)                                                                   \
-    FOR_INDEX_AND_VALUE(index, Index, f8, double)                                                                   \
-    FOR_INDEX_AND_KEY(index, Index, u2, u16)                                                                        \
-    FOR_INDEX_AND_KEY(index, Index, u4, u32)                                                                        \
-    FOR_INDEX_AND_KEY(index, Index, u8, u64)
+    IF_2(FOR_INDEX_AND_VALUE(index, Index, f2, Half))                                                               \
+    IF_4(FOR_INDEX_AND_VALUE(index, Index, f4, Single))                                                             \
+    IF_8(FOR_INDEX_AND_VALUE(index, Index, f8, double))                                                             \
+    IF_2(FOR_INDEX_AND_KEY(index, Index, u2, u16))                                                                  \
+    IF_4(FOR_INDEX_AND_KEY(index, Index, u4, u32))                                                                  \
+    IF_8(FOR_INDEX_AND_KEY(index, Index, u8, u64))
 
 #define FOR_INDEX_AND_VALUE(index, Index, value, Value)                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) merge_##index##_##value(                              \
@@ -313,8 +315,8 @@ __device__ inline void inspect(
         gather(dense, indices, size, out);                                                                          \
     }
 
-MERGING(i4, i32)
-MERGING(i8, i64)
+IF_I4(MERGING(i4, i32))
+IF_I8(MERGING(i8, i64))
 
 #define COMBINE(a, A, b, B, result, Result)                                                                        \
     KERNEL combine_##a##_##b##_##result(                                                                            \
@@ -322,7 +324,10 @@ MERGING(i8, i64)
         combine(one, factor, operation, other, size, out);                                                          \
     }
 
-#define COMBINE_INTO(a, A, b, B) COMBINE(a, A, b, B, f2, Half) COMBINE(a, A, b, B, f4, Single) COMBINE(a, A, b, B, f8, double)
+#define COMBINE_INTO(a, A, b, B)                                                                                    \
+    IF_2(COMBINE(a, A, b, B, f2, Half))                                                                             \
+    IF_4(COMBINE(a, A, b, B, f4, Single))                                                                           \
+    IF_8(COMBINE(a, A, b, B, f8, double))
 #define COMBINE_WITH(a, A) COMBINE_INTO(a, A, f2, Half) COMBINE_INTO(a, A, f4, Single) COMBINE_INTO(a, A, f8, double)
 COMBINE_WITH(f2, Half)
 COMBINE_WITH(f4, Single)
@@ -333,9 +338,9 @@ COMBINE_WITH(f8, double)
         clear_segments(Segments<Key>{table, rows, only, length}, blocks);                                           \
     }
 
-CLEARING(u2, u16)
-CLEARING(u4, u32)
-CLEARING(u8, u64)
+IF_2(CLEARING(u2, u16))
+IF_4(CLEARING(u4, u32))
+IF_8(CLEARING(u8, u64))
 
 #define ADDING(value, Value)                                                                                        \
     KERNEL add_segments_##value(                                                                                    \
@@ -344,6 +349,6 @@ CLEARING(u8, u64)
         add_segments(a, factor, sign, Segments<const Value>{table, rows, only, length}, blocks, out);               \
     }
 
-ADDING(f2, Half)
-ADDING(f4, Single)
-ADDING(f8, double)
+IF_2(ADDING(f2, Half))
+IF_4(ADDING(f4, Single))
+IF_8(ADDING(f8, double))

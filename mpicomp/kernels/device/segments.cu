@@ -296,6 +296,8 @@ __device__ inline void largest_in_rows(
     largest_by_blocks(shared, own, size, row.k, job - row.job, jobs, mask, width, digits + row.digits, before, keep);
 }
 
+// Kernels
+
 #define SAMPLE_AND_MARK(key, Key)                                                                                   \
     extern "C" __global__ void __launch_bounds__(SAMPLERS) sample_floors_##key(                                     \
         const Key* values, u64 factor, const Row* rows, u64 mask, u64 width, u64* floors) {                         \
@@ -311,9 +313,9 @@ __device__ inline void largest_in_rows(
         u16* marks, u32* counts, i64 share) {                                                                       \
         mark(values, factor, out, rows, count, mask, floors, marks, counts, share);                                 \
     }
-SAMPLE_AND_MARK(u2, u16)
-SAMPLE_AND_MARK(u4, u32)
-SAMPLE_AND_MARK(u8, u64)
+IF_2(SAMPLE_AND_MARK(u2, u16))
+IF_4(SAMPLE_AND_MARK(u4, u32))
+IF_8(SAMPLE_AND_MARK(u8, u64))
 
 #define COMPACT_AND_SELECT(index, Index, key, Key)                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 5) compact_marked_##index##_##key(                        \

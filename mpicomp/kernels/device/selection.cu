@@ -115,15 +115,6 @@ __device__ inline void first_reaching(const Key* bits, i64 size, u64 mask, u64 f
     }
 }
 
-#define FIRST_REACHING(name, Key)                                                                                   \
-    KERNEL name(                                                                                                    \
-        const Key* bits, i64 size, u64 mask, u64 floor, u64* found_at) {                                            \
-        first_reaching(bits, size, mask, floor, found_at);                                                          \
-    }
-FIRST_REACHING(first_reaching_u2, u16)
-FIRST_REACHING(first_reaching_u4, u32)
-FIRST_REACHING(first_reaching_u8, u64)
-
 // Tables of segments: the row that the number of a tile, chunk or block belongs to, of which `before` come before a row.
 template <typename Row>
 __device__ inline i64 find_row(const Row* rows, i64 count, i64 Row::*before, i64 number) {
@@ -156,9 +147,20 @@ __device__ inline void read_sum(
 }
 
 #define FOR_INDEX_AND_KEY_OF_ROWS(DEFINE)                                                                           \
-    DEFINE(i4, i32, u2, u16)                                                                                        \
-    DEFINE(i4, i32, u4, u32)                                                                                        \
-    DEFINE(i4, i32, u8, u64)                                                                                        \
-    DEFINE(i8, i64, u2, u16)                                                                                        \
-    DEFINE(i8, i64, u4, u32)                                                                                        \
-    DEFINE(i8, i64, u8, u64)
+    IF_I4(IF_2(DEFINE(i4, i32, u2, u16)))                                                                           \
+    IF_I4(IF_4(DEFINE(i4, i32, u4, u32)))                                                                           \
+    IF_I4(IF_8(DEFINE(i4, i32, u8, u64)))                                                                           \
+    IF_I8(IF_2(DEFINE(i8, i64, u2, u16)))                                                                           \
+    IF_I8(IF_4(DEFINE(i8, i64, u4, u32)))                                                                           \
+    IF_I8(IF_8(DEFINE(i8, i64, u8, u64)))
+
+// Kernels
+
+#define FIRST_REACHING(name, Key)                                                                                   \
+    KERNEL name(                                                                                                    \
+        const Key* bits, i64 size, u64 mask, u64 floor, u64* found_at) {                                            \
+        first_reaching(bits, size, mask, floor, found_at);                                                          \
+    }
+IF_2(FIRST_REACHING(first_reaching_u2, u16))
+IF_4(FIRST_REACHING(first_reaching_u4, u32))
+IF_8(FIRST_REACHING(first_reaching_u8, u64))

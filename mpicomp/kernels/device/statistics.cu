@@ -209,6 +209,8 @@ __device__ inline void with_magnitudes(
     }
 }
 
+// Kernels
+
 #define SIDES(name, Key)                                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS, 4) block_sides_##name(                                    \
         const Key* values, i64 size, u64 threshold, double* rows) {                                                 \
@@ -218,15 +220,15 @@ __device__ inline void with_magnitudes(
         const Key* values, Lloyd* rows, i64 count, i64 rounds, double* sums) {                                      \
         magnitudes(values, rows, count, rounds, sums);                                                              \
     }
-SIDES(f2, u16)
-SIDES(f4, u32)
-SIDES(f8, u64)
+IF_2(SIDES(f2, u16))
+IF_4(SIDES(f4, u32))
+IF_8(SIDES(f8, u64))
 
 #define WITH_MAGNITUDES(name, Key)                                                                                  \
     KERNEL name(                                                                                                    \
         const Key* values, const i64* edges, i64 segments, const Key* rows, u64 mask, Key* signed_magnitudes) {     \
         with_magnitudes(values, edges, segments, rows, mask, signed_magnitudes);                                    \
     }
-WITH_MAGNITUDES(with_magnitudes_u2, u16)
-WITH_MAGNITUDES(with_magnitudes_u4, u32)
-WITH_MAGNITUDES(with_magnitudes_u8, u64)
+IF_2(WITH_MAGNITUDES(with_magnitudes_u2, u16))
+IF_4(WITH_MAGNITUDES(with_magnitudes_u4, u32))
+IF_8(WITH_MAGNITUDES(with_magnitudes_u8, u64))

@@ -74,6 +74,8 @@ __device__ inline void hadamard(const Key* values, Key* out, i64 size, i64 chunk
     }
 }
 
+// Kernels
+
 #define TRANSFORMS(key, Key, Wide)                                                                                  \
     KERNEL hadamard_##key(const Key* values, Key* out, i64 size, i64 chunk, i64 tiles) {                            \
         SHARED(HadamardTile<Wide>, tile);                                                                           \
@@ -84,6 +86,6 @@ __device__ inline void hadamard(const Key* values, Key* out, i64 size, i64 chunk
         if (i < size) bits[i] = bits[i] & (Key)mask ? (Key)((bits[i] & (Key)~mask) | one) : (Key)0;                 \
     }
 
-TRANSFORMS(u2, u16, Single)
-TRANSFORMS(u4, u32, Single)
-TRANSFORMS(u8, u64, double)
+IF_2(TRANSFORMS(u2, u16, Single))
+IF_4(TRANSFORMS(u4, u32, Single))
+IF_8(TRANSFORMS(u8, u64, double))
