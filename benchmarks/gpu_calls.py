@@ -226,15 +226,19 @@ def steps(cupy: Any, values: Any, density: float) -> Rows:
 
 
 def of_tensors(values: Any, density: float) -> Rows:
-    """Yield steps of a model of one tensor and of many, every third of them small."""
+    """Yield steps of a model of one tensor and of many, every third of them small; sizes of layers, then odd ones."""
     nbytes = values.nbytes
-    for count in (1, 54, 160):
+    for count, grain in ((1, 64), (54, 64), (160, 64), (54, 1)):
         weights = np.where(np.arange(count) % 3 == 2, 1 / 256, 1.0)
-        ends = np.cumsum(weights / weights.sum() * values.size).astype(int)
+        shares = np.cumsum(weights / weights.sum() * values.size)
+        ends = (shares // grain * grain).astype(int)
         ends[-1] = values.size
         bounds = [0, *ends.tolist()]
         parts = {f"t{i}": values[a:b] for i, (a, b) in enumerate(pairwise(bounds))}
         few = max(1, round(CHUNK * density))
+        what = f"{count} {'tensor' if count == 1 else 'tensors'}"
+        if grain == 1:
+            what += " of odd sizes"
         made: dict[str, tuple[float, Callable[[], GradientExchange]]] = {
             "top-k": (4, lambda: GradientExchange(MPI.COMM_SELF, TopK(density))),
             "bits=4": (4.25, lambda: GradientExchange(MPI.COMM_SELF, bits=4)),
@@ -247,7 +251,7 @@ def of_tensors(values: Any, density: float) -> Rows:
         }
         for name, (passes, make) in made.items():
             yield (
-                f"{count} {'tensor' if count == 1 else 'tensors'}, {name}",
+                f"{what}, {name}",
                 passes * nbytes,
                 lambda make=make, parts=parts: partial(make(), parts),  # type: ignore[misc]
             )
