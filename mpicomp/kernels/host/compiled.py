@@ -19,6 +19,7 @@ import functools
 import gc
 import os
 import warnings
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,8 +194,41 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 _NO_GLOBALS = SimpleNamespace(set_env=lambda name, environment: None)
 
 
+class _Overloads(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """A file for each signature, named by it.
+
+    Numba numbers the files, and an index says which signature has which number: of two
+    processes that compile at the same time one may write the index, and the other the file
+    of that number, which then is called with values of other types.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Write a kernel, and which source it is of."""
+        self._save_data(self._name_of(key), (self._source_stamp, data))
+
+    def load(self, key: Any) -> Any:
+        """Return a kernel; None if there is none, or one of another source."""
+        try:
+            stamp, data = self._load_data(self._name_of(key))
+        except FileNotFoundError:
+            return None
+        return data if stamp == self._source_stamp else None
+
+    def _name_of(self, key: Any) -> str:
+        text = f"{self._version} {key!r}".encode()
+        name: str = self._data_name(int(sha256(text).hexdigest()[:16], 16))
+        return name
+
+
 class _Files(caching.FunctionCache):  # type: ignore[misc]
     """The files of a kernel. A failure is a warning, and the kernel is compiled."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        source = self._impl.locator.get_source_stamp()
+        self._cache_file = _Overloads(
+            self._cache_path, self._impl.filename_base, source
+        )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the kernel for a signature; None if there is none, or if it cannot be read."""
@@ -202,7 +236,6 @@ class _Files(caching.FunctionCache):  # type: ignore[misc]
             return super().load_overload(sig, target_context)
         except Exception as error:  # whatever unpickling raises
             _warn(f"cannot read {self.cache_path} ({error!r})")
-            self._forget()
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -211,16 +244,6 @@ class _Files(caching.FunctionCache):  # type: ignore[misc]
             super().save_overload(sig, data)
         except Exception as error:
             _warn(f"cannot write {self.cache_path} ({error!r})")
-
-    def _forget(self) -> None:
-        """Replace an index that cannot be read by an empty one; the data file is replaced when it is written."""
-        try:
-            self._cache_file.load(None)
-        except Exception:
-            try:
-                self.flush()
-            except OSError as error:
-                _warn(f"cannot write {self.cache_path} ({error!r})")
 
 
 class _GivenFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):  # type: ignore[misc]
