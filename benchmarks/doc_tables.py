@@ -55,12 +55,8 @@ from tables import table as of_experiment
 ROOT = pathlib.Path(__file__).parent.parent
 
 RESULTS = ROOT / "docs" / "results"
-# of `make gpu-evidence` on an H200, and beside it what it did not measure at that commit
-EVIDENCE = ROOT / "docs" / "gpu_evidence" / "2026-11-26-a4519dbf21b1.json"
-ON_ONE_RANK, OF_THE_HOST = (
-    EVIDENCE.with_name(f"{EVIDENCE.stem}-{name}.txt")
-    for name in ("one-rank-268e6", "host-cost")
-)
+# of `make gpu-evidence` on an H200
+EVIDENCE = ROOT / "docs" / "gpu_evidence" / "2026-11-27-0c91573a30a2.json"
 MPIS = {"exchange": "Open MPI", "exchange-impi-rt": "Intel MPI"}
 RANKS = 4, 2
 CHOICES = 2, 4, 8  # ranks
@@ -423,46 +419,23 @@ def paper(name: str) -> list[str]:
     return found
 
 
-def on_one_rank() -> dict[str, tuple[float, float]]:
-    """Return the milliseconds of calls on 268,435,456 values on a GPU, and the same in reads of the vector, by name."""
-    row = re.compile(r"  (.+?)\s+wall\s+([\d.]+) ms\s+([\d.]+) reads", re.MULTILINE)
-    found = row.findall(ON_ONE_RANK.read_text())
-    return {name: (float(time), float(reads)) for name, time, reads in found}
+def of_calls(part: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of calls on a GPU by name."""
+    rows = json.loads(EVIDENCE.read_text())[part]
+    return {row["name"]: row for row in rows if "error" not in row}
 
 
 def gpu_selection() -> list[str]:
-    """Return the table of selections on a GPU: milliseconds, reads, and how many times as long others take."""
-    lines, found = [], json.loads(EVIDENCE.read_text())
-    for run, densities in (("25e6", ("0.001", "0.01")), ("1e9", ("0.0001", "0.001"))):
-        by_name: dict[str, dict[str, Any]] = {}
-        for row in found[f"kernels {run}"]["rows"]:
-            by_name.setdefault(row["name"], {})[row["baseline"]] = row
-        for density in densities:
-            name = f"top_k normal {float(run) / 1e6:g}e6 k/n={density}"
-            own = by_name[name]["torch.topk"]
-            lines.append(
-                [f"{run}, {100 * float(density):g} %"]
-                + [f"{1e3 * own['seconds']:.2f}, {own['seconds'] / own['floor']:.1f}"]
-                + [
-                    f"{by_name[name][other]['speedup']:.1f}"
-                    for other in ("torch.topk", "cupy.argpartition")
-                ]
-            )
-    rows = on_one_rank()
-    for density in ("0.001", "0.01"):
-        time, reads = rows[f"kernels.largest {density}"]
-        others = [
-            f"{rows[name][0] / time:.1f}"
-            for name in (f"torch.topk abs {density}", f"cupy.argpartition {density}")
-        ]
-        cells = [f"2.7e8, {100 * float(density):g} %", f"{time:.2f}, {reads:.1f}"]
-        lines.insert(-2, [*cells, *others])
-    heads = [
-        "float32 values, density",
-        "Top-k: ms, reads",
-        "`torch.topk`",
-        "`cupy.argpartition`",
-    ]
+    """Return the table of selections of a thousandth on a GPU: milliseconds, reads, and PyTorch's over them."""
+    lines = []
+    for part, values in (("calls 268435456", "2.7e8"), ("selection 1e9", "1e9")):
+        rows = of_calls(part)
+        own, torch = rows["largest"], rows.get("torch.topk of magnitudes")
+        ratio = f"{torch['seconds'] / own['seconds']:.1f}" if torch else ""
+        lines.append(
+            [values, f"{1e3 * own['seconds']:.2f}", f"{own['reads']:.1f}", ratio]
+        )
+    heads = ["float32 values", "Top-k, 0.1 %: ms", "reads", "`torch.topk` over it"]
     return table(heads, lines)
 
 
@@ -479,31 +452,27 @@ def gpu_step() -> list[str]:
 
 
 def gpu_calls() -> list[str]:
-    """Return the table of what one rank computes on a GPU, in reads of 1.07 GB, and what the host takes alone."""
-    reads = {name: reads for name, (_, reads) in on_one_rank().items()}
-    row = re.compile(r"^(.+?)\s+([\d.]+) us$", re.MULTILINE)
-    host = dict(row.findall(OF_THE_HOST.read_text()))
-    calls = {
-        "`TopK.compress`": ("TopK.compress 0.001 (0.00100)", "TopK.compress"),
-        "`ChunkedTopK`": ("ChunkedTopK.compress 0.001 (0.00098)", "Chunked.compress"),
-        "`SIDCo`": ("SIDCo-exp.compress 0.001 (0.00100)", "SIDCo.compress"),
-        "`AggregationAware`": (
-            "AggregationAware.compress 0.001 (0.00100)",
-            "Aggr.compress",
-        ),
-        "`AdaComp`": ("AdaComp.compress 0.001 (0.22109)", "AdaComp.compress"),
-        "a step, Top-k, `sparse=True`": ("step sparse 0.001", "step sparse"),
-        "a step, Top-k, `out=`": ("step out= 0.001", "step out="),
-        "a step, `bits=4`": ("step bits=4 out=", "step bits=4 out="),
+    """Return the table of what one rank computes on a GPU: reads of 1.07 GB, and the time with nothing to compute."""
+    long, short = of_calls("calls 268435456"), of_calls("calls 10000")
+    names = {
+        "TopK": "`TopK.compress`",
+        "ChunkedTopK": "`ChunkedTopK`",
+        "SIDCo exponential": "`SIDCo`",
+        "AggregationAware": "`AggregationAware`",
+        "AdaComp": "`AdaComp`",
+        "Quantised ChunkedTopK, two bits": "`ChunkedTopK` in two bits",
+        "step in place, sparse": "a step, Top-k, in place, `sparse=True`",
+        "step, out=": "a step, Top-k, `out=`",
+        "step, bits=4, out=": "a step, `bits=4`",
     }
+    for count in ("1 tensor", "54 tensors", "160 tensors", "54 tensors of odd sizes"):
+        for method in ("top-k", "bits=4", "chunks in two bits"):
+            names[f"{count}, {method}"] = f"a step of {count}, {method}"
     lines = [
-        [name, f"{reads[large]:.1f}", f"{float(host[f'{small} n=10000']):,.0f}"]
-        for name, (large, small) in calls.items()
+        [label, f"{long[name]['reads']:.1f}", f"{1e6 * short[name]['seconds']:,.0f}"]
+        for name, label in names.items()
     ]
-    for name, label in (("Top-k", "TopK"), ("`bits=4`", "bits=4")):
-        time = f"{float(host[f'54 tensors {label}']):,.0f}"
-        lines.append([f"a step of 54 tensors, {name}", "", time])
-    heads = ["call, 0.1 %", "reads of 2.7e8 values", "host, us"]
+    heads = ["call, 0.1 %", "reads of 2.7e8 values", "us for 10,000 values"]
     return table(heads, lines)
 
 

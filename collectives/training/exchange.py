@@ -69,7 +69,7 @@ class GradientExchange:
     as `Hadamard()`, keep the residual in it, and transform the mean back: a dense
     array. small: named tensors with fewer values are sent dense; by default 1024, and 0
     in a basis and for dense arrays. bucket_nbytes: bytes of the gradients in one
-    message, about; by default 2^25, and 2^28 for tensors that are on a device on all
+    message, about; by default 2^25, and 2^30 for tensors that are on a device on all
     ranks. log: called with the `Statistics` of each step that was kept; an error in it
     becomes a warning.
 

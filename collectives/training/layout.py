@@ -37,10 +37,10 @@ from mpicomp.state import check_object
 from mpicomp.tensors import ALONE, DICT, Tensor, describe
 
 # Bytes of a bucket: in host memory they are for the caches, and short messages start
-# early in a backward pass. On a device each of some 10 launches of a bucket takes as long
-# as 4 MB of memory traffic, so a bucket of 2^25 bytes would be mostly launches.
+# early in a backward pass. On a device a bucket takes the host as long as a GPU takes to
+# read 1 to 2 GB, so shorter ones let the GPU wait.
 _HOST_NBYTES = 2**25
-_DEVICE_NBYTES = 2**28
+_DEVICE_NBYTES = 2**30
 
 # of the name and the shape of a tensor
 Choose = Callable[[str, tuple[int, ...]], Compressor]
