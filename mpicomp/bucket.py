@@ -165,7 +165,10 @@ class Bucket:
         if isinstance(mean, Written):
             if not missing:
                 return {}, [mean.writer([*outs.values()])]
-            values = self.tensors[0].xp.empty(self.length, mean.dtype)
+            xp = self.tensors[0].xp
+            # the system's new pages are zeros already
+            is_cleared = isinstance(mean, SparseVector) and not outs
+            values = (xp.zeros if is_cleared else xp.empty)(self.length, mean.dtype)
         parts = views_between(values, self.bounds)
         views = dict(zip(self.names_of_tensors, parts, strict=True))
         results = {
@@ -179,7 +182,7 @@ class Bucket:
             ]
             return results, writes
         if isinstance(mean, SparseVector) and not outs:
-            return results, [mean.writer([values])]
+            return results, [mean.writer([values], are_zero=True)]
         return results, [mean.writer([*{**views, **outs}.values()])]
 
     def check_finite(self, arrays: ByName, kind: type[ValueError]) -> None:

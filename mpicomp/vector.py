@@ -243,12 +243,17 @@ class SparseVector:
             kernels.add_scaled(values, 1, rows, rows)
         dense[self.indices] = rows
 
-    def writer(self, parts: Sequence[Array]) -> Callable[[], None]:
-        """Return a function that writes the dense vector to 1-d arrays of its parts, once: it cannot fail."""
+    def writer(
+        self, parts: Sequence[Array], *, are_zero: bool = False
+    ) -> Callable[[], None]:
+        """Return a function that writes the dense vector to 1-d arrays of its parts, once: it cannot fail.
+
+        are_zero: the parts are zeros, such as new memory, of which only pages with entries are written.
+        """
         joined = adjacent(parts)
         vectors = parts if joined is None else [joined]
         write: Callable[[], None] = kernels_for(parts[0]).sparse_writer(
-            self.indices, self.values, vectors
+            self.indices, self.values, vectors, are_zero=are_zero
         )
         return write
 

@@ -134,7 +134,7 @@ def scatter(dense: Array, indices: Array, values: Array) -> None:
 
 
 def sparse_writer(
-    indices: Array, values: Array, parts: Sequence[Array]
+    indices: Array, values: Array, parts: Sequence[Array], *, are_zero: bool = False
 ) -> Callable[[], None]:
     """Return a function that writes a sparse vector to parts, as `mpicomp.kernels.host.sparse_writer` does.
 
@@ -145,7 +145,7 @@ def sparse_writer(
     entries = in_tiles(indices.size, THREADS)
 
     def write() -> None:
-        if blocks:
+        if blocks and not are_zero:
             launch("clear_segments", [keys], blocks, *segments, blocks)
         if entries:
             dtypes = [indices.dtype, keys]

@@ -159,12 +159,12 @@ def scatter(
 
 
 def sparse_writer(
-    indices: Array, values: Array, parts: Sequence[Array]
+    indices: Array, values: Array, parts: Sequence[Array], *, are_zero: bool = False
 ) -> Callable[[], None]:
     """Return a function that writes a sparse vector to consecutive parts, and zeros elsewhere; it allocates nothing.
 
     indices, values: of the parts together, as a `SparseVector` has them, 1-d and of the
-    parts' dtype.
+    parts' dtype. are_zero: whether the parts are zeros.
     """
     pieces = [(part, indices, values) for part in parts[:1]]
     if len(parts) > 1:
@@ -179,7 +179,8 @@ def sparse_writer(
 
     def write() -> None:
         for part, places, some in pieces:
-            clear(part)
+            if not are_zero:
+                clear(part)
             scatter(part, places, some)
 
     return write
