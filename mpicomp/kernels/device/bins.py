@@ -60,10 +60,11 @@ def entries_in_bins(
     shares = cupy.empty(blocks * _WARPS, np.uint32)
     vector = Vector.of(values, summand and (*summand, parts))
     sums = vector.source, vector.factor, vector.out
-    given = table, count, share, largest, marks, shares, selected, report
-    launch("mark_in_bins", [form.keys], blocks, *sums, *given)
-    given = values, table, count, int(form.mask), largest, marks, share, shares, *mean
-    launch("mean_of_bins", [form.keys], tiles, *given, magnitudes, selected, report)
+    marking = table, count, share, largest, marks, shares, selected, report
+    launch("mark_in_bins", [form.keys], blocks, *sums, *marking)
+    mask = int(form.mask)
+    averaging = values, table, count, mask, largest, marks, share, shares, *mean
+    launch("mean_of_bins", [form.keys], tiles, *averaging, magnitudes, selected, report)
     said = whole[: 3 + 2 * count].get()
     if said[0]:
         for each in (values, *parts):
@@ -77,8 +78,8 @@ def entries_in_bins(
     facts = NOTHING
     if places[-1]:
         facts = -1, -1, int(~said[1]), int(said[2])
-        given = table, count, share, marks, shares, magnitudes, positions, found
-        launch("entries_of_bins", [index, form.keys], blocks, *given)
+        writing = table, count, share, marks, shares, magnitudes, positions, found
+        launch("entries_of_bins", [index, form.keys], blocks, *writing)
     return Selected(positions, found, places, facts), scales
 
 

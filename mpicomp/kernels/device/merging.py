@@ -138,7 +138,7 @@ def sparse_writer(
 ) -> Callable[[], None]:
     """Return a function that writes a sparse vector to parts, as `mpicomp.kernels.host.sparse_writer` does.
 
-    It takes two launches, whatever the number of parts.
+    It takes two launches, one if the parts are zeros, whatever their number.
     """
     keys = _key_dtype(values.dtype)
     segments, blocks = segments_of(parts, (), _CLEARED)

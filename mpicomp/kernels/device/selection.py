@@ -1,9 +1,4 @@
-"""What reaches a threshold, in one read of the data.
-
-Source of the compaction in one pass: D. Merrill and M. Garland, "Single-pass parallel
-prefix scan with decoupled look-back", NVIDIA NVR-2016-002. All kernels of a selection
-are launched before the host waits for one.
-"""
+"""What reaches a threshold, in one read of the data."""
 
 import cupy
 import numpy as np
