@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, DTypeLike
 from mpicomp.arrays import (
     Array,
     Dtype,
-    adjacent,
     check_finite,
     contiguous,
     converted,
@@ -191,6 +190,7 @@ class SparseVector:
         dtype = self.values.dtype
         xp = namespace(self.values)
         self.check_order()
+        is_new = out is None
         if out is None:
             out = xp.zeros(shape, dtype)
         elif not isinstance(out, xp.ndarray):
@@ -199,12 +199,12 @@ class SparseVector:
             raise ValueError(
                 f"out is {out.dtype} of shape {out.shape}: expected {dtype} of shape {shape}"
             )
-        else:
+        if self.width is None and out.flags.c_contiguous:
+            self.writer([out], are_zero=is_new)()
+            return out
+        if not is_new:
             kernels_for(out).clear(out)
-        if self.width is None:
-            kernels_for(out).scatter(out, self.indices, self.values)
-        else:
-            out[self.indices] = self.values
+        out[self.indices] = self.values
         return out
 
     def add_to(self, array: Any, scale: float = 1.0) -> None:
@@ -246,14 +246,13 @@ class SparseVector:
     def writer(
         self, parts: Sequence[Array], *, are_zero: bool = False
     ) -> Callable[[], None]:
-        """Return a function that writes the dense vector to 1-d arrays of its parts, once: it cannot fail.
+        """Return a function that writes the dense vector to arrays of its parts, once: it cannot fail.
 
-        are_zero: the parts are zeros, such as new memory, of which only pages with entries are written.
+        parts: C-contiguous, one after the other. are_zero: they are zeros, such as new
+        memory, of which only pages with entries are written.
         """
-        joined = adjacent(parts)
-        vectors = parts if joined is None else [joined]
         write: Callable[[], None] = kernels_for(parts[0]).sparse_writer(
-            self.indices, self.values, vectors, are_zero=are_zero
+            self.indices, self.values, parts, are_zero=are_zero
         )
         return write
 

@@ -690,7 +690,7 @@ def test_accumulate_keeps_zeros_and_their_signs_at_any_index(monkeypatch, sparse
 @DTYPE
 @INDEX_DTYPE
 @pytest.mark.parametrize("values_dtype", DTYPES, ids=str)
-def test_gather_scatter_and_scatter_add_are_numpys_on_unique_indices(
+def test_gather_and_scatter_add_are_numpys_on_unique_indices(
     mode, dtype, index_dtype, values_dtype
 ):
     rng = np.random.default_rng(1)
@@ -702,9 +702,24 @@ def test_gather_scatter_and_scatter_add_are_numpys_on_unique_indices(
         expected[indices] += sign * values
         host.scatter_add(dense, indices, values, sign=sign)
         assert_same([dense], [expected])
-    expected[indices] = values.astype(dtype)
-    host.scatter(dense, indices, values.astype(dtype))
-    assert_same([dense], [expected])
+
+
+@DTYPE
+@INDEX_DTYPE
+@pytest.mark.parametrize("sizes", [(500,), (0, 1, 300, 0, 199), (100,) * 5, (0,)])
+def test_a_sparse_vector_is_written_to_its_parts_and_zeros_elsewhere(
+    mode, sizes, dtype, index_dtype
+):
+    length = sum(sizes)
+    rng = np.random.default_rng(1)
+    indices, values = draw_sparse(rng, length // 6, length, index_dtype, (), dtype)
+    expected = np.zeros(length, dtype)
+    expected[indices] = values
+    ends = np.cumsum(sizes)[:-1]
+    for are_zero in False, True:
+        parts = [np.full(size, not are_zero, dtype) for size in sizes]
+        host.sparse_writer(indices, values, parts, are_zero=are_zero)()
+        assert_same(parts, np.split(expected, ends))
 
 
 @DTYPE

@@ -4,6 +4,7 @@
 :func:`mpicomp.arrays.kernels_for` returns the module for an array.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -33,13 +34,13 @@ class Selected(NamedTuple):
 
     def replaced(self, other: "Selected", rows: Array) -> "Selected":
         """Return the entries, in the segments where `rows` (bool) is true those of another selection."""
+        changes = np.flatnonzero(np.diff(rows)) + 1
         parts = []
-        for number, is_other in enumerate(rows.tolist()):
-            part = other if is_other else self
-            span = slice(*part.places[number : number + 2])
+        for first, end in pairwise([0, *changes.tolist(), rows.size]):
+            part = other if rows[first] else self
+            span = slice(part.places[first], part.places[end])
             parts.append((part.indices[span], part.values[span]))
         indices, values = zip(*parts, strict=True)
-        places = np.cumsum([0, *(part.size for part in values)])
-        return Selected(
-            np.concatenate(indices), np.concatenate(values), places.tolist()
-        )
+        counts = np.where(rows, np.diff(other.places), np.diff(self.places))
+        places = [0, *np.cumsum(counts).tolist()]
+        return Selected(np.concatenate(indices), np.concatenate(values), places)

@@ -720,10 +720,6 @@ def dense_and_sparse(device, cupy):
                 device, cupy, "add", dense, dense[::-1].copy(), dense * 0, written=[2]
             )
             compare(device, cupy, "gather", dense, indices[:0])
-            indices, values = draw_sparse(rng, 300, 500, index_dtype, (), dtype)
-            compare_in_place(
-                device, cupy, "scatter", dense, indices, values, written=[0]
-            )
 
 
 def inspections(device, cupy):

@@ -46,7 +46,6 @@ from mpicomp.kernels.device.merging import (
     merge,
     multiply,
     quotient,
-    scatter,
     scatter_add,
     sparse_writer,
 )
@@ -101,7 +100,6 @@ __all__ = [
     "quotient",
     "raise_not_finite",
     "sample",
-    "scatter",
     "scatter_add",
     "sides",
     "signs",

@@ -128,11 +128,6 @@ def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
     return cupy.arange(first, end, dtype=dtype)
 
 
-def scatter(dense: Array, indices: Array, values: Array) -> None:
-    """Write `values`, 1-d and of the dtype of `dense`, to ``dense[indices]``; the indices must be in range."""
-    dense[indices] = values
-
-
 def sparse_writer(
     indices: Array, values: Array, parts: Sequence[Array], *, are_zero: bool = False
 ) -> Callable[[], None]:

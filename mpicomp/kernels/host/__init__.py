@@ -44,7 +44,6 @@ from mpicomp.kernels.host.merging import (
     gather,
     inspect,
     merge,
-    scatter,
     scatter_add,
     sparse_writer,
 )
@@ -106,7 +105,6 @@ __all__ = [
     "quotient",
     "raise_not_finite",
     "sample",
-    "scatter",
     "scatter_add",
     "sides",
     "signs",

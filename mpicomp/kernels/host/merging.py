@@ -12,13 +12,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, sizes_of
 from mpicomp.kernels import NOTHING
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
-from mpicomp.kernels.host.instructions import WORD, lowest, nonzero
+from mpicomp.kernels.host.instructions import (
+    WORD,
+    array_at,
+    larger,
+    lowest,
+    nonzero,
+    smaller,
+    view,
+)
 from mpicomp.kernels.host.selection import first_not_finite
-from mpicomp.kernels.host.streaming import clear
+from mpicomp.kernels.host.streaming import addresses
 from mpicomp.threads import in_pieces
 
 _TILE = 1 << 16  # positions of a tile: 256 KiB of float32 fit the second-level cache
@@ -143,45 +151,31 @@ def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
     return out
 
 
-def scatter(
-    dense: Array, indices: Array, values: Array, *, threads: int | None = None
-) -> None:
-    """Write `values`, 1-d and of the dtype of `dense`, to ``dense[indices]``.
-
-    indices: in range and unique. threads: the most threads; None for `threads.count`.
-    """
-    keys, places, given = _keys(dense), as_writable(indices), _keys(as_writable(values))
-    in_pieces(
-        lambda start, end: _scatter(keys, places[start:end], given[start:end]),
-        places.size,
-        threads,
-    )
-
-
 def sparse_writer(
-    indices: Array, values: Array, parts: Sequence[Array], *, are_zero: bool = False
+    indices: Array,
+    values: Array,
+    parts: Sequence[Array],
+    *,
+    are_zero: bool = False,
+    threads: int | None = None,
 ) -> Callable[[], None]:
     """Return a function that writes a sparse vector to consecutive parts, and zeros elsewhere; it allocates nothing.
 
     indices, values: of the parts together, as a `SparseVector` has them, 1-d and of the
-    parts' dtype. are_zero: whether the parts are zeros.
+    parts' dtype. parts: C-contiguous, of any shape. are_zero: whether the parts are zeros.
+    threads: the most threads; None for `threads.count`.
     """
-    pieces = [(part, indices, values) for part in parts[:1]]
-    if len(parts) > 1:
-        edges = [0, *itertools.accumulate([part.size for part in parts])]
-        ends = indices.searchsorted(np.array(edges, indices.dtype)).tolist()
-        pieces = [
-            (part, indices[start:end] - first, values[start:end])
-            for part, first, (start, end) in zip(
-                parts, edges, itertools.pairwise(ends), strict=False
-            )
-        ]
+    edges = np.array([0, *itertools.accumulate(sizes_of(parts))])
+    rows = edges, addresses(parts)
+    sparse = as_writable(indices), _keys(as_writable(values))
 
-    def write() -> None:
-        for part, places, some in pieces:
-            if not are_zero:
-                clear(part)
-            scatter(part, places, some)
+    def write_piece(start: int, end: int) -> None:
+        first = indices.searchsorted(indices.dtype.type(start))
+        _write_parts(start, end, first, *rows, *sparse, are_zero)
+
+    # what is kept is written by its address
+    def write(kept: object = parts) -> None:
+        in_pieces(write_piece, int(edges[-1]), threads)
 
     return write
 
@@ -197,7 +191,7 @@ def scatter_add(
     """Add `sign`, 1 or -1, times `values` to ``dense[indices]`` in place; the indices must be in range and unique.
 
     The sum is rounded once to the dtype of `dense`, whatever the dtype of the values.
-    threads: as for `scatter`.
+    threads: the most threads; None for `threads.count`.
     """
     if not indices.size:
         return
@@ -491,9 +485,21 @@ def _count_up(out, first):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _scatter(dense, indices, values):  # type: ignore[no-untyped-def]
-    for i in range(indices.size):
-        dense[indices[i]] = values[i]
+def _write_parts(start, end, first, edges, parts, indices, values, are_zero):  # type: ignore[no-untyped-def]
+    """Write entries, of which one is the first, and zeros unless they are there, from `start` to `end`."""
+    i = first
+    for row in range(parts.size):
+        origin, close = edges[row], edges[row + 1]
+        low, high = larger(start, origin), smaller(end, close)
+        if low >= high:
+            continue
+        out = array_at(values, parts[row], close - origin)
+        cleared = view(out, low - origin, (low if are_zero else high) - origin)
+        for j in range(cleared.size):
+            cleared[j] = 0
+        while i < indices.size and indices[i] < high:
+            out[indices[i] - origin] = values[i]
+            i += 1
 
 
 @jit
