@@ -23,11 +23,11 @@ demo: $(READY)
 # What a change must pass, in some 6 minutes on 2 cores if no kernel is compiled yet. test-all has what takes
 # longest as well, and all numbers of ranks.
 test: $(READY)
-	python -m pytest --ignore tests/mpi -m "not slow" -n 2
+	python -m pytest --ignore tests/mpi -m "not slow" -n 2 --dist worksteal
 	tests/launch.sh 8 tests/mpi -m "not slow" -q
 
 test-all: $(READY)
-	python -m pytest --ignore tests/mpi -n 2
+	python -m pytest --ignore tests/mpi -n 2 --dist worksteal
 	MPI_TEST_ALL=1 MPI_TEST_TIMEOUT=1800 tests/launch.sh 8 tests/mpi -q
 	MPI_TEST_ALL=1 MPICOMP_WAIT=backoff tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
 	$(MAKE) test-check

@@ -314,8 +314,10 @@ def assert_few(comm, cupy, name, tensors, *more):
     assert found.synchronisations <= synchronisations + more[1], found
 
 
+# a selection of 160 takes the emulator seconds
 TENSORS = pytest.mark.parametrize(
-    "tensors", [1, pytest.param(54, marks=pytest.mark.slow), 160]
+    "tensors",
+    [1, 20, *(pytest.param(many, marks=pytest.mark.slow) for many in (54, 160))],
 )
 
 
