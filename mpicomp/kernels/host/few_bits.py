@@ -69,7 +69,9 @@ from mpicomp.kernels.host.streaming import (
 )
 from mpicomp.threads import in_pieces, number_of_pieces
 
-_ROOM = 1 << 10  # values of a group, or one block: they stay in the first-level cache
+_ROOM = 1 << 8  # values of a group, or one block: they stay in the first-level cache
+_AHEAD = 1 << 9  # values from what is computed to what is loaded into the cache for later
+_TURN = 64  # values that are computed between two such loads: a core has few at a time
 _HALF = np.finfo(np.float16)
 
 
@@ -469,48 +471,51 @@ def _to_codes(  # type: ignore[no-untyped-def]
     room, errors, _, fields, _, low, high, _ = work
     real = room.dtype.type
     a, step, decay, scale = own
-    group, line = larger(block, _ROOM), LINE // room.itemsize
+    turn, line = smaller(block, _TURN), LINE // room.itemsize
     for i in range((size + block - 1) // block):
         start = i * block
-        # of the next group, while this one is computed
-        for j in range(start + group, start + group + block, LINE // room.itemsize):
-            prefetch(part, begin + j)
-            prefetch(a, (at + j) * step)
         is_finite = low[i] < np.inf
         if rounds is None:
             is_normal = real(0) < low[i] < np.inf
             inverse = real(1) / low[i] if is_normal else real(0)
             # for scales that were rounded down, and NaN
             top = real((1 << bits - 1) - 1 if is_finite else 0)
-            _to_levels(
-                block,
-                room,
-                start,
-                errors,
-                line + start,
-                fields,
-                0,
-                inverse,
-                low[i],
-                offset,
-                offset - top,
-                offset + top,
-            )
         else:
             middle = real(0.5) * low[i] + real(0.5) * high[i]
             threshold = middle if bits == 2 else real(np.inf)
-            _to_signs(
-                block,
-                room,
-                start,
-                errors,
-                line + start,
-                fields,
-                0,
-                threshold,
-                low[i],
-                high[i],
-            )
+        for field in range(0, block, turn):
+            place = start + field
+            for j in range(place + _AHEAD, place + _AHEAD + turn, line):
+                prefetch(part, begin + j)
+                prefetch(a, (at + j) * step)
+            if rounds is None:
+                _to_levels(
+                    turn,
+                    room,
+                    place,
+                    errors,
+                    line + place,
+                    fields,
+                    field,
+                    inverse,
+                    low[i],
+                    offset,
+                    offset - top,
+                    offset + top,
+                )
+            else:
+                _to_signs(
+                    turn,
+                    room,
+                    place,
+                    errors,
+                    line + place,
+                    fields,
+                    field,
+                    threshold,
+                    low[i],
+                    high[i],
+                )
         _pack(fields, bits, codes, (number + i) * (block * bits // 8), block)
         if not is_finite:
             _add_scaled(
