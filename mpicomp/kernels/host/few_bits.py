@@ -16,8 +16,8 @@ rounded up. A block of zeros has the scale 0, and decodes to zeros. A block with
 that is not finite has an infinite scale, and decodes to values that are not finite.
 
 A kernel takes a group of blocks at a time, which stays in the first-level cache, through
-its passes: all values are read and written once. The decoded values are written past
-the cache, from a buffer.
+its passes: all values are read and written once, and what comes next is loaded meanwhile.
+The decoded values are written past the cache, from a buffer.
 
 Vectors are divided into segments, such as the tensors of a model. A block begins anew at
 each, so what lies beside a tensor has no influence on its scales.
@@ -70,8 +70,8 @@ from mpicomp.kernels.host.streaming import (
 from mpicomp.threads import in_pieces, number_of_pieces
 
 _ROOM = 1 << 8  # values of a group, or one block: they stay in the first-level cache
-_AHEAD = 1 << 9  # values from what is computed to what is loaded into the cache for later
-_TURN = 64  # values that are computed between two such loads: a core has few at a time
+_AHEAD = 1 << 9  # how many values ahead of the computation the cache is filled
+_TURN = 64  # values between two such loads: a core can wait for few lines at a time
 _HALF = np.finfo(np.float16)
 
 
@@ -353,7 +353,8 @@ def _quantise(  # type: ignore[no-untyped-def]
 ):
     """Quantise the blocks from `first` to `last` - 1."""
     edges, blocks, parts = layout
-    block, group = sizes[1], work[0].size // sizes[1]
+    block, group, errors = sizes[1], work[0].size // sizes[1], work[1]
+    line = LINE // errors.itemsize
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
         low, high = larger(first, blocks[row]), smaller(last, blocks[row + 1])
@@ -370,12 +371,15 @@ def _quantise(  # type: ignore[no-untyped-def]
             if terms.size > 0:
                 _add_terms(terms, coded, size, codes, scales, work, sizes, rounds)
             _to_scales(coded, size, scales, work, sizes, numbers, rounds)
+            into, place = (errors, line) if past else (rejected, at)
             _to_codes(
                 own,
                 at,
                 part,
                 begin,
                 size,
+                into,
+                place,
                 coded,
                 codes,
                 work,
@@ -383,9 +387,11 @@ def _quantise(  # type: ignore[no-untyped-def]
                 offset,
                 rounds,
             )
-            into = view(rejected, at - kept, at + size)
-            rest = number + group < high
-            kept = into.size - put_after(kept, work[1], size, into, past, rest)
+            if past:
+                written = view(rejected, at - kept, at + size)
+                rest = number + group < high
+                count = put_after(kept, errors, size, written, past, rest)
+                kept = written.size - count
 
 
 @single
@@ -459,6 +465,8 @@ def _to_codes(  # type: ignore[no-untyped-def]
     part,
     begin,
     size,
+    into,
+    place,
     number,
     codes,
     work,
@@ -466,15 +474,20 @@ def _to_codes(  # type: ignore[no-untyped-def]
     offset,
     rounds,
 ):
-    """Write the codes of the blocks in the buffer, and the errors; of a block that is not finite the values."""
+    """Write the codes of the blocks in the buffer, and to `into` the errors; of a block that is not finite the values.
+
+    These are computed again from what `into` may be the memory of.
+    """
     bits, block = sizes[0], sizes[1]
     room, errors, _, fields, _, low, high, _ = work
     real = room.dtype.type
     a, step, decay, scale = own
-    turn, line = smaller(block, _TURN), LINE // room.itemsize
+    line = LINE // room.itemsize
     for i in range((size + block - 1) // block):
         start = i * block
+        some = smaller(block, size - start)
         is_finite = low[i] < np.inf
+        to, there = (into, place) if is_finite else (errors, line)
         if rounds is None:
             is_normal = real(0) < low[i] < np.inf
             inverse = real(1) / low[i] if is_normal else real(0)
@@ -483,18 +496,18 @@ def _to_codes(  # type: ignore[no-untyped-def]
         else:
             middle = real(0.5) * low[i] + real(0.5) * high[i]
             threshold = middle if bits == 2 else real(np.inf)
-        for field in range(0, block, turn):
-            place = start + field
-            for j in range(place + _AHEAD, place + _AHEAD + turn, line):
+        for field in range(0, some, _TURN):
+            first, count = start + field, smaller(_TURN, some - field)
+            for j in range(first + _AHEAD, first + _AHEAD + _TURN, line):
                 prefetch(part, begin + j)
                 prefetch(a, (at + j) * step)
             if rounds is None:
                 _to_levels(
-                    turn,
+                    count,
                     room,
-                    place,
-                    errors,
-                    line + place,
+                    first,
+                    to,
+                    there + first,
                     fields,
                     field,
                     inverse,
@@ -505,27 +518,29 @@ def _to_codes(  # type: ignore[no-untyped-def]
                 )
             else:
                 _to_signs(
-                    turn,
+                    count,
                     room,
-                    place,
-                    errors,
-                    line + place,
+                    first,
+                    to,
+                    there + first,
                     fields,
                     field,
                     threshold,
                     low[i],
                     high[i],
                 )
+        for field in range(some, block):
+            fields[field] = 1 << bits - 1 if rounds is None else 0
         _pack(fields, bits, codes, (number + i) * (block * bits // 8), block)
         if not is_finite:
             _add_scaled(
-                smaller(block, size - start),
+                some,
                 a,
                 (at + start) * step,
                 part,
                 begin + start,
-                errors,
-                line + start,
+                into,
+                place + start,
                 decay,
                 scale,
             )
