@@ -239,7 +239,7 @@ def test_the_magnitudes_of_segments_are_those_of_each_alone(mode, dtype, two):
         else [0, 1, 300, 900]
     )
     values = (np.random.default_rng(2).standard_t(3, bounds[-1]) * 3).astype(dtype)
-    found = host.magnitudes_in_segments(values, bounds, two=two)
+    found = statistics.magnitudes_in_segments(values, bounds, two=two)
     for row, (first, end) in zip(found.tolist(), pairwise(bounds), strict=True):
         sums = host.sides(values[first:end], np.inf)
         mean = min(sums.sum_below / max(1, end - first), sums.largest)
@@ -255,21 +255,27 @@ def test_the_magnitudes_of_segments_are_those_of_each_alone(mode, dtype, two):
 def test_a_segment_that_is_not_finite_has_no_finite_mean(mode, bad):
     values = np.ones(20, np.float32)
     values[7] = bad
-    found = host.magnitudes_in_segments(values, [0, 5, 20], two=True)
+    found = statistics.magnitudes_in_segments(values, [0, 5, 20], two=True)
     assert np.isfinite(found).all(axis=1).tolist() == [True, False]
 
 
 @DTYPE
-def test_values_get_the_magnitudes_of_their_segments_and_keep_their_signs(mode, dtype):
+@pytest.mark.parametrize("two", [False, True])
+def test_values_get_the_magnitudes_of_their_segments_and_keep_their_signs(
+    mode, dtype, two
+):
     values, bounds = (
         families(dtype, 300)["negative zeros"].astype(dtype),
         [0, 7, 7, 100, 300],
     )
-    rows = np.array([[1, 2, 1.5], [0, 0, 0], [0.25, 0.5, 0.5], [1, 3, 0]], dtype)
-    values[10] = 0.5
-    low, high, limit = np.repeat(rows, np.diff(bounds), axis=0).T
-    expected = np.copysign(np.where(np.abs(values) <= limit, low, high), values)
-    assert host.with_magnitudes(values, bounds, rows).tobytes() == expected.tobytes()
+    signed, levels = host.with_magnitudes(values, bounds, two=two)
+    expected = statistics.magnitudes_in_segments(values, bounds, two=two)
+    assert levels.tobytes() == expected.tobytes()
+    rows = np.repeat(levels, np.diff(bounds), axis=0)
+    low, high = rows[:, 2:4].T.astype(dtype)
+    is_low = np.abs(values).astype(np.float64) <= rows[:, 4]
+    expected = np.copysign(np.where(is_low, low, high), values)
+    assert signed.tobytes() == expected.tobytes()
 
 
 @DTYPE

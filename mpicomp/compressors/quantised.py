@@ -46,25 +46,21 @@ def _to_bfloat16(values: Array) -> Array:
     return converted(np.where(is_nan, bits, rounded).view(np.float32), values.dtype)
 
 
-def _to_magnitudes(values: Array, edges: Array, *, two: bool) -> Array:
+def _to_magnitudes(values: Array, edges: Sequence[int], *, two: bool) -> Array:
     """Return signs with one or two magnitudes for each segment; their bits do not depend on the other segments."""
     kernels = kernels_for(values)
-    by_segment = kernels.magnitudes_in_segments(values, edges, two=two)
-    most = _MOST / np.maximum(edges[1:] - edges[:-1], 1)
-    if not (by_segment[:, :2] <= most[:, None]).all():  # sums are not finite
+    signed: Array
+    signed, levels = kernels.with_magnitudes(values, edges, two=two)
+    # above it sums may not be finite
+    most = _MOST / max(values.size, 1)
+    if not levels[:, :2].max(initial=0) <= most:
         check_finite(values)
-        less = values / 2.0**64
-        by_segment = kernels.magnitudes_in_segments(less, edges, two=two) * 2.0**64
-    by_segment = by_segment[:, 2:]
-    rows = by_segment.astype(values.dtype)
-    # rounded down, it divides values of the dtype as in float64
-    limits = rows[:, 2]
-    np.nextafter(limits, 0, out=limits, where=limits > by_segment[:, 2])
-    signed: Array = kernels.with_magnitudes(values, edges, rows)
+        signed, _ = kernels.with_magnitudes(values / 2.0**64, edges, two=two)
+        signed *= 2.0**64
     return signed
 
 
-_MOST = np.finfo(np.float64).max
+_MOST = float(np.finfo(np.float64).max)
 _ROUNDINGS = {"float16": _to_float16, "bfloat16": _to_bfloat16}
 _MAGNITUDES = {"sign": False, "two_bit": True}  # whether there are two
 
@@ -90,7 +86,8 @@ def quantise(
             if bounds is None or len(bounds) == 2
             else places_of(vector, bounds)
         )
-        places = np.multiply(edges, vector.width or 1)
+        width = vector.width or 1
+        places = [width * edge for edge in edges]
         rounded = _to_magnitudes(flat(vector.values), places, two=_MAGNITUDES[form])
         if vector.width:
             rounded = rounded.reshape(vector.values.shape)

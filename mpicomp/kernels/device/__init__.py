@@ -57,7 +57,6 @@ from mpicomp.kernels.device.segments import (
 )
 from mpicomp.kernels.device.selection import all_below, raise_not_finite
 from mpicomp.kernels.device.statistics import (
-    magnitudes_in_segments,
     sides,
     with_magnitudes,
 )
@@ -94,7 +93,6 @@ __all__ = [
     "largest",
     "largest_in_segments",
     "magnitude_range",
-    "magnitudes_in_segments",
     "merge",
     "multiply",
     "quotient",

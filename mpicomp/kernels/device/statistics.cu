@@ -140,23 +140,43 @@ struct Levels {
     }
 };
 
-// A segment; what is known of it is zero when the kernel begins. In the row behind the last `arrived` is the ticket.
+// A segment. In the row behind the last are the numbers of all.
+struct Tiled {
+    i64 first, end;     // in the vector
+    i64 tile, several;  // numbers of tiles before: of all segments, and of those of more than one
+};
+
+// What becomes of a segment, zeros when the kernel begins. In the row behind the last `arrived` is the ticket.
 struct Lloyd {
-    i64 first, end;      // in the vector
-    i64 tile, several;   // numbers of tiles before: of all segments, and of those of more than one
-    u64 arrived, round;  // tiles that are added up in all rounds, and rounds that are done
+    u64 arrived, round;    // tiles that are added up in all rounds, and rounds that are done
     Levels levels;
+    u64 low, high, limit;  // both magnitudes in the values' format, and the largest number that is not above the threshold
 };
 
 template <typename Key>
-__device__ inline void levels_of_a_tile(Sides& shared, const Key* values, i64 size, i64 rounds, Levels& found) {
+__device__ inline Key rounded(double magnitude) {
+    auto number = number_of((Key)0);
+    narrow(magnitude, number);
+    return bits_of(number);
+}
+
+template <typename Key>
+__device__ inline void write_levels(Lloyd& row, const Levels& levels) {
+    const Key limit = rounded<Key>(levels.threshold);
+    const bool is_above = (double)widened(number_of(limit)) > levels.threshold;
+    row.levels = levels;
+    row.low = rounded<Key>(levels.low), row.high = rounded<Key>(levels.high), row.limit = limit - is_above;
+}
+
+template <typename Key>
+__device__ inline void levels_of_a_tile(Sides& shared, const Key* values, i64 size, i64 rounds, Lloyd& found) {
     Levels levels = {};
     bool is_open = true;
     for (i64 round = 0; is_open && round <= rounds; ++round) {
         add_tile(shared, values, size, levels.limit(round));
         is_open = levels.take(shared.sums, size, round);
     }
-    if (threadIdx.x == 0) found = levels;
+    if (threadIdx.x == 0) write_levels<Key>(found, levels);
 }
 
 // Write the levels of each segment. rounds: of Lloyd's algorithm; without any the magnitudes are the mean. A block takes a
@@ -165,47 +185,51 @@ __device__ inline void levels_of_a_tile(Sides& shared, const Key* values, i64 si
 // tickets, so blocks took them that are under way or done, and wait for lower ones only. So the block of the lowest ticket
 // that is not done waits for nobody, and all end, in whatever order blocks are scheduled.
 template <typename Key>
-__device__ inline void magnitudes(const Key* values, Lloyd* rows, i64 count, i64 rounds, double* all_sums) {
+__device__ inline void magnitudes(
+    const Key* values, const Tiled* parts, Lloyd* rows, i64 count, i64 rounds, double* all_sums) {
     SHARED(Sides, shared);
-    const i64 tiles_of_all = rows[count].tile, several = rows[count].several;
+    const i64 tiles_of_all = parts[count].tile, several = parts[count].several;
     i64 tile = take_tile(shared.scan, &rows[count].arrived), round = 0;
     if (tile >= tiles_of_all) {
         round = 1 + (tile - tiles_of_all) / several;
         tile = (tile - tiles_of_all) % several;
     }
-    Lloyd& row = rows[find_row(rows, count, round ? &Lloyd::several : &Lloyd::tile, tile)];
-    tile -= round ? row.several : row.tile;
-    const i64 size = row.end - row.first, tiles = (size + SUM_TILE - 1) / SUM_TILE, first = tile * SUM_TILE;
-    const Key* own = values + row.first;
-    if (tiles == 1) return levels_of_a_tile(shared, own, size, rounds, row.levels);
+    const i64 number = find_row(parts, count, round ? &Tiled::several : &Tiled::tile, tile);
+    const Tiled& part = parts[number];
+    Lloyd& row = rows[number];
+    tile -= round ? part.several : part.tile;
+    const i64 size = part.end - part.first, tiles = (size + SUM_TILE - 1) / SUM_TILE, first = tile * SUM_TILE;
+    const Key* own = values + part.first;
+    if (tiles == 1) return levels_of_a_tile(shared, own, size, rounds, row);
     volatile u64& done = row.round;
     if (threadIdx.x == 0)
         while (done < (u64)round) __nanosleep(20);
     __threadfence();
     __syncthreads();
     if (done != (u64)round) return;  // the segment needs no more rounds
-    double* sums = all_sums + row.tile * SUMS;
+    double* sums = all_sums + part.tile * SUMS;
     add_tile(shared, own + first, size - first, row.levels.limit(round));
     if (!is_last_of(shared, sums + tile * SUMS, &row.arrived, tiles * (round + 1))) return;
     add_up(shared, sums, tiles);
     if (threadIdx.x) return;
-    const bool is_open = row.levels.take(shared.sums, size, round);
+    Levels levels = row.levels;
+    const bool is_open = levels.take(shared.sums, size, round);
+    write_levels<Key>(row, levels);
     __threadfence();
     done = (u64)(is_open ? round : rounds) + 1;
 }
 
-// Write the signs of values with one of two magnitudes, up to a limit the first one: `rows` has both and the limit for
-// each segment, as bits.
+// Write the signs of values with one of the two magnitudes of their segment, up to the limit the first one.
 template <typename Key>
 __device__ inline void with_magnitudes(
-    const Key* values, const i64* edges, i64 segments, const Key* rows, u64 mask, Key* signed_magnitudes) {
-    const i64 size = edges[segments], stride = (i64)gridDim.x * THREADS;
-    i64 segment = 0;
+    const Key* values, const Tiled* parts, const Lloyd* rows, i64 count, u64 mask, Key* signed_magnitudes) {
+    const i64 size = parts[count].first, stride = (i64)gridDim.x * THREADS;
+    i64 number = 0;
     for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += stride) {
-        if (edges[segment + 1] <= i) segment = lower_bound(edges, segment + 1, segments + 1, i + 1) - 1;
-        const Key* own = rows + 3 * segment;
+        if (parts[number].end <= i) number = find_row(parts, count, &Tiled::first, i);
+        const Lloyd& row = rows[number];
         const Key magnitude = (Key)(values[i] & mask);
-        signed_magnitudes[i] = (Key)((magnitude <= own[2] ? own[0] : own[1]) | (values[i] & ~mask));
+        signed_magnitudes[i] = (Key)((magnitude <= row.limit ? row.low : row.high) | (values[i] & ~mask));
     }
 }
 
@@ -217,8 +241,8 @@ __device__ inline void with_magnitudes(
         block_sides(values, size, threshold, rows);                                                                 \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) magnitudes_##name(                                     \
-        const Key* values, Lloyd* rows, i64 count, i64 rounds, double* sums) {                                      \
-        magnitudes(values, rows, count, rounds, sums);                                                              \
+        const Key* values, const Tiled* parts, Lloyd* rows, i64 count, i64 rounds, double* sums) {                  \
+        magnitudes(values, parts, rows, count, rounds, sums);                                                       \
     }
 IF_2(SIDES(f2, u16))
 IF_4(SIDES(f4, u32))
@@ -226,8 +250,8 @@ IF_8(SIDES(f8, u64))
 
 #define WITH_MAGNITUDES(name, Key)                                                                                  \
     KERNEL name(                                                                                                    \
-        const Key* values, const i64* edges, i64 segments, const Key* rows, u64 mask, Key* signed_magnitudes) {     \
-        with_magnitudes(values, edges, segments, rows, mask, signed_magnitudes);                                    \
+        const Key* values, const Tiled* parts, const Lloyd* rows, i64 count, u64 mask, Key* signed_magnitudes) {    \
+        with_magnitudes(values, parts, rows, count, mask, signed_magnitudes);                                       \
     }
 IF_2(WITH_MAGNITUDES(with_magnitudes_u2, u16))
 IF_4(WITH_MAGNITUDES(with_magnitudes_u4, u32))

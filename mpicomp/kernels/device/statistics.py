@@ -1,6 +1,7 @@
 """Sums over a gradient in one read, in float64 and in the order of the host's."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import cupy
@@ -13,14 +14,16 @@ from mpicomp.kernels.device.compiling import (
     in_tiles,
     launch,
     table_on_device,
-    upload,
+    zeros,
 )
+from mpicomp.kernels.device.segments import running_totals
 from mpicomp.kernels.host.bits import FORMATS
 from mpicomp.kernels.host.statistics import LLOYD_ROUNDS, Sides, added_sides
 
 SUM_TILE = 16384  # values that a block of threads adds up
 SUMS = 4  # of a tile
 _LEVELS = 5
+_FOUND = 10  # words of a segment, `Lloyd` in statistics.cu; the levels are behind two
 
 
 def sides(values: Array, threshold: float) -> Sides:
@@ -39,48 +42,42 @@ def sides(values: Array, threshold: float) -> Sides:
     return added_sides(values.size, rows.get())
 
 
-def magnitudes_in_segments(
-    values: Array, bounds: Sequence[int], *, two: bool
-) -> np.ndarray[Any, Any]:
-    """Return the magnitudes of each segment, as `mpicomp.kernels.host.magnitudes_in_segments` does, in host memory.
-
-    One launch and one wait, whatever the number and the lengths of the segments.
-    """
-    edges = np.array(bounds, np.int64)
-    tiles = in_tiles(np.diff(edges), SUM_TILE)
-    # bounds, tiles before, and those of segments of several; then what the kernel writes
-    rows = np.zeros((edges.size, 6 + _LEVELS), np.int64)
-    rows[:, 0] = edges
-    rows[:-1, 1] = edges[1:]
-    rows[1:, 2] = tiles.cumsum()
-    rows[1:, 3] = np.where(tiles > 1, tiles, 0).cumsum()
-    found = upload(rows)
-    rounds = LLOYD_ROUNDS if two else 0
-    total, several = rows[-1, 2:4].tolist()
-    if total:
-        sums = cupy.empty((total, SUMS))
-        args = values, found, tiles.size, rounds, sums
-        launch("magnitudes", [values.dtype], total + rounds * several, *args)
-    levels: np.ndarray[Any, Any] = found.get()[:-1, -_LEVELS:].view(np.float64)
-    return levels
-
-
 def with_magnitudes(
-    values: Array, bounds: Sequence[int], rows: np.ndarray[Any, Any]
-) -> Array:
-    """Return the signs of `values` with one of two magnitudes, as `mpicomp.kernels.host.with_magnitudes` does.
+    values: Array, bounds: Sequence[int], *, two: bool
+) -> tuple[Array, np.ndarray[Any, Any]]:
+    """Return what `mpicomp.kernels.host.with_magnitudes` does, the rows of segments in host memory.
 
-    rows: in host memory.
+    Two launches and one wait, whatever the number and the lengths of the segments.
     """
     form = FORMATS[values.dtype]
     signed = cupy.empty_like(values)
-    if values.size:
-        edges = table_on_device(np.array(bounds, np.int64))
-        given = upload(np.ascontiguousarray(rows).view(form.keys))
+    rounds = LLOYD_ROUNDS if two else 0
+    parts, tiles, several = _parts(tuple(bounds))
+    count = len(parts) - 1
+    found, (rows,) = zeros(len(parts) * _FOUND)
+    if tiles:
+        table = table_on_device(parts)
+        sums = cupy.empty((tiles, SUMS))
+        jobs = tiles + rounds * several
+        args = values, table, rows, count, rounds, sums
+        launch("magnitudes", [values.dtype], jobs, *args)
         blocks = min(MOST_BLOCKS, in_tiles(values.size, THREADS))
-        args = values.view(form.keys), edges, len(rows), given, form.mask
-        launch("with_magnitudes", [form.keys], blocks, *args, signed.view(form.keys))
-    return signed
+        given = values, table, rows, count, form.mask, signed
+        launch("with_magnitudes", [form.keys], blocks, *given)
+    words = found.get().reshape(-1, _FOUND)[:-1, 2 : 2 + _LEVELS]
+    return signed, words.view(np.float64)
+
+
+# most steps select as many entries of each segment as the step before
+@lru_cache(maxsize=64)
+def _parts(bounds: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], int, int]:
+    """Return the rows of `Tiled` in statistics.cu, the number of tiles, and that of tiles of segments of several."""
+    edges = np.array(bounds, np.int64)
+    tiles = in_tiles(np.diff(edges), SUM_TILE)
+    before = running_totals(tiles)
+    several = running_totals(np.where(tiles > 1, tiles, 0))
+    rows = np.stack([edges, np.append(edges[1:], 0), before, several], axis=1)
+    return rows, int(before[-1]), int(several[-1])
 
 
 def _bits(number: float) -> int:

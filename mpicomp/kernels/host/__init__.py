@@ -56,7 +56,6 @@ from mpicomp.kernels.host.selection import (
 )
 from mpicomp.kernels.host.statistics import (
     Sides,
-    magnitudes_in_segments,
     sides,
     with_magnitudes,
 )
@@ -99,7 +98,6 @@ __all__ = [
     "largest",
     "largest_in_segments",
     "magnitude_range",
-    "magnitudes_in_segments",
     "merge",
     "multiply",
     "quotient",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array
+from mpicomp.arrays import Array, converted
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.instructions import larger, smaller, view
@@ -104,22 +104,29 @@ def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -
     return found
 
 
-def with_magnitudes(values: Array, bounds: Sequence[int], rows: Array) -> Array:
-    """Return the signs of `values` with one of two magnitudes: up to a limit the first one, above it the second.
+def with_magnitudes(
+    values: Array, bounds: Sequence[int], *, two: bool
+) -> tuple[Array, Array]:
+    """Return the signs of `values` with the magnitudes of their segments, and what `magnitudes_in_segments` does.
 
-    values: 1-d contiguous, without NaN. bounds: as for `magnitudes_in_segments`. rows:
-    of the dtype of the values, for each segment both magnitudes and the limit, at least
-    0.
+    Arguments as there. A value is compared with the threshold in float64. The values
+    of a segment without a finite mean are not defined.
     """
-    form, signed = FORMATS[values.dtype], np.empty_like(values)
-    bits, keys = (
-        as_writable(values).view(form.signed),
-        np.ascontiguousarray(rows).view(form.signed),
-    )
+    levels = magnitudes_in_segments(values, bounds, two=two)
+    rows = np.ascontiguousarray(converted(levels[:, 2:], values.dtype))
+    # rounded down, it divides values of the dtype as in float64
+    limits = rows[:, 2]
+    np.nextafter(limits, 0, out=limits, where=limits > levels[:, 4])
+    form = FORMATS[values.dtype]
+    signed = np.empty_like(values)
     _with_magnitudes(
-        bits, np.asarray(bounds, np.int64), keys, form.mask, signed.view(form.signed)
+        as_writable(values).view(form.signed),
+        np.asarray(bounds, np.int64),
+        rows.view(form.signed),
+        form.mask,
+        signed.view(form.signed),
     )
-    return signed
+    return signed, levels
 
 
 def added_sides(size: int, rows: Array) -> Sides:
