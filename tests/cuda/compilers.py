@@ -103,10 +103,9 @@ def nvrtc_libraries():
 
 
 def available():
-    """Return the compilers that are here: nvcc, or every NVRTC where there is no nvcc."""
-    if shutil.which("nvcc"):
-        return [nvcc]
-    return [partial(nvrtc, library) for library in nvrtc_libraries()]
+    """Return the compilers that are here: nvcc, and every NVRTC, which is what CuPy compiles with."""
+    own = [nvcc] if shutil.which("nvcc") else []
+    return own + [partial(nvrtc, library) for library in nvrtc_libraries()]
 
 
 def spills(log):

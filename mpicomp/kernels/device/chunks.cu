@@ -4,6 +4,9 @@
 // wanted, and what reaches it is compared with each other.
 #include "common.cuh"
 
+// Blocks of 256 threads get chunks of a tile at most: loops over tiles would keep what all need in registers.
+template <int threads>
+constexpr bool IS_ONE_TILE = threads == THREADS;
 constexpr u32 FEW = 128, CANDIDATES = THREADS;  // entries of a tile, at most, that are selected from so many candidates
 
 template <int threads>
@@ -14,6 +17,7 @@ struct ChunkShared {
     u64 warps[2][threads / 32];
     u64 candidates[CANDIDATES];
     i32 places[CANDIDATES];
+    i64 start, written;  // the first value of a chunk in the vector, and the place of its first entry
 };
 
 // Set `prefix` to the k-th largest magnitude of a chunk, 0 where there are fewer, and k to its rank among what equals it.
@@ -29,8 +33,9 @@ __device__ inline void find_kth(
         for (int b = threadIdx.x; b < BINS; b += threads) shared.bins[b] = 0;
         __syncthreads();
         for (i64 first = warp() * Items<Key>::WARP; first < size; first += TILE) {
-            if (size > TILE) read(bits, size, first, items);
+            if (!IS_ONE_TILE<threads> && size > TILE) read(bits, size, first, items);
             count_digits(items.key, real_items<Key>(first, size), mask, prefix, shift, digit, shared.bins);
+            if (IS_ONE_TILE<threads>) break;
         }
         __syncthreads();
         find_bin<threads>(shared.finder, [&](int bin) { return (u64)shared.bins[bin]; }, k);
@@ -66,7 +71,7 @@ __device__ inline void append_chunk(
     u64 counts = 0;  // of the tiles before: above, and equal in the upper half
     for (i64 tile = 0; tile < size; tile += TILE) {
         const i64 first = tile + warp() * Items<Key>::WARP;
-        if (size > TILE) read(bits, size, first, items);
+        if (!IS_ONE_TILE<threads> && size > TILE) read(bits, size, first, items);
         u32 above, equal;
         compare(items, first, size, mask, threshold, above, equal);
         const u64 own = (u64)warp_sum((u32)__popc(equal)) << 32 | warp_sum((u32)__popc(above));
@@ -78,6 +83,7 @@ __device__ inline void append_chunk(
         append_with_ties<Key>(
             above, equal, first, written + (u32)before, before >> 32, ties,
             [&](u64 at, int i, i64 place) { keep(at, place, items.key[i]); });
+        if (IS_ONE_TILE<threads>) break;
         __syncthreads();
     }
 }
@@ -104,12 +110,11 @@ __device__ inline Key narrowed(ChunkShared<threads>& shared, Key own, u32 wanted
     return low;
 }
 
-// Keep the `wanted` largest items of a tile, in order, from place `written` on: keep(at, place in the tile, bits). Return
+// Keep the `wanted` largest items of a tile, in order: keep(at, place in the tile, bits). Return
 // how many they are, fewer where the others are zero; -1, without a call, if there are too many candidates.
 template <int threads, typename Key, typename Keep>
 __device__ inline int keep_few(
-    ChunkShared<threads>& shared, const Items<Key>& items, i64 size, Key mask, u32 wanted, u64 written,
-    const Keep& keep) {
+    ChunkShared<threads>& shared, const Items<Key>& items, i64 size, Key mask, u32 wanted, const Keep& keep) {
     const i64 first = warp() * Items<Key>::WARP;
     Key own = 0;  // behind the last item are zeros
 #pragma unroll
@@ -144,7 +149,7 @@ __device__ inline int keep_few(
     if (lane() == 0) shared.warps[0][warp()] = __popc(kept);
     __syncthreads();
     const u32 of_earlier = warp_sum(lane() < warp() ? (u32)shared.warps[0][lane()] : 0);
-    const u64 at = written + of_earlier + __popc(kept & ((1u << lane()) - 1));
+    const u64 at = of_earlier + __popc(kept & ((1u << lane()) - 1));
     if (is_kept) keep(at, (i64)shared.places[threadIdx.x], bits);
     return (int)lesser(count, wanted);
 }
@@ -172,7 +177,8 @@ __device__ inline void largest_in_chunks(
     const i64 start = own.first + (number - own.before) * own.chunk;
     const int length = (int)lesser(own.chunk, own.end - start);
     const u32 wanted = (u32)(length == own.chunk ? own.k : own.last);
-    const u64 before = own.room + (u64)(number - own.before) * own.k;
+    // in registers they would be spilled; a barrier comes before they are read
+    if (threadIdx.x == 0) shared.start = start, shared.written = own.room + (number - own.before) * (i64)own.k;
     const Key* bits = (out ? out : values) + start;
     Items<Key> items;
     if (out) {
@@ -186,24 +192,25 @@ __device__ inline void largest_in_chunks(
     } else {
         read(bits, length, warp() * Items<Key>::WARP, items);
     }
-    const auto keep = [&](u64 at, i64 place, Key key) {
-        positions[at] = (Index)(start + place), kept[at] = key;
-        if (at == 0) said->first = (u64)(start + place);
-        if (at == room - 1) said->last = (u64)(start + place);
+    const auto keep = [&](u64 of_chunk, i64 of_values, Key key) {
+        const u64 at = shared.written + of_chunk, place = shared.start + of_values;
+        positions[at] = (Index)place, kept[at] = key;
+        if (at == 0) said->first = place;
+        if (at == room - 1) said->last = place;
         if ((key & (Key)mask) >= (Key)infinity) atomicMax(&said->bad, 1ull);
     };
     int chosen = -1;
     if (length <= threads * Items<Key>::COUNT && wanted <= FEW)
-        chosen = keep_few(shared, items, length, (Key)mask, wanted, before, keep);
+        chosen = keep_few(shared, items, length, (Key)mask, wanted, keep);
     if (chosen < 0) {
         u64 threshold, ties = wanted;
         find_kth(shared, bits, length, items, mask, width, threshold, ties);
         chosen = (int)(wanted - ties);
         if (threshold == 0) ties = 0;  // zeros are not selected
-        append_chunk(shared, bits, length, items, mask, threshold, ties, before, 0, keep);
+        append_chunk(shared, bits, length, items, mask, threshold, ties, 0, 0, keep);
         chosen += (int)ties;
     }
-    for (u32 at = (u32)chosen + threadIdx.x; at < wanted; at += threads) kept[before + at] = 0;
+    for (u32 at = (u32)chosen + threadIdx.x; at < wanted; at += threads) kept[shared.written + at] = 0;
     if (threadIdx.x == 0 && (u32)chosen < wanted) atomicAdd(missing, (u64)(wanted - (u32)chosen));
 }
 

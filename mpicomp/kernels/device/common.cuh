@@ -311,18 +311,24 @@ __device__ inline uint4 pack(const u16* from) {
                  from[4] | (u32)from[5] << 16, from[6] | (u32)from[7] << 16};
 }
 
-// The place of item i of this thread, among those of a warp that begin at `first`.
+// The place of item i of this thread, among those of a warp.
 template <typename Key>
-__device__ inline i64 place_of(i64 first, int i) {
-    return first + (i / Items<Key>::VECTOR * 32 + lane()) * Items<Key>::VECTOR + i % Items<Key>::VECTOR;
+__device__ inline u32 place_of(int i) {
+    return (i / Items<Key>::VECTOR * 32 + lane()) * Items<Key>::VECTOR + i % Items<Key>::VECTOR;
+}
+
+// How many of the items of a warp, which begin at `first`, are among the first `size`.
+template <typename Key>
+__device__ inline u32 items_of_warp(i64 first, i64 size) {
+    return (u32)lesser(greater(size - first, (i64)0), (i64)Items<Key>::WARP);
 }
 
 // A bit for each item of this thread that is among the first `size`.
 template <typename Key>
 __device__ inline u32 real_items(i64 first, i64 size) {
-    if (first + Items<Key>::WARP <= size) return (u32)((1ull << Items<Key>::COUNT) - 1);
+    const u32 count = items_of_warp<Key>(first, size);
     u32 real = 0;
-    for (int i = 0; i < Items<Key>::COUNT; ++i) real |= (u32)(place_of<Key>(first, i) < size) << i;
+    for (int i = 0; i < Items<Key>::COUNT; ++i) real |= (u32)(place_of<Key>(i) < count) << i;
     return real;
 }
 
@@ -330,7 +336,8 @@ __device__ inline u32 real_items(i64 first, i64 size) {
 template <typename Key>
 __device__ inline void read(const Key* keys, i64 size, i64 first, Items<Key>& items) {
     const int VECTOR = Items<Key>::VECTOR, LOADS = Items<Key>::LOADS;
-    if (first + Items<Key>::WARP <= size && (u64)keys % 16 == 0) {
+    const u32 count = items_of_warp<Key>(first, size);
+    if (count == Items<Key>::WARP && (u64)keys % 16 == 0) {
         uint4 loaded[LOADS];
         const uint4* own = (const uint4*)(keys + first) + lane();
 #pragma unroll
@@ -340,8 +347,8 @@ __device__ inline void read(const Key* keys, i64 size, i64 first, Items<Key>& it
     } else {
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) {
-            i64 place = place_of<Key>(first, i);
-            items.key[i] = place < size ? keys[place] : (Key)0;
+            const u32 place = place_of<Key>(i);
+            items.key[i] = place < count ? (keys + first)[place] : (Key)0;
         }
     }
 }
@@ -350,15 +357,16 @@ __device__ inline void read(const Key* keys, i64 size, i64 first, Items<Key>& it
 template <typename Key>
 __device__ inline void write(Key* keys, i64 size, i64 first, const Items<Key>& items) {
     const int VECTOR = Items<Key>::VECTOR, LOADS = Items<Key>::LOADS;
-    if (first + Items<Key>::WARP <= size && (u64)keys % 16 == 0) {
+    const u32 count = items_of_warp<Key>(first, size);
+    if (count == Items<Key>::WARP && (u64)keys % 16 == 0) {
         uint4* own = (uint4*)(keys + first) + lane();
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) own[l * 32] = pack(items.key + l * VECTOR);
     } else {
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) {
-            i64 place = place_of<Key>(first, i);
-            if (place < size) keys[place] = items.key[i];
+            const u32 place = place_of<Key>(i);
+            if (place < count) (keys + first)[place] = items.key[i];
         }
     }
 }

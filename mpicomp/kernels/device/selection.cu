@@ -19,7 +19,7 @@ __device__ inline void append(u32 chosen, i64 first, u64 place, const Keep& keep
         u64 at = place + through - own;
 #pragma unroll
         for (int i = l * VECTOR; i < (l + 1) * VECTOR; ++i)
-            if (chosen >> i & 1) keep(at++, i, place_of<Key>(first, i));
+            if (chosen >> i & 1) keep(at++, i, first + place_of<Key>(i));
         place += __shfl_sync(ALL, through, 31);
     }
 }
@@ -111,7 +111,7 @@ __device__ inline void first_reaching(const Key* bits, i64 size, u64 mask, u64 f
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) found |= (u32)((items.key[i] & mask) >= floor) << i;
         found &= real_items<Key>(first, size);
-        if (found) atomicMax(found_at, ~(u64)place_of<Key>(first, __ffs(found) - 1));
+        if (found) atomicMax(found_at, ~(u64)(first + place_of<Key>(__ffs(found) - 1)));
     }
 }
 

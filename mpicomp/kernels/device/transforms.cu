@@ -51,7 +51,7 @@ __device__ inline void hadamard(const Key* values, Key* out, i64 size, i64 chunk
         read(values + start, length, part, items);
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i)
-            tile.values[padded((u32)place_of<Key>(part, i))] = widened(number_of(items.key[i]));
+            tile.values[padded(part + place_of<Key>(i))] = widened(number_of(items.key[i]));
     }
     __syncthreads();
     for (u32 unit = 1; unit < chunk; unit *= OWN) {
@@ -64,7 +64,7 @@ __device__ inline void hadamard(const Key* values, Key* out, i64 size, i64 chunk
         Items<Key> items;
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) {
-            const u32 place = (u32)place_of<Key>(part, i);
+            const u32 place = part + place_of<Key>(i);
             if (rest && place < length) narrow(scale_of(31 - __clz((int)(place ^ rest))), scale);
             auto result = number_of((Key)0);
             narrow(tile.values[padded(place)] * scale, result);
