@@ -26,6 +26,7 @@ from collectives.runtime.messages import LINE, Steps
 from collectives.runtime.patterns import compare_by_doubling
 from mpicomp.arrays import (
     Array,
+    address,
     check_apart,
     contiguous,
     converted,
@@ -83,8 +84,9 @@ def quantised_allreduce(
     inside a node; or "auto", which chooses by `collectives.planning.choice`.
 
     out: two C-contiguous arrays of the size and dtype of `array`, of which the second
-    may be `array` itself: they are written to and returned, which saves the time to map
-    new memory. Their contents are undefined if an error is raised.
+    may be `array` itself, and no other part of its memory: they are written to and
+    returned, which saves the time to map new memory. Their contents are undefined if an
+    error is raised.
 
     Returns (total, rejected), arrays of the same kind, shape and dtype. total: the same
     bits on every rank. rejected: what this rank must keep, for example in its residual.
@@ -166,8 +168,11 @@ def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
                 f"out has {array.size} values of {array.dtype}: expected {values.size} of {values.dtype}, in the "
                 "memory of the array"
             )
-    check_apart([total, rejected])
-    check_apart([total, values])
+    written = [total, rejected]
+    # which may be the array itself: each value is read before it is written
+    if address(rejected) != address(values):
+        written.append(values)
+    check_apart(written)
     return total, rejected
 
 

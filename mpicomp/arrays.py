@@ -347,13 +347,13 @@ def views_between(vector: Array, edges: Sequence[int]) -> list[Array]:
 
 
 def check_apart(arrays: Sequence[Any]) -> None:
-    """Raise ValueError if two of the contiguous arrays that a step writes to share memory."""
+    """Raise ValueError if two contiguous arrays, of which a step writes to one at least, share memory."""
     if len(arrays) < 2:
         return
     sizes = tuple([array.nbytes for array in arrays])
     if not _are_apart(tuple(addresses(arrays)), sizes):
         raise ValueError(
-            "two arrays that the step writes to share memory: expected separate arrays for each out=, and for each "
+            "two arrays share memory that the step writes to: expected separate arrays for each out=, and for each "
             "gradient that holds the residual (in_place)"
         )
 

@@ -571,7 +571,7 @@ def test_arrays_that_are_written_to_twice_are_refused(comm, in_place):
         comm,
         exchange,
         ValueError,
-        "two arrays that the step writes to share memory",
+        "two arrays share memory that the step writes to",
         a,
         b,
     ):

@@ -216,10 +216,19 @@ def test_bad_arguments_raise_on_all_ranks(comm, wrong, error, message):
 
 
 def test_out_shares_no_memory(comm):
-    array, twice = np.ones(9), np.ones(18)
-    for out in ((twice[:9], twice[5:14]), (array, np.ones(9))):
+    twice = integers(comm.rank, 18)
+    array, before = twice[:9], twice.copy()
+    apart = np.ones(9, array.dtype)
+    for out in [
+        (twice[:9], twice[5:14]),
+        (array, apart),
+        (twice[1:10], apart),
+        # it may be the array itself, and no other part of its memory
+        (apart, twice[1:10]),
+    ]:
         with pytest.raises(ValueError, match="share memory"):
             quantised_allreduce(array, comm, out=out)
+        np.testing.assert_array_equal(twice, before)
 
 
 @pytest.mark.at_least(2)
