@@ -196,7 +196,11 @@ def functions(text: str) -> int:
 
 def count(files: dict[Path, str]) -> dict[str, object]:
     """Return all figures of a tree."""
-    tokens = {path: tokens_by_line(text) for path, text in files.items()}
+    tokens = {
+        path: tokens_by_line(text)
+        for path, text in files.items()
+        if inside(path, *LIBRARY, *TOOLS)
+    }
     library = {
         path: text
         for path, text in files.items()

@@ -7,7 +7,18 @@ import pytest
 from devices import cupy_for_tests, layers
 from hypothesis import settings
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+TESTS = Path(__file__).parent
+BENCHMARKS = TESTS.parent / "benchmarks"
+# that call most kernels for all formats: half of all tests
+FOR_ALL_FORMATS = [
+    *(TESTS / "cuda").glob("test_*.py"),
+    TESTS / "test_kernels.py",
+    TESTS / "test_device.py",
+    TESTS / "test_every_compressor.py",
+    TESTS / "test_compressor_state.py",
+    TESTS / "test_few_bits.py",
+    TESTS / "test_codec.py",
+]
 # whose modules import each other
 sys.path += [str(BENCHMARKS), str(BENCHMARKS / "training")]
 # a first call compiles: time is no verdict
@@ -19,6 +30,11 @@ settings.load_profile("house")
 def cupy():
     """Return CuPy, or its stand-in."""
     return cupy_for_tests()
+
+
+def pytest_collection_modifyitems(items):
+    """Put tests that compile the same kernels beside each other: of two workers one begins with the first half."""
+    items.sort(key=lambda item: item.path not in FOR_ALL_FORMATS)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -33,6 +33,7 @@ LONG = [
     comparisons.top_k_by_a_sample,
     comparisons.top_k_at_the_edges_of_tiles,
     comparisons.every_k,
+    comparisons.every_k_by_a_grid,
     comparisons.fits,
     comparisons.largest_in_long_segments,
     comparisons.marks_of_many_tiles_a_block,
@@ -71,14 +72,22 @@ def test_the_bits_are_those_of_the_host(
     comparison(device, cupy)
 
 
-@pytest.mark.parametrize(
-    "seed", [0] if real_cupy() else [0, pytest.param(1, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("comparison", LONG, ids=named)
+def drawn():
+    """Yield the long comparisons with all formats, marked slow, and with two in turn."""
+    for place, comparison in enumerate(LONG):
+        name, slow = named(comparison), () if real_cupy() else pytest.mark.slow
+        if slow and comparison is not comparisons.every_k_by_a_grid:
+            some = comparisons.DTYPES[place % 2 :][:2]
+            yield pytest.param(comparison, some, id=f"{name}-some")
+        yield pytest.param(comparison, comparisons.DTYPES, marks=slow, id=f"{name}-all")
+
+
+@pytest.mark.parametrize(("comparison", "formats"), drawn())
 def test_the_bits_are_those_of_the_host_in_many_launches(
-    cupy, device, monkeypatch, seed, comparison
+    cupy, device, monkeypatch, comparison, formats
 ):
-    launch, draw = device.compiling.launch, random.Random(seed)
+    monkeypatch.setattr(comparisons, "DTYPES", formats)
+    launch, draw = device.compiling.launch, random.Random(len(formats))
 
     def launched(*args, **more):
         monkeypatch.setenv(VARIABLE, draw.choice(SCHEDULES))

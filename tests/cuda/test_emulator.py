@@ -160,7 +160,6 @@ FAULTS = {
 
 
 OF_EACH_KIND = {
-    "the look-back does not wait",
     "a tie too many",
     "a block does not wait for the counts of the others",
     "a sum is a difference",

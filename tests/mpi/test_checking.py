@@ -379,7 +379,12 @@ def _flip(place, buffer):
 
 @pytest.mark.exactly(3)
 @pytest.mark.parametrize(
-    "name", ["sparse_allreduce", "split_allgather", "gtopk_allreduce"]
+    "name",
+    [
+        "sparse_allreduce",
+        pytest.param("split_allgather", marks=pytest.mark.slow),
+        "gtopk_allreduce",
+    ],
 )
 def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
     """Any bit of any message. On all ranks, but for the last ones of a call: nobody can tell the others of these."""
