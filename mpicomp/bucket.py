@@ -93,18 +93,25 @@ class Bucket:
         return self.feedback.summands(*vectors, basis=self.basis)
 
     def uncoded(
-        self, arrays: ByName, corrected: Array, summands: Summands | None
+        self,
+        corrected: Array,
+        summands: Summands | None,
+        check: Callable[[Array], None],
     ) -> Uncoded:
         """Return what `correct` returned, by tensor, as values to be coded: tensors begin new blocks."""
+        return self.feedback.uncoded(corrected, summands)._replace(check=check)
 
-        def check(values: Array) -> None:
-            # names the gradient, and not a coefficient
-            if self.basis is not None:
-                self.check_finite(arrays, ValueError)
-            self.selection.check_finite(values)
-
-        uncoded = self.feedback.uncoded(corrected, summands)
-        return uncoded._replace(check=check)
+    def check_corrected(self, arrays: ByName, corrected: Array) -> None:
+        """Raise ValueError that names a value of a gradient that is not finite, OverflowError if only a sum is not."""
+        try:
+            self.selection.check_finite(corrected)
+        except ValueError as error:
+            self.check_finite(arrays, ValueError)
+            place = str(error).partition(" is ")[0]
+            raise OverflowError(
+                f"{place} of the gradient plus the residual leaves the range of {corrected.dtype}: scale the gradients "
+                "down, take a wider dtype, or reset() the residual"
+            ) from None
 
     def out_of_basis(self, mean: Mean) -> Mean | Coefficients:
         """Return a mean of coefficients as one of values; of a sparse one, they are transformed where they are written.

@@ -194,13 +194,12 @@ class Step:
         buffers = bucket.outputs(self._outs, vectors)
         if self._skips:
             bucket.check_finite(self.arrays, NotFiniteError)
+        corrected, summands = bucket.correct(vectors, by_tensor=declared.takes_uncoded)
+        check = partial(bucket.check_corrected, self.arrays)
         sent: Any
         try:
-            corrected, summands = bucket.correct(
-                vectors, by_tensor=declared.takes_uncoded
-            )
             if declared.takes_uncoded:
-                sent = bucket.uncoded(self.arrays, corrected, summands)
+                sent = bucket.uncoded(corrected, summands, check)
             elif declared.takes_arrays:
                 sent = selection.all_values(corrected, summands)
             else:
@@ -208,9 +207,7 @@ class Step:
                 share = declared.own_share(bucket.length, comm.rank, comm.size)
                 sent = selection.select(corrected, summands, share)
         except ValueError:
-            # to name the gradient, and not a coefficient
-            if bucket.basis is not None:
-                bucket.check_finite(self.arrays, ValueError)
+            check(corrected)
             raise
         return Started(bucket, reduction, corrected, sent, buffers)
 

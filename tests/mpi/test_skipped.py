@@ -219,13 +219,31 @@ def test_another_error_in_the_same_message_raises_on_all_ranks(comm, collective)
     assert (exchange.steps, exchange.skipped, exchange.finite) == (0, 0, True)
 
 
-def test_a_residual_that_leaves_its_range_is_not_skipped(comm):
-    """The gradient is finite: to skip the step would hide it in each that follows."""
-    exchange = made(comm, feedback=ErrorFeedback(), compressor=TopK(k=1))
-    mine = np.array([6e4, 5e4], np.float16) * np.float16(is_last(comm))
-    exchange(mine)
-    with pytest.raises((ValueError, CollectiveError), match="inf"):
-        exchange(mine)
+@pytest.mark.parametrize(
+    ("name", "more", "dtype"),
+    [
+        ("default", {}, np.float16),
+        ("gtopk, momentum", {}, np.float32),
+        ("few bits", {"bits": 8}, np.float16),
+        ("few bits", {"bits": 1}, np.float32),
+        ("dense", {"basis": Hadamard(chunk=16)}, np.float64),
+    ],
+)
+def test_a_sum_with_the_residual_that_leaves_its_range_is_not_skipped(
+    comm, name, more, dtype
+):
+    """The gradients are finite: to skip the step would hide it in each that follows."""
+    exchange = made(comm, name, **more)
+    ramp = np.linspace(0.6, 1, 20).astype(dtype) * np.finfo(dtype).max
+    large = {"w": ramp if is_last(comm) else np.zeros(20, dtype)}
+    exchange({"w": np.zeros(20, dtype)} if exchange.basis else large)
+    before = exchange.state_dict()
+    with pytest.raises(
+        OverflowError if is_last(comm) else CollectiveError,
+        match=r"in w: values\[\d+\] of the gradient plus the residual leaves the range of float",
+    ):
+        exchange(large)
+    np.testing.assert_equal(exchange.state_dict(), before)
 
 
 @pytest.mark.exactly(2)
