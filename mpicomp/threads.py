@@ -57,7 +57,8 @@ def count() -> int:
         number = 0
     if number < 1:
         raise ValueError(
-            f"{VARIABLE} is {text!r}: expected an integer >= 1; unset it to use this rank's cores"
+            f"the environment variable {VARIABLE} is {text!r}: expected an integer >= 1; unset it to use this rank's "
+            "cores"
         )
     return number
 

@@ -26,6 +26,7 @@ from collectives.runtime.link import (
 )
 from collectives.runtime.messages import Sending
 from mpicomp import checking, threads
+from mpicomp.settings import to_choice
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -144,9 +145,17 @@ def _first_ranks(comm: "MPI.Intracomm") -> tuple[int, ...]:
 
 
 def _compare_settings(comm: "MPI.Intracomm") -> None:
-    """Raise ValueError on all ranks if their settings in the environment differ. Collective, blocks."""
+    """Raise ValueError on all ranks if their settings in the environment differ, or one is bad. Collective, blocks."""
     mine = {name: os.environ.get(name) or off for name, off in SETTINGS.items()}
+    mine[threads.VARIABLE] = ""
+    try:
+        threads.count()
+    except ValueError as error:  # kernels of long vectors would raise it
+        mine[threads.VARIABLE] = f"rank {comm.rank}: {error}"
     everywhere = comm.allgather(mine)
+    for settings in everywhere:
+        if wrong := settings[threads.VARIABLE]:
+            raise ValueError(wrong)
     for name, off in SETTINGS.items():
         values = [settings[name] for settings in everywhere]
         shown = ["not set" if value == off else value for value in values]
@@ -155,6 +164,8 @@ def _compare_settings(comm: "MPI.Intracomm") -> None:
                 f"the environment variable {name} must be the same on all ranks, got {who}: export it to all "
                 f"(mpirun -x {name}; srun --export=ALL; MPICH: mpiexec -genvlist {name})"
             )
+    check = checking.VARIABLE
+    to_choice(f"the environment variable {check}", mine[check], ("0", "1"))
 
 
 def _keep_pages() -> None:

@@ -133,6 +133,27 @@ def test_a_setting_of_some_ranks_only_raises_on_all_with_the_remedy(
     assert_same_bits(comm, sparse_allreduce(vector, fresh))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "ranks"),
+    [
+        ("MPICOMP_CHECK", "off", "all"),
+        ("MPICOMP_THREADS", "0", "all"),
+        ("MPICOMP_THREADS", "two", "one"),
+    ],
+)
+def test_a_bad_setting_raises_on_all_ranks_whatever_they_call(
+    comm, fresh, monkeypatch, name, value, ranks
+):
+    if ranks == "all" or comm.rank == 0:
+        monkeypatch.setenv(name, value)
+    vector = contribution("random", comm.rank, comm.size)
+    said = rf"the environment variable {name} is '{value}': expected"
+    with pytest.raises(ValueError, match=said):
+        sparse_allreduce(vector, fresh)
+    monkeypatch.undo()
+    assert_same_bits(comm, sparse_allreduce(vector, fresh))
+
+
 @pytest.mark.at_least(2)
 @pytest.mark.unchecked("is on")
 def test_settings_that_mean_the_same_and_threads_may_differ(comm, fresh, monkeypatch):
