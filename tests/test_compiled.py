@@ -3,8 +3,11 @@
 import errno
 import importlib
 import operator
+import os
 import pathlib
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -43,6 +46,27 @@ def warned(kernel):
 
 def files(kernel, suffix):
     return sorted(pathlib.Path(kernel.stats.cache_path).glob(f"*.{suffix}"))
+
+
+WITHOUT_JIT = """
+import numpy as np
+from mpicomp import ChunkedTopK, Hadamard, Quantised
+values = np.arange(512, dtype=np.float32)
+coefficients = np.empty_like(values)
+Hadamard(chunk=256).forward(values, coefficients)
+sent = Quantised(ChunkedTopK(k=8, chunk=256), "two_bit").compress(coefficients)
+print(sent.indices.tolist(), sent.values.tolist())
+"""
+
+
+def test_without_the_compiler_kernels_are_functions_of_python(capsys):
+    """For debuggers, and measurements of coverage."""
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    command = [sys.executable, "-c", WITHOUT_JIT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stderr == ""
+    exec(WITHOUT_JIT, {})
+    assert done.stdout == capsys.readouterr().out
 
 
 DAMAGES = {

@@ -71,7 +71,8 @@ def _linked(function: Any, *, passes: int, forceinline: bool = False) -> Any:
         pipeline_class=type("_Part", (_Kernel,), {"passes": passes}),
         **_OPTIONS,
     )(function)
-    kernel.__class__ = _Linked
+    if isinstance(kernel, CPUDispatcher):  # not with NUMBA_DISABLE_JIT
+        kernel.__class__ = _Linked
     return kernel
 
 
