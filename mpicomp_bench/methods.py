@@ -7,7 +7,7 @@ replaces an argument of the line, and so do settings behind a colon: "topk-0.05"
 """
 
 import re
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 
@@ -168,6 +168,7 @@ def construct(name: str, comm: Any, **names: Any) -> Any:
     return eval(method(name).line, {**known, "partial": partial, "comm": comm, **names})
 
 
+@cache
 def outer_settings(name: str) -> dict[str, Any]:
     """Return the arguments of a method's OuterLoop; none without local steps."""
     found: dict[str, Any] = eval(f"dict({method(name).outer})")
