@@ -7,6 +7,7 @@ list, or one array, is one segment.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from mpicomp.arrays import (
     flat,
     kernels_for,
     like,
+    on_device,
+    shaped_views,
     sizes_of,
     to_values,
     views_between,
@@ -59,7 +62,7 @@ class Bucket:
         basis: Basis | None = None,
     ) -> None:
         self.names = names
-        self.tensors = tensors
+        self.tensors = tuple(tensors)
         self.feedback = feedback
         self.dense = dense
         self.basis = basis
@@ -140,9 +143,14 @@ class Bucket:
         """
         if not outs:
             return {}
-        buffers = plain_vectors(self.tensors, outs, vectors)
+        names = self.names_of_tensors
+        buffers: Any = vectors
+        if len(vectors) < len(names) or not all(
+            map(is_, map(outs.get, names), vectors)
+        ):
+            buffers = plain_vectors(self.tensors, outs)
         if buffers:
-            return dict(zip(self.names_of_tensors, buffers, strict=True))
+            return dict(zip(names, buffers, strict=True))
         return {
             tensor.name: tensor.writable(outs[tensor.name], f"out for {tensor.name}")
             for tensor in self.tensors
@@ -176,21 +184,23 @@ class Bucket:
             # the system's new pages are zeros already
             is_cleared = isinstance(mean, SparseVector) and not outs
             values = (xp.zeros if is_cleared else xp.empty)(self.length, mean.dtype)
-        parts = views_between(values, self.bounds)
+        shapes = [tensor.shape for tensor in self.tensors]
+        parts = shaped_views(values, self.bounds, shapes)
         views = dict(zip(self.names_of_tensors, parts, strict=True))
-        results = {
-            tensor.name: tensor.wrap(views[tensor.name].reshape(tensor.shape))
-            for tensor in missing
-        }
+        results = {tensor.name: tensor.wrap(views[tensor.name]) for tensor in missing}
         if not isinstance(mean, Written):
             writes: list[Write] = [
-                partial(np.copyto, flat(out), views[name], casting="same_kind")
+                partial(np.copyto, flat(out), flat(views[name]), casting="same_kind")
                 for name, out in outs.items()
             ]
             return results, writes
         if isinstance(mean, SparseVector) and not outs:
             return results, [mean.writer([values], are_zero=True)]
-        return results, [mean.writer([*{**views, **outs}.values()])]
+        vectors: Any = {**views, **outs}.values()
+        # kernels of a device take any shape
+        if not on_device(values):
+            vectors = map(flat, vectors)
+        return results, [mean.writer([*vectors])]
 
     def check_finite(self, arrays: ByName, kind: type[ValueError]) -> None:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""

@@ -8,8 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import attrgetter, is_
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,6 @@ from mpicomp.arrays import (
     writable_vector,
 )
 
-# of a CuPy array: see `Tensor.facts`
-_FACTS = attrgetter("__class__", "shape", "dtype", "_c_contiguous", "data.device_id")
-
 ALONE = "gradient"  # the name of one array, and of the segment of a list
 
 # the forms, as errors name them
@@ -37,9 +33,9 @@ LIST = "a list of arrays"
 DICT = "arrays by name"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensor:
-    """The description of a tensor from the first step.
+    """The description of a tensor from the first step; constant, and equal to itself alone.
 
     dtype: in which it is exchanged. xp: the module that makes its arrays. kind: the
     library and the dtype of the caller's arrays, as text. wrap: converts one to them.
@@ -127,33 +123,40 @@ class Tensor:
         return values
 
 
-def plain_vectors(
-    tensors: Sequence[Tensor], arrays: ByName, checked: Sequence[Array] = ()
-) -> list[Array] | None:
+def plain_vectors(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | None:
     """Return arrays, by name, as vectors; None for others than the described ones, writable and C-contiguous.
 
     Those are of NumPy or PyTorch in host memory; or on the current device, in the shapes
     that they have: kernels take them as vectors, of which each would cost 3 us.
-    checked: arrays that were described so before.
     """
     first = tensors[0]
-    given: list[Any] = [arrays.get(tensor.name) for tensor in tensors]
+    names, expected = _expected(tuple(tensors))
+    given: list[Any] = [*map(arrays.get, names)]
     try:
         if first.xp is np:
-            return _host_vectors(tensors, given)
+            return _host_vectors(expected, given)
         if first.facts[-1] != first.xp.cuda.runtime.getDevice():
             return None
-        # to look at each takes 0.2 us
-        if len(checked) == len(given) and all(map(is_, given, checked)):
-            return given
-        facts = [*map(_FACTS, given)]
+        # in this order in `Tensor.facts`; `attrgetter` takes longer
+        facts = [
+            (a.__class__, a.shape, a.dtype, a._c_contiguous, a.data.device_id)
+            for a in given
+        ]
     # of another library, or refused by PyTorch
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return given if facts == [tensor.facts for tensor in tensors] else None
+    return given if facts == expected else None
 
 
-def _host_vectors(tensors: Sequence[Tensor], given: list[Any]) -> list[Array] | None:
+# those of each bucket are asked for in every step
+@lru_cache(maxsize=256)
+def _expected(tensors: tuple[Tensor, ...]) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Return the names of tensors, and their facts."""
+    names = [tensor.name for tensor in tensors]
+    return names, [tensor.facts for tensor in tensors]
+
+
+def _host_vectors(expected: list[Any], given: list[Any]) -> list[Array] | None:
     """Return arrays of NumPy or PyTorch as vectors; None for others than the described ones, or without memory."""
     values = [
         a if a.__class__ is np.ndarray else a.untyped_storage().data_ptr() and a.numpy()
@@ -161,7 +164,7 @@ def _host_vectors(tensors: Sequence[Tensor], given: list[Any]) -> list[Array] | 
     ]
     pairs = zip(given, values, strict=True)
     facts = [(a.__class__, v.shape, v.dtype, v.flags.carray) for a, v in pairs]
-    if facts != [tensor.facts for tensor in tensors]:
+    if facts != expected:
         return None
     return [value.reshape(-1) for value in values]
 

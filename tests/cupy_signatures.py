@@ -51,6 +51,9 @@ def of(cupy: Any, name: str) -> str | None:
         return f"({', '.join(f'x{i}' for i in range(place.nin))}, /, out=, *, casting=, dtype=)"
     if not callable(place):
         return ""
+    of_class = _documented(place, "__init__") if inspect.isclass(place) else "(...)"
+    if of_class != "(...)":
+        return of_class
     try:
         return _text(inspect.signature(place))
     except (TypeError, ValueError):

@@ -74,7 +74,8 @@ def outs_by_name(
             f"out has {name!r}: expected names of the gradients that are given"
         )
     outs = {name: buffer for name, buffer in outs.items() if buffer is not None}
-    missing = {name for name in names - outs.keys() if arrays.get(name) is None}
+    missing = names - outs.keys() if len(outs) < len(names) else set()
+    missing = {name for name in missing if arrays.get(name) is None}
     if missing:
         raise ValueError(
             f"got out= and no gradient of {sorted(missing)[:3]}, whose mean other ranks may change: expected a buffer "

@@ -16,7 +16,7 @@ from cupy.cuda import driver, runtime
 from numpy.typing import DTypeLike
 
 from mpicomp.arrays import addresses, sizes_of
-from mpicomp.few_bits import first_blocks, places
+from mpicomp.few_bits import places
 
 Array = Any  # CuPy's arrays, which are not typed
 
@@ -99,16 +99,24 @@ def _plan(device: int, name: str, arguments: int) -> Callable[..., None]:
     kernel = _function(device, name)
     words = (c_uint64 * _MOST)()
     first = addressof(words)
+    ndarray = cupy.ndarray
     places = (c_uint64 * _MOST)(*range(first, first + 8 * _MOST, 8))
     params = addressof(places)
     pack = Struct(f"{arguments}Q").pack_into
-    stream_of_now = cupy.cuda.get_current_stream
+    current_stream = cupy.cuda.get_current_stream
 
-    def start(blocks: int, threads: int, args: Sequence[Array | int | None]) -> None:
-        # most are integers, which need no call
-        numbers = [arg & _ALL_BITS if type(arg) is int else _word(arg) for arg in args]
+    def start(blocks: int, threads: int, args: Sequence[Any]) -> None:
+        # most are integers and contiguous arrays, which need no call
+        numbers = [
+            arg & _ALL_BITS
+            if type(arg) is int
+            else arg.data.ptr
+            if type(arg) is ndarray and arg._c_contiguous
+            else _word(arg)
+            for arg in args
+        ]
         pack(words, 0, *numbers)
-        stream = stream_of_now().ptr
+        stream = current_stream().ptr
         driver.launchKernel(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, params, 0)
 
     vars(start)["keeping"] = places
@@ -169,7 +177,7 @@ def upload(array: np.ndarray[Any, Any]) -> Array:
 
 def table_on_device(rows: np.ndarray[Any, Any]) -> Array:
     """Return integers on the device, those of an earlier call if they were the same; it is not to be written to."""
-    return _uploaded(_stream(), rows.shape, rows.dtype, rows.tobytes())
+    return _uploaded(stream_of_now(), rows.shape, rows.dtype, rows.tobytes())
 
 
 @lru_cache(maxsize=64)
@@ -178,7 +186,7 @@ def _uploaded(stream: Any, shape: Any, dtype: Any, content: bytes) -> Array:
     return upload(np.frombuffer(content, dtype).reshape(shape))
 
 
-def _stream() -> tuple[int, int, int]:
+def stream_of_now() -> tuple[int, int, int]:
     """Return what names the current stream: a device, a stream's address, and a thread, as each has a default one."""
     return runtime.getDevice(), cupy.cuda.get_current_stream().ptr, get_ident()
 
@@ -200,16 +208,17 @@ def segments_of(
         return (None, 0, parts[0], parts[0].size), in_tiles(parts[0].size, block)
     sizes = sizes_of(parts)
     known = tuple(addresses([*chain(parts, *others)]))
-    rows = _table(_stream(), block, sizes, known)
-    return (rows, len(parts), None, 0), first_blocks(sizes, block)[-1]
+    rows, blocks = _table(stream_of_now(), block, sizes, known)
+    return (rows, len(parts), None, 0), blocks
 
 
 # most steps pass arrays at the places of the step before
 @lru_cache(maxsize=64)
-def _table(stream: Any, block: int, sizes: Any, known: Any) -> Array:
-    """Return the table of segments: first blocks, first values, and addresses.
+def _table(stream: Any, block: int, sizes: Any, known: Any) -> tuple[Array, int]:
+    """Return the table of segments: first blocks, first values, and addresses; and the number of blocks.
 
     stream: on which it is complete for what follows.
     """
     firsts, edges = places(sizes, block)
-    return upload(np.concatenate([firsts, edges, np.array(known, np.int64)]))
+    rows = np.concatenate([firsts, edges, np.array(known, np.int64)])
+    return upload(rows), int(firsts[-1])

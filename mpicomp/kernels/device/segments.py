@@ -23,6 +23,7 @@ from mpicomp.kernels.device.compiling import (
     Array,
     in_tiles,
     launch,
+    stream_of_now,
     table_on_device,
     upload,
     zeros,
@@ -109,7 +110,8 @@ def largest_in_segments(
 class Vector(NamedTuple):
     """The values to select from; `out` if they are first overwritten by ``factor * source`` plus addends.
 
-    factor: the bits of a float64. addends: the address of the addend of each segment.
+    factor: the bits of a float64. addends: the address of the addend of each segment; zero
+    without a sum.
     """
 
     form: Format
@@ -117,22 +119,21 @@ class Vector(NamedTuple):
     source: Array
     out: Array | None
     factor: int
-    addends: Column
+    addends: tuple[int, ...]
 
     @classmethod
     def of(cls, values: Array, summands: Summands | None = None) -> "Vector":
         form = FORMATS[values.dtype]
         if summands is None:
-            return cls(form, values, values, None, 0, _NO_ADDENDS)
+            return cls(form, values, values, None, 0, (0,))
         a, scale, parts = summands
-        addends = np.array(addresses(parts), np.int64)
+        addends = tuple(addresses(parts))
         return cls(form, values, a, values, bits_of(scale, form), addends)
 
     def addends_of(self, rows: Column, count: int) -> Column:
-        """Return the addresses of the addends of some of `count` segments; zeros without a sum."""
-        if self.addends.size == rows.size:
-            return self.addends  # of all
-        return np.broadcast_to(self.addends, count)[rows]
+        """Return the addresses of the addends of some of `count` segments."""
+        addends = np.array(self.addends, np.int64)
+        return np.broadcast_to(addends, count)[rows]
 
     @property
     def limits(self) -> tuple[int, int, int]:
@@ -221,8 +222,7 @@ def _in_segments(vector: Vector, layout: Layout, index: np.dtype[Any]) -> Select
         places = [0] * (layout.segments + 1)
         return Selected(cupy.empty(0, index), vector.values[:0], places, NOTHING)
     select = _in_chunks if layout.longest <= _LONG else _in_long_chunks
-    addends = vector.addends_of(layout.some, layout.segments)
-    indices, kept, starts, said = select(vector, layout, addends, index)
+    indices, kept, starts, said = select(vector, layout, index)
     places = layout.places(starts)
     count = places[-1]
     if count < indices.size:
@@ -233,13 +233,9 @@ def _in_segments(vector: Vector, layout: Layout, index: np.dtype[Any]) -> Select
     return Selected(indices, kept, places, facts)
 
 
-def _in_chunks(
-    vector: Vector, layout: Layout, addends: Column, index: np.dtype[Any]
-) -> _Chosen:
+def _in_chunks(vector: Vector, layout: Layout, index: np.dtype[Any]) -> _Chosen:
     """Select from each chunk by a block of threads."""
-    rows, chunks, room = layout.chunks
-    rows = rows.copy()
-    rows[:-1, -1] = addends
+    _, chunks, room = layout.chunks
     wanted = int(room[-1])
     report, (said, missing) = zeros(_SAID, 1)
     positions = cupy.empty(wanted, index)
@@ -252,8 +248,8 @@ def _in_chunks(
         vector.source,
         vector.factor,
         vector.out,
-        table_on_device(rows),
-        addends.size,
+        _chunks_on_device(stream_of_now(), layout, vector.addends),
+        layout.some.size,
         *vector.limits,
         wanted,
         positions,
@@ -268,6 +264,15 @@ def _in_chunks(
     return positions, kept, room, facts
 
 
+# most steps pass arrays at the places of the step before
+@lru_cache(maxsize=64)
+def _chunks_on_device(stream: Any, layout: Layout, addends: tuple[int, ...]) -> Array:
+    """Return the rows of `Chunks`. stream: on which they are complete for what follows."""
+    rows = layout.chunks[0].copy()
+    rows[:-1, -1] = np.broadcast_to(addends, layout.segments)[layout.some]
+    return upload(rows)
+
+
 def _without_zeros(positions: Array, kept: Array, room: Column, bad: int) -> _Chosen:
     """Return entries without those of value zero, in the place of which a chunk has no entry."""
     form = FORMATS[kept.dtype]
@@ -278,12 +283,10 @@ def _without_zeros(positions: Array, kept: Array, room: Column, bad: int) -> _Ch
     return positions, kept[filled], starts, [bad, ends[0], ends[-1]]
 
 
-def _in_long_chunks(
-    vector: Vector, layout: Layout, addends: Column, index: np.dtype[Any]
-) -> _Chosen:
+def _in_long_chunks(vector: Vector, layout: Layout, index: np.dtype[Any]) -> _Chosen:
     """Select from each chunk as from a segment of its own, by thresholds from samples."""
     before, of, offset, rows = layout.parts
-    own = addends[of]
+    own = vector.addends_of(layout.some, layout.segments)[of]
     if vector.out is not None:
         own = own + offset * vector.values.itemsize
     candidates = Candidates.of(vector, rows.first, rows.end, own, index)

@@ -33,10 +33,14 @@ class ndarray:
     __array_priority__ = 100
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
-        count = int(np.prod(shape, dtype=np.int64))
-        block = arena.allocate(count * np.dtype(dtype).itemsize)
-        self._show(block.bytes().view(dtype).reshape(shape))
+    def __init__(self, *args: Any, **how: Any) -> None:
+        check("ndarray", args, how)
+        self._make(*args, **how)
+
+    def _make(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        memory = memptr._bytes(nbytes) if memptr else arena.allocate(nbytes).bytes()
+        self._show(memory.view(dtype).reshape(shape))
 
     @classmethod
     def _of(cls, hidden: np.ndarray) -> "ndarray":

@@ -9,6 +9,8 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from cupy._counts import count
 from cupy._memory import POISON as _POISON
 from cupy._signatures import checked
@@ -147,6 +149,15 @@ class MemoryPointer:
     def __init__(self, owner: Any, address: int, shown: int) -> None:
         self._owner, self._address, self.ptr = owner, address, shown
         self.mem, self.device_id = owner, 0
+
+    def __add__(self, offset: int) -> "MemoryPointer":
+        return MemoryPointer(self._owner, self._address + offset, self.ptr + offset)
+
+    def _bytes(self, nbytes: int) -> Any:
+        """Return memory from here on, which stays as long as what is returned."""
+        memory = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self._address)
+        memory.keeps = self._owner  # type: ignore[attr-defined]
+        return np.frombuffer(memory, np.uint8)[:nbytes]
 
     def copy_to_host_async(
         self, mem: Any, size: int, stream: Stream | None = None
