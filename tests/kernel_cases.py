@@ -58,8 +58,13 @@ def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):
     return indices, rng.standard_normal((size, *shape)).astype(dtype)
 
 
-def last_plan(size, start):
-    """Return the plan of one segment whose last threshold is this one."""
-    plans = np.zeros(1, host.PLAN)
-    plans["size"], plans["room"], plans["start"], plans["share"] = size, size, start, 1
+def plans_of(bounds, share, stages=4, sample=None):
+    """Return the plans of segments of which a share is wanted, by samples of at most so many values."""
+    plans = np.zeros(len(bounds) - 1, host.PLAN)
+    plans["size"] = np.diff(bounds)
+    plans["sample"] = (
+        plans["size"] if sample is None else plans["size"].clip(max=sample)
+    )
+    plans["stages"] = stages
+    plans["wanted"] = share * plans["size"]
     return plans

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from kernel_cases import families
+from kernel_cases import families, plans_of
 from strategies import DTYPES
 
 from mpicomp import threads
@@ -51,16 +51,16 @@ def dense_calls(values, other, number):
             room, bounds, *rows, summands=(values, 1.0, parts), **options
         )
         yield total.copy()
-        plans = np.zeros(3, host.PLAN)
-        plans["size"], plans["start"], plans["wanted"], plans["room"] = (
-            np.diff(bounds),
-            0.5,
-            20,
-            9,
-        )
+        plans = plans_of(bounds, 0.02)
         given = None if values.dtype == np.float16 else (values, 1.0, parts)
-        yield host.end_fits(
-            room, bounds, plans, pareto=True, summands=given, **options
+        yield host.select_by_fits(
+            room,
+            bounds,
+            plans,
+            distribution="pareto",
+            by_count=True,
+            summands=given,
+            **options,
         )[:2]
         yield total.copy(), plans
         if np.isfinite(values).all():

@@ -16,8 +16,8 @@ from kernel_cases import (
     expected_in_chunks,
     expected_top_k,
     families,
-    last_plan,
     magnitude_keys,
+    plans_of,
 )
 from strategies import DTYPES, finite_values
 
@@ -516,23 +516,15 @@ def test_the_excess_over_a_threshold_has_a_total(mode, dtype, threshold):
         values = families(dtype, 40_000 if mode == "compiled" else 2500)[family].astype(
             dtype
         )
-        magnitudes, plans = (
-            np.abs(values.astype(np.float64)),
-            last_plan(values.size, threshold),
-        )
-        with np.errstate(invalid="ignore"):
-            positions = host.end_fits(
-                values, [0, values.size], plans, pareto=True
-            ).indices
+        magnitudes = np.abs(values.astype(np.float64))
         above = magnitudes > threshold
-        largest = [magnitudes.argmax()] if magnitudes.any() else []
-        np.testing.assert_array_equal(
-            positions, np.flatnonzero(above) if above.any() else largest
-        )
-        assert (plans["above"][0], plans["threshold"][0]) == (
-            np.count_nonzero(above),
-            threshold,
-        )
+        plans = plans_of([0, values.size], 0.1)
+        plans["start"] = threshold
+        buffers = np.empty(768), np.empty(2048, np.promote_types(dtype, np.float32))
+        given = values.astype(buffers[1].dtype), np.array([0, values.size])
+        with np.errstate(all="ignore"):
+            fitting._fit_excess(*given, plans, True, *buffers)
+        assert plans["above"] == values.size
         assert plans["total"][0] == pytest.approx(
             math.fsum(magnitudes[above] - threshold)
         )
@@ -541,7 +533,7 @@ def test_the_excess_over_a_threshold_has_a_total(mode, dtype, threshold):
 @DTYPE
 def test_a_sample_has_whole_segments_or_runs_from_equal_strides(mode, dtype):
     bounds, counts, places = [0, 5, 5, 1600], np.array([5, 0, 64]), np.arange(1600)
-    found = host.sample(places.astype(dtype), bounds, counts)
+    found = fitting.sample(places.astype(dtype), bounds, counts)
     runs = found[5:].reshape(4, 16) - 5
     assert found[:5].tolist() == [0, 1, 2, 3, 4]
     assert (np.diff(runs) == 1).all()
@@ -554,7 +546,7 @@ def test_a_sample_has_whole_segments_or_runs_from_equal_strides(mode, dtype):
         return
     given = (places % 2).astype(dtype), 0.5, parts
     total = np.concatenate(parts) + dtype.type(0.5) * given[0]
-    sums = host.sample(np.empty(1600, dtype), bounds, counts, summands=given)
+    sums = fitting.sample(np.empty(1600, dtype), bounds, counts, summands=given)
     assert sums.tolist() == total[found.astype(int)].tolist()
 
 
@@ -564,21 +556,10 @@ def test_fits_in_stages_select_what_exceeds_the_last_threshold(mode, dtype, by_c
     """Against the formulas of the fits, as the exceedances of each threshold give it."""
     bounds = [0, 300, 300, 301, 1500]
     values = (families(dtype, 1500)["laplace"] * 2 + 0.01).astype(dtype)
-    plans = np.zeros(4, host.PLAN)
-    plans["size"], plans["stages"], plans["wanted"], plans["first"] = (
-        np.diff(bounds),
-        3,
-        np.diff(bounds) / 50,
-        np.nan,
+    plans = plans_of(bounds, 0.02, 3)
+    positions, found, *_ = host.select_by_fits(
+        values, bounds, plans, distribution="pareto", by_count=by_count
     )
-    host.begin_fits(
-        host.sample(values, bounds, plans["size"]),
-        plans["size"],
-        plans,
-        pareto=True,
-        by_count=by_count,
-    )
-    positions, found, *_ = host.end_fits(values, bounds, plans, pareto=True)
     expected, last = [], 0.02
     for (first, end), plan in zip(pairwise(bounds), plans, strict=True):
         magnitudes, thresholds = np.abs(values[first:end].astype(np.float64)), [0.0]

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 from functools import cache
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ import pytest
 from cases import take_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import gammainccinv
 from strategies import DTYPES, finite_values
 from tasks import digits
 
@@ -264,7 +264,7 @@ def test_a_high_density_takes_one_stage(million, density):
 def test_pareto_goes_over_into_the_exponential(shape):
     """The sums of a distribution of this shape and of mean 1."""
     variance, limit = 1 / (1 - 2 * shape), math.log(1000)
-    found = fitting._excess(1.0, 1.0, 1 + variance, 0.001, True)
+    found = fitting._excess((1.0, 1.0, 1 + variance), 0.001, 1, True)
     assert found == pytest.approx(
         (1 - shape) * limit * (1 + shape * limit / 2), rel=1e-5
     )
@@ -349,15 +349,10 @@ def test_where_a_sample_misleads_the_selection_is_exact(distribution, stages, se
         laplace(np.random.default_rng(9), 1 << 20),
         SIDCo(0.001, distribution, stages),
     )
-    count = sidco._samples(
-        np.array(
-            [(values.size, stages, 0)], fitting.PLAN[["size", "stages", "wanted"]]
-        ),
-        True,
-    )
+    (plan,) = compressor._plans(np.array([values.size]), fitting.PLAN)
     values[
-        host.sample(
-            np.arange(values.size, dtype=np.float64), [0, values.size], count
+        fitting.sample(
+            np.arange(values.size, dtype=np.float64), [0, values.size], plan["sample"]
         ).astype(int)
     ] = seen
     assert (
@@ -400,7 +395,7 @@ def test_segments_in_one_call_are_each_compressed_alone(
     scale = np.repeat([1, 1, 5, 1, 0, 0.25, 0, 1], sizes)
     alone = [SIDCo(0.01, distribution, adaptation=adaptation) for _ in names]
     together = Selection(names, bounds, copy.deepcopy(alone))
-    calls, end_fits = [], host.end_fits
+    calls, select = [], host.select_by_fits
     for _ in range(7):
         residual, gradient = (
             (scale * rng.laplace(size=bounds[-1])).astype(dtype) for _ in range(2)
@@ -415,8 +410,8 @@ def test_segments_in_one_call_are_each_compressed_alone(
         with monkeypatch.context() as patch:
             patch.setattr(
                 host,
-                "end_fits",
-                lambda *args, **more: calls.append(1) or end_fits(*args, **more),
+                "select_by_fits",
+                lambda *args, **more: calls.append(1) or select(*args, **more),
             )
             parts = [gradient[span] for span in spans]
             found = together.select(
@@ -526,14 +521,11 @@ def test_nothing_is_lost_with_feedback():
     np.testing.assert_array_equal(sent + feedback.residual, given_in)
 
 
-def test_gamma_says_what_to_install_and_keeps_its_state(monkeypatch):
-    compressor = SIDCo(0.01, "gamma")
-    before = copy.deepcopy(vars(compressor))
-    monkeypatch.setitem(sys.modules, "scipy.special", None)
-    with pytest.raises(ImportError, match="pip install scipy"):
-        compressor.compress(np.arange(1000.0))
-    assert repr(vars(compressor)) == repr(before)
-    SIDCo(0.01, "pareto").compress(np.arange(1000.0))
+@pytest.mark.parametrize("share", [1, 0.999, 0.5, 0.25, 0.01, 1e-3, 1e-6])
+@pytest.mark.parametrize("shape", [1e-3, 0.05, 0.5, 1, 3, 40, 1e3, 5e4])
+def test_the_quantile_of_gamma_is_that_of_scipy(shape, share):
+    expected = pytest.approx(gammainccinv(shape, share), rel=1e-7)
+    assert fitting._gamma_quantile(shape, share) == expected
 
 
 @pytest.mark.parametrize(

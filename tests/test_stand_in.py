@@ -76,7 +76,7 @@ MOST = {
     "aggregation-aware": (AggregationAware(0.01), 23, 4),
     "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 5, 2),
     **{
-        f"SIDCo {fit}": (SIDCo(0.01, fit), 6, 2)
+        f"SIDCo {fit}": (SIDCo(0.01, fit), 6, 1)
         for fit in ("exponential", "pareto", "gamma")
     },
 }

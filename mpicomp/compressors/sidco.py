@@ -27,7 +27,6 @@ non-zeros; gamma's quantile is exact, where the paper approximates it; if the mo
 show no spread, the exponential is fitted; the largest entry is always sent.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +37,6 @@ from mpicomp.arrays import (
     check_finite,
     kernels_for,
     to_numpy,
-    views_between,
 )
 from mpicomp.compressors.base import (
     SegmentedCompressor,
@@ -55,7 +53,6 @@ DISTRIBUTIONS = "exponential", "gamma", "pareto"
 ADAPTATIONS = "control", "published", None
 
 _FIRST_SHARE = 0.25  # that exceeds the threshold of the first of several stages
-_NO_SPREAD = 1e-5  # of the logarithms, below which rounding errors would show in it
 # values: at least, at most, and at most where counts correct no error
 _SAMPLE = 1 << 12, 1 << 15, 1 << 20
 
@@ -69,7 +66,7 @@ class SIDCo(SegmentedCompressor):
     """Select by a threshold from a fitted distribution: about density n entries of n.
 
     density: 0 < density <= 1. distribution: of the magnitudes, "exponential" (fastest),
-    "gamma" (needs SciPy; the stages after the first fit a Pareto) or "pareto"
+    "gamma" (the stages after the first fit a Pareto) or "pareto"
     (generalised; for heavy tails). stages: 1 to 64; one is used if the density is
     0.25 or more. adaptation: "control" adjusts the density that the fit is asked for
     after each call, so that the mean of the achieved densities approaches the target;
@@ -130,32 +127,24 @@ class SIDCo(SegmentedCompressor):
         bounds: Sequence[int],
         summands: Summands | None = None,
     ) -> SparseVector:
-        """Return the entries of each segment above its threshold, at least the largest; see `Compressor.select`.
-
-        Raises ImportError if the distribution is "gamma" and SciPy is missing.
-        """
-        kernels = kernels_for(corrected)
-        pareto = self.distribution != "exponential"
-        by_count = self.adaptation == "control"
+        """Return the entries of each segment above its threshold, at least the largest; see `Compressor.select`."""
         if corrected.dtype == np.float16:  # which kernels do not add
             write_sum(summands, corrected)
             summands = None
-        terms = summands and summands.terms(corrected)
+        kernels = kernels_for(corrected)
         plans = self._plans(np.diff(bounds), kernels.PLAN)
-        counts = _samples(plans, by_count)
-        some = kernels.sample(corrected, bounds, counts, summands=terms)
-        if self.distribution == "gamma":
-            parts = views_between(some, [0, *np.cumsum(counts).tolist()])
-            pairs = zip(parts, plans, strict=True)
-            plans["first"] = [_first_of_gamma(*pair) for pair in pairs]
-        kernels.begin_fits(some, counts, plans, pareto=pareto, by_count=by_count)
-        entries = kernels.end_fits(
-            corrected, bounds, plans, pareto=pareto, summands=terms
+        entries = kernels.select_by_fits(
+            corrected,
+            bounds,
+            plans,
+            distribution=self.distribution,
+            by_count=self.adaptation == "control",
+            summands=summands and summands.terms(corrected),
         )
         is_exact = ~np.isfinite(plans["threshold"] + plans["total"])
         is_exact |= plans["above"] > plans["room"]
         is_short = plans["above"] < np.floor(plans["wanted"])
-        is_exact |= (plans["share"] == 0) & is_short
+        is_exact |= np.isnan(plans["share"]) & is_short
         if is_exact.any():
             entries = self._with_largest(corrected, bounds, plans, is_exact, entries)
         self._adapt(plans)
@@ -164,9 +153,16 @@ class SIDCo(SegmentedCompressor):
     def _plans(self, sizes: Array, dtype: Any) -> Any:
         plans = np.zeros(sizes.size, dtype)
         plans["size"] = sizes
-        plans["first"] = np.nan
         plans["wanted"] = sizes * (self.density * self.correction)
         plans["stages"] = self.current_stages
+        least, most, alone = _SAMPLE
+        some = np.minimum(sizes, alone)
+        if self.adaptation == "control":
+            is_staged = plans["wanted"] < _FIRST_SHARE * sizes
+            is_staged &= plans["stages"] > 1
+            few = np.clip(sizes // 1024 * 16, least, most)
+            some = np.where(is_staged, np.minimum(sizes, few), some)
+        plans["sample"] = some
         return plans
 
     def _with_largest(
@@ -229,40 +225,3 @@ class SIDCo(SegmentedCompressor):
         self.current_stages = np.where(is_over, stages, self.current_stages)
         self._calls = np.where(is_over, 0, calls)
         self._ratio = np.where(is_over, 0, total)
-
-
-def _samples(plans: Any, by_count: bool) -> Array:
-    """Return how many values of each segment all stages but the last see."""
-    least, most, alone = _SAMPLE
-    size = plans["size"]
-    is_corrected = (
-        (plans["stages"] > 1) & (plans["wanted"] < _FIRST_SHARE * size) & by_count
-    )
-    counts: Array = np.minimum(
-        size, np.where(is_corrected, np.clip(size // 1024 * 16, least, most), alone)
-    )
-    return counts
-
-
-def _first_of_gamma(some: Array, plan: Any) -> float:
-    """Return the threshold of the first stage by the gamma distribution; NaN if the sample shows no spread."""
-    try:
-        from scipy.special import gammainccinv
-    except ImportError as error:
-        raise ImportError(
-            "distribution='gamma' needs SciPy: pip install scipy, or use 'pareto'"
-        ) from error
-    magnitudes = np.abs(some).astype(np.float64)
-    magnitudes = magnitudes[(magnitudes > 0) & (magnitudes < math.inf)]
-    if not magnitudes.size:
-        return math.nan
-    with np.errstate(over="ignore"):
-        mean = float(magnitudes.mean())
-    s = math.log(mean) - float(np.log(magnitudes).mean())
-    if not _NO_SPREAD < s < math.inf:
-        return math.nan
-    share = min(1.0, float(plan["wanted"] / plan["size"]) * some.size / magnitudes.size)
-    if plan["stages"] > 1 and share < _FIRST_SHARE:
-        share = _FIRST_SHARE
-    shape = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
-    return mean / shape * float(gammainccinv(shape, share))

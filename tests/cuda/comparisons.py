@@ -5,7 +5,7 @@ from inspect import isfunction, signature
 from itertools import pairwise, product
 
 import numpy as np
-from kernel_cases import draw_sparse, families, last_plan, magnitude_keys
+from kernel_cases import draw_sparse, families, magnitude_keys, plans_of
 
 from mpicomp.codec import values as value_formats
 from mpicomp.few_bits import first_blocks
@@ -501,33 +501,46 @@ def sides_of_thresholds(device, cupy):
 
 
 def excesses(device, cupy):
-    """In several blocks."""
+    """Of several tiles of a sample, and of candidates."""
     for dtype in DTYPES:
-        values = families(dtype, 40_000)["laplace"].astype(dtype)
-        for size, threshold in ((1000, 0.0), (40_000, 0.5)):
-            plans = [last_plan(size, threshold) for _ in range(2)]
-            for each in plans:
-                each["share"], each["wanted"] = 0, size / 9
-            ours = device.end_fits(
-                cupy.asarray(values[:size]), [0, size], plans[0], pareto=True
-            )
-            expected = host.end_fits(values[:size], [0, size], plans[1], pareto=True)
-            assert_same_entries(ours, expected, size)
-            assert_same(*plans)
+        bounds = [0, 70_000 if dtype == np.float32 else 20_000]
+        values = families(dtype, bounds[-1])["laplace"].astype(dtype)
+        how = {"distribution": "gamma", "by_count": True}
+        fit(device, cupy, values, bounds, **how, plans=plans_of(bounds, 0.2, 3))
+
+
+def fits_that_need_more_room(device, cupy):
+    """One stage, by which five times as many exceed the threshold as are expected; with a sum."""
+    bounds = [0, 50, 18_000]
+    values = np.where(np.arange(bounds[-1]) % 10 == 3, 2, 0.3).astype(np.float32)
+    parts = [values[first:end].copy() for first, end in pairwise(bounds)]
+    plans = plans_of(bounds, 0.02, 1)
+    given = np.zeros_like(values), 1.0, parts
+    how = {"distribution": "exponential", "by_count": True}
+    fit(device, cupy, np.empty_like(values), bounds, given, **how, plans=plans)
+    host.select_by_fits(values, bounds, plans, **how)
+    assert plans["above"][1] > 2 * plans["wanted"][1] + 64
 
 
 def fits(device, cupy):
     """Segments that differ, and are empty; with and without a sum, of samples that serve and that mislead."""
     bounds = [0, 0, 1, 900, 900, 18_000]
     for dtype in DTYPES:
-        for family in ("laplace", "cauchy", "denormal", "zeros", "infinite"):
+        for family, distribution in (
+            ("laplace", "exponential"),
+            ("cauchy", "pareto"),
+            ("normal", "gamma"),
+            ("denormal", "gamma"),
+            ("zeros", "exponential"),
+            ("infinite", "gamma"),
+        ):
             values = families(dtype, bounds[-1])[family].astype(dtype)
             fit(
                 device,
                 cupy,
                 values,
                 bounds,
-                pareto=family == "cauchy",
+                distribution=distribution,
                 by_count=family != "laplace",
             )
             a = families(dtype, bounds[-1])["normal"].astype(dtype)
@@ -539,7 +552,7 @@ def fits(device, cupy):
                     np.empty_like(a),
                     bounds,
                     (a, 0.5, parts),
-                    pareto=True,
+                    distribution="gamma",
                     by_count=True,
                 )
                 fit(
@@ -548,18 +561,18 @@ def fits(device, cupy):
                     np.empty_like(a),
                     [0, a.size],
                     (a, 1.0, [values]),
-                    pareto=False,
+                    distribution="exponential",
                     by_count=True,
                 )
 
 
-def fit(device, cupy, values, bounds, summands=None, *, pareto, by_count):
-    plans = np.zeros(len(bounds) - 1, host.PLAN)
-    plans["size"], plans["first"], plans["stages"] = np.diff(bounds), np.nan, 4
-    plans["wanted"] = 0.01 * plans["size"]
+def fit(
+    device, cupy, values, bounds, summands=None, *, distribution, by_count, plans=None
+):
+    if plans is None:
+        plans = plans_of(bounds, 0.01, sample=1024)
     found = []
     results = []
-    counts = np.where(plans["size"] > 1024, 1024, plans["size"])
     for kernels, to in ((host, np.array), (device, cupy.asarray)):
         own, dense = plans.copy(), to(values)
         given = summands and (
@@ -568,12 +581,17 @@ def fit(device, cupy, values, bounds, summands=None, *, pareto, by_count):
             [to(part) for part in summands[2]],
         )
         with np.errstate(all="ignore"):
-            some = kernels.sample(dense, bounds, counts, summands=given)
-            kernels.begin_fits(some, counts, own, pareto=pareto, by_count=by_count)
-            result = kernels.end_fits(dense, bounds, own, pareto=pareto, summands=given)
+            result = kernels.select_by_fits(
+                dense,
+                bounds,
+                own,
+                distribution=distribution,
+                by_count=by_count,
+                summands=given,
+            )
         results.append(result)
         serves = (own["above"] <= own["room"]).all()
-        found.append((some, here(dense), own if serves else own["above"]))
+        found.append((here(dense), own if serves else own["above"]))
     assert_same(*found)
     if serves:
         assert_same_entries(*results[::-1], values.size)
@@ -1059,12 +1077,15 @@ def misaligned_sums(device, cupy):
                 cupy.asarray(each)[at : at + size]
                 for each, at in zip((*values, values[0] * 0), starts, strict=True)
             )
-            expected, plans = a.get() + b.get(), last_plan(size, 1.5)
-            places = np.flatnonzero(np.abs(expected) > 1.5)
-            found = device.end_fits(
-                out, [0, size], plans, pareto=False, summands=(a, 1.0, [b])
+            expected = a.get() + b.get()
+            plans = [plans_of([0, size], 0.1, 2) for _ in range(2)]
+            how = {"distribution": "pareto", "by_count": True}
+            found = device.select_by_fits(
+                out, [0, size], plans[0], **how, summands=(a, 1.0, [b])
             )
-            assert_same(here(found[:2]), (places.astype(np.int32), expected[places]))
+            ours = host.select_by_fits(expected, [0, size], plans[1], **how)
+            assert_same_entries(found, ours, size)
+            assert_same(*plans)
             assert_same(out.get(), expected)
 
 

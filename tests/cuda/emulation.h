@@ -564,6 +564,7 @@ inline float as_on_a_gpu(float value) { return value == value ? value : emulatio
 
 inline float __fmaf_ieee_rn(float a, float b, float c) { return as_on_a_gpu(__builtin_fmaf(a, b, c)); }
 inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
+inline double __dsqrt_rn(double a) { return __builtin_sqrt(a); }
 
 inline float __uint_as_float(unsigned bits) { return emulation::bits_as<float>(bits); }
 inline unsigned __float_as_uint(float value) { return emulation::bits_as<unsigned>(value); }

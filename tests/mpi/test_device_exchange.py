@@ -292,7 +292,7 @@ STEPS = {
     ),
     "AdaComp": ({"compressor": AdaComp(50)}, 12, 2),
     "aggregation-aware": ({"compressor": AggregationAware(0.01)}, 34, 8),
-    "SIDCo": ({"compressor": SIDCo(0.01)}, 12, 3),
+    "SIDCo": ({"compressor": SIDCo(0.01)}, 12, 2),
 }
 
 

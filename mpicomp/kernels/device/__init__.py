@@ -31,7 +31,7 @@ from mpicomp.kernels.device.few_bits import (
     decoder,
     encoder,
 )
-from mpicomp.kernels.device.fitting import end_fits, sample
+from mpicomp.kernels.device.fitting import select_by_fits
 from mpicomp.kernels.device.merging import (
     accumulate,
     add,
@@ -61,7 +61,7 @@ from mpicomp.kernels.device.statistics import (
     with_magnitudes,
 )
 from mpicomp.kernels.device.transforms import hadamard, hadamard_writer, signs
-from mpicomp.kernels.host.fitting import PLAN, begin_fits
+from mpicomp.kernels.host.fitting import PLAN
 from mpicomp.kernels.host.statistics import Sides
 
 __all__ = [
@@ -73,14 +73,12 @@ __all__ = [
     "add_parts",
     "add_scaled",
     "all_below",
-    "begin_fits",
     "clear",
     "consecutive",
     "decoder",
     "divide",
     "divide_largest",
     "encoder",
-    "end_fits",
     "entries_in_bins",
     "first_disorder",
     "from_bitmap",
@@ -97,8 +95,8 @@ __all__ = [
     "multiply",
     "quotient",
     "raise_not_finite",
-    "sample",
     "scatter_add",
+    "select_by_fits",
     "sides",
     "signs",
     "sparse_writer",

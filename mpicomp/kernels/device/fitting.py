@@ -1,19 +1,16 @@
-"""Thresholds of fitted distributions: the last stage on the device, the others on a sample in host memory."""
+"""Thresholds of fitted distributions: fits to samples and to what exceeds their threshold, on the device."""
 
 from typing import Any
 
 import cupy
 import numpy as np
 
-from mpicomp.arrays import addresses, index_dtype
+from mpicomp.arrays import index_dtype
 from mpicomp.kernels import NOTHING, Selected
 from mpicomp.kernels.device.compiling import (
-    MOST_BLOCKS,
-    THREADS,
     Array,
     in_tiles,
     launch,
-    upload,
     zeros,
 )
 from mpicomp.kernels.device.segments import (
@@ -25,75 +22,58 @@ from mpicomp.kernels.device.segments import (
     table_of,
 )
 from mpicomp.kernels.device.statistics import SUM_TILE, SUMS
-from mpicomp.kernels.host.fitting import keys_above
+from mpicomp.kernels.host.fitting import FIRST
 from mpicomp.kernels.host.segments import Summands
 
 _SAID = 3  # words: of a selection
+_FIT = slice(3, 10)  # fields of a plan that are computed on the device
+_SAMPLE_TILE = 1024  # values of a sample that a block takes
+_MORE = 64  # values of a sample above a threshold, than twice those expected
 
 
-def sample(
-    values: Array, bounds: Any, counts: Any, *, summands: Summands | None = None
-) -> np.ndarray[Any, Any]:
-    """Return some values of each segment in host memory, as `mpicomp.kernels.host.sample` does."""
-    wide = np.promote_types(values.dtype, np.float32)
-    taken = cupy.empty(int(counts.sum()), wide)
-    if not taken.size:
-        return taken.get()  # type: ignore[no-any-return]
-    a, scale, parts = (values, 1.0, []) if summands is None else summands
-    edges = np.asarray(bounds, np.int64)
-    some = np.flatnonzero(counts)
-    addends = np.zeros(edges.size - 1, np.int64)
-    addends[: len(parts)] = addresses(parts)
-    before = running_totals(counts[some])
-    rows = table_of(edges[some], edges[some + 1], before, addends[some])
-    factor = int(np.float64(wide.type(scale)).view(np.uint64))
-    blocks = min(MOST_BLOCKS, in_tiles(taken.size, THREADS))
-    launch("take_samples", [values.dtype], blocks, a, factor, rows, some.size, taken)
-    return taken.get()  # type: ignore[no-any-return]
-
-
-def end_fits(
+def select_by_fits(
     values: Array,
     bounds: Any,
     plans: Any,
     *,
-    pareto: bool,
+    distribution: str,
+    by_count: bool,
     summands: Summands | None = None,
     threads: int | None = None,
 ) -> Selected:
-    """Return what exceeds the last threshold of each segment, as `mpicomp.kernels.host.end_fits` does.
+    """Return what exceeds the last threshold of each segment, as `mpicomp.kernels.host.select_by_fits` does.
 
-    threads: ignored. Five launches and one wait for all segments, and those of a
-    selection if none exceeds the threshold in some.
+    threads: ignored. Five launches and one wait for all segments; again, with as much
+    room as is needed, if more than twice as many candidates as expected exceed a
+    threshold, and those of a selection if none exceeds it in some.
     """
     edges = np.asarray(bounds, np.int64)
     some = np.flatnonzero(np.diff(edges))
-    places = [0] * edges.size
     index = index_dtype(values.size)
     if not some.size:
+        places = [0] * edges.size
         return Selected(cupy.empty(0, index), values[:0].copy(), places, NOTHING)
     own = plans[some]
     vector = Vector.of(values, summands)
-    room = np.maximum(1, own["room"])
-    candidates = Candidates.of(
-        vector, edges[some], edges[some + 1], vector.addends_of(some, plans.size), index
-    )
-    found, report = _fitted(candidates, own, room, int(room.sum()), pareto)
-    count = some.size
-    reached = int(report[_SAID + count])
-    if (
-        reached > room.sum()
-    ):  # a sample misled: what the segments behind it have was cut
-        candidates = candidates.without_sum()
-        found, report = _fitted(candidates, own, room, reached, pareto)
-    starts, kept, fits = np.split(report[_SAID:], [count + 1, 2 * (count + 1)])
+    addends = vector.addends_of(some, plans.size)
+    given = vector, edges[some], edges[some + 1], addends, index
+    candidates = Candidates.of(*given)
+    model = distribution != "exponential", distribution == "gamma", by_count
+    room = _room(own)
+    found, report = _fitted(candidates, own, room, model)
+    above = np.diff(report[_SAID : _SAID + some.size + 1])
+    if (above > room).any():
+        room = np.maximum(room, above)
+        found, report = _fitted(candidates.without_sum(), own, room, model)
+    count = some.size + 1
+    starts, kept, fits = np.split(report[_SAID:], [count, 2 * count])
+    own.view(np.int64).reshape(some.size, -1)[:, _FIT] = fits.reshape(some.size, -1)
     own["above"] = np.diff(starts)
     own["kept"] = np.diff(kept)
-    own["total"], own["threshold"] = fits.view(np.float64).reshape(-1, 2).T
-    own["threshold"][np.isnan(own["start"])] = np.nan
-    plans[some] = own
     # of an empty segment nothing is known
-    plans["threshold"][plans["size"] == 0] = np.nan
+    for name in ("start", "share", "threshold"):
+        plans[name] = np.nan
+    plans[some] = own
     ends = np.zeros(edges.size, np.int64)
     ends[some + 1] = own["kept"]
     places = np.cumsum(ends).tolist()
@@ -112,28 +92,49 @@ def end_fits(
     return selected
 
 
+def _room(plans: Any) -> Any:
+    """Return room for the magnitudes above the threshold before the last: twice as many as are expected, and more."""
+    share = np.minimum(1, plans["wanted"] / plans["size"])
+    stages = np.maximum(2, plans["stages"])
+    # all steps from the first threshold to the last have one ratio
+    before = FIRST * (share / FIRST) ** ((stages - 2) / (stages - 1))
+    share = np.where((plans["stages"] > 1) & (share < FIRST), before, share)
+    room = plans["size"] * (2 * share + _MORE / plans["sample"])
+    return np.minimum(plans["size"], room.astype(np.int64))
+
+
 def _fitted(
-    candidates: Candidates, plans: Any, room: Any, most: int, pareto: bool
+    candidates: Candidates, plans: Any, room: Any, model: tuple[bool, ...]
 ) -> tuple[tuple[Array, Array], np.ndarray[Any, Any]]:
     """Return room with the entries that exceed the last thresholds, and the report of the kernels."""
+    vector = candidates.vector
+    form = vector.form
     count = plans.size
-    form = candidates.vector.form
+    most = int(room.sum())
+    sampled = running_totals(plans["sample"])
+    sampling = running_totals(in_tiles(plans["sample"], _SAMPLE_TILE))
     blocks = running_totals(in_tiles(room, SUM_TILE))
     tiles = running_totals(in_tiles(room, TILES[form.keys.itemsize]))
-    fields = (plans[name].view(np.int64) for name in ("start", "wanted", "share"))
-    rows = table_of(blocks, tiles, *fields)
-    whole, (said, starts, kept_starts, fits, done, ticket, states) = zeros(
-        _SAID, count + 1, count + 1, 2 * count, count, 1, int(tiles[-1])
+    numbers = sampled, sampling, blocks, tiles
+    fields = candidates.addend, plans["stages"], plans["wanted"].view(np.int64)
+    rows = table_of(candidates.first, candidates.end, *numbers, *fields)
+    words = _FIT.stop - _FIT.start
+    whole, (said, starts, kept_starts, fits, done, summed, ticket, states) = zeros(
+        _SAID, count + 1, count + 1, words * count, count, count, 1, int(tiles[-1])
     )
-    floors = keys_above(plans["start"], form.floating).astype(np.uint64)
-    indices, keys = candidates.compacted(upload(floors), most, starts)
-    sums = cupy.empty(SUMS * int(blocks[-1]))
     limits = cupy.empty(count, np.uint64)
-    fitting = rows, count, starts, int(pareto), sums, done, fits
-    number = int(blocks[-1])
-    launch("fit_excess", [form.floating], number, keys, most, *fitting, limits)
+    wide = np.promote_types(form.floating, np.float32)
+    taken = cupy.empty(int(sampled[-1]), wide)
+    table = rows, count
+    sample = vector.source, vector.factor, *table, *model, int(form.infinity)
+    number = int(sampling[-1])
+    launch("fit_samples", [form.floating], number, *sample, taken, done, fits, limits)
+    indices, keys = candidates.compacted(limits, most, starts)
+    sums = cupy.empty(SUMS * int(blocks[-1]))
+    excess = keys, most, *table, starts, model[0], sums, summed, fits, limits
+    launch("fit_excess", [form.floating], int(blocks[-1]), *excess)
     found = cupy.empty(most, indices.dtype), cupy.empty(most, keys.dtype)
-    given = indices, keys, most, rows, count, starts, form.mask, limits, ticket, states
+    given = indices, keys, most, *table, starts, form.mask, limits, ticket, states
     dtypes = [indices.dtype, keys.dtype]
     launch("exceeding", dtypes, int(tiles[-1]), *given, kept_starts, *found, said)
-    return found, whole[: _SAID + 4 * count + 2].get()
+    return found, whole[: _SAID + 2 * (count + 1) + words * count].get()

@@ -339,8 +339,9 @@ class Candidates(NamedTuple):
 
     def without_sum(self) -> "Candidates":
         """Return the same rows of a sum that was written."""
-        vector = self.vector
-        return self._replace(vector=vector._replace(source=vector.values, out=None))
+        values = self.vector.values
+        vector = self.vector._replace(source=values, out=None)
+        return self._replace(vector=vector, addend=_NO_ADDENDS)
 
     def table(self, *columns: Column) -> Array:
         """Return the rows on the device. columns: jobs before, entries, ranks, and places of counts, if needed."""

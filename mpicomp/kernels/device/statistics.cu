@@ -81,17 +81,21 @@ __device__ inline void write_sums(const Sides& shared, double* sums) {
     for (int sum = 0; sum < SUMS; ++sum) sums[sum] = shared.sums[sum];
 }
 
-// Write the sums of a tile, and say whether its block is the last one, by which `arrived` gets to `all`: it sees what the
-// others wrote.
-__device__ inline bool is_last_of(Sides& shared, double* sums, u64* arrived, i64 all) {
+// Say whether a block is the last one, by which `arrived` gets to `all`: it sees what the others wrote before a barrier.
+__device__ inline bool is_last_of(Sides& shared, u64* arrived, i64 all) {
     if (threadIdx.x == 0) {
-        write_sums(shared, sums);
         __threadfence();
         shared.is_last = atomicAdd(arrived, 1ull) + 1 == (u64)all;
         __threadfence();
     }
     __syncthreads();
     return shared.is_last;
+}
+
+// Write the sums of a tile, and say whether its block is the last one.
+__device__ inline bool is_last_of(Sides& shared, double* sums, u64* arrived, i64 all) {
+    if (threadIdx.x == 0) write_sums(shared, sums);
+    return is_last_of(shared, arrived, all);
 }
 
 // Add up the sums of tiles, one after the other, for all threads of a block.

@@ -34,7 +34,7 @@ from mpicomp.kernels.host.coding import (
     to_offsets,
 )
 from mpicomp.kernels.host.few_bits import decoder, encoder
-from mpicomp.kernels.host.fitting import PLAN, begin_fits, end_fits, sample
+from mpicomp.kernels.host.fitting import PLAN, select_by_fits
 from mpicomp.kernels.host.fused import add_largest
 from mpicomp.kernels.host.merging import (
     accumulate,
@@ -78,14 +78,12 @@ __all__ = [
     "add_parts",
     "add_scaled",
     "all_below",
-    "begin_fits",
     "clear",
     "consecutive",
     "decoder",
     "divide",
     "divide_largest",
     "encoder",
-    "end_fits",
     "entries_in_bins",
     "first_disorder",
     "from_bitmap",
@@ -102,8 +100,8 @@ __all__ = [
     "multiply",
     "quotient",
     "raise_not_finite",
-    "sample",
     "scatter_add",
+    "select_by_fits",
     "sides",
     "signs",
     "sparse_writer",

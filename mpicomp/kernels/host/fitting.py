@@ -4,9 +4,9 @@ A stage fits the magnitudes above the threshold before it, shifted by it, from t
 sums: how many there are, of the excess, and of its square. Sums are of float64, and
 have a fixed order: in blocks of 16384 values lane j of 256 adds the values j, j + 256,
 ..., eight at a time; the lanes are folded by halves, 128, 64, ..., 1; the blocks are
-added in order. The last block is padded with zeros. Logarithms and exponentials of the
-last stage are of additions, multiplications and divisions, so that a device has the
-same bits.
+added in order. The last block is padded with zeros. Logarithms, exponentials and
+quantiles are of additions, multiplications, divisions and square roots, so that a
+device has the same bits.
 """
 
 import math
@@ -28,31 +28,90 @@ _LANES, _AT_ONCE = 256, 8
 _ROWS, _BLOCK = _LANES * _AT_ONCE, 64 * _LANES
 RUN = 16  # consecutive values of a sample
 
-_FIRST = 0.25  # share that exceeds the threshold of the first of several stages
-# relative variance below which rounding errors of the sums would show in it
+FIRST = 0.25  # share that exceeds the threshold of the first of several stages
+# relative variance, and difference of logarithms, below which rounding errors of the
+# sums would show in it
 _NO_SPREAD = 1e-5
 _LN2 = math.log(2)
+_LOG_SQRT_2_PI = math.log(2 * math.pi) / 2
+_LEAST_SHARE = 1e-12  # from which a logarithm of the rest differs enough from 0
 
 PLAN = np.dtype(
     [
         ("size", np.int64),  # of the segment
-        ("stages", np.int64),  # in: at most; out: in use
+        ("sample", np.int64),  # values: `size`, or a multiple of 16 below it
         ("wanted", np.float64),  # entries that are to exceed the last threshold
-        ("first", np.float64),  # threshold of the first stage; NaN to fit it
+        ("stages", np.int64),  # in: at most; out: in use
         # out: the threshold before the last; NaN if the sample gives none
         ("start", np.float64),
-        # of the magnitudes above it that exceed the last one; 0 for wanted / above
+        # of the magnitudes above the first threshold that exceed the last one; NaN for
+        # wanted / above of those before the last; 1 for one stage
         ("share", np.float64),
         ("nonzeros", np.float64),  # values that are not zero, by the sample
         # at most so many exceed `start`, unless the sample misleads
         ("room", np.int64),
-        ("above", np.float64),  # magnitudes above `start`, and the sum of their excess
-        ("total", np.float64),
+        ("total", np.float64),  # of the excess over `start`
         ("threshold", np.float64),  # the last one
-        ("kept", np.int64),  # entries above it
+        ("above", np.int64),  # magnitudes above `start`
+        ("kept", np.int64),  # entries above `threshold`
     ]
 )
-"""What is known of a segment: the first four fields before the sample is fitted, `above` to `kept` at the end."""
+"""What is known of a segment: the first four fields before it is fitted."""
+
+
+def select_by_fits(
+    values: Array,
+    bounds: Any,
+    plans: Array,
+    *,
+    distribution: str,
+    by_count: bool,
+    summands: Summands | None = None,
+    threads: int | None = None,
+) -> Selected:
+    """Return the values whose magnitudes are above the last threshold of each segment, in order; set the plans.
+
+    Of a segment without one, and that is not zero, the largest is returned.
+
+    values, bounds, summands, threads: as for `largest_in_segments`, without summands of
+    float16. plans: a `PLAN` for each segment. distribution: "exponential", "pareto"
+    (generalised) or "gamma" (in the first stage, and then Pareto). by_count: a stage
+    selects what is still missing, by the count of the magnitudes above the threshold
+    before it.
+
+    All stages but the last see a sample. One read compacts what exceeds `start`, or
+    what is not finite in a segment without one; the last stage fits that.
+    """
+    pareto = distribution != "exponential"
+    some = sample(values, bounds, plans["sample"], summands=summands)
+    ends = np.append(0, np.cumsum(plans["sample"]))
+    buffers = np.empty(3 * _LANES), np.empty(_ROWS, some.dtype)
+    plans["start"] = np.nan
+    if distribution == "gamma":
+        _fit_gamma(some, ends, plans, *buffers)
+    _fit_samples(some, ends, plans, pareto, by_count, *buffers)
+    form = FORMATS[values.dtype]
+    vector, edges = as_vector(values, form, summands), np.asarray(bounds, np.int64)
+    parts = addresses([] if summands is None else summands[2])
+    floors, room = keys_above(plans["start"], values.dtype), int(plans["room"].sum())
+    pieces = in_pieces(
+        lambda start, end: _reaching(vector, edges, parts, floors, start, end, room),
+        values.size,
+        threads,
+    )
+    positions, found = joined(pieces)
+    above = found.view(values.dtype)
+    ends = np.searchsorted(positions, edges)
+    _fit_excess(above.astype(some.dtype, copy=False), ends, plans, pareto, *buffers)
+    floors = keys_above(plans["threshold"], values.dtype)
+    given = as_vector(above, form, None), ends, addresses([]), floors
+    chosen, kept = _reaching(*given, 0, above.size, above.size)
+    indices = positions[chosen].astype(index_dtype(values.size), copy=False)
+    places = np.searchsorted(chosen, ends).tolist()
+    entries = Selected(indices, kept.view(values.dtype), places)
+    entries = _with_largest(entries, values, edges)
+    plans["kept"] = np.diff(entries.places)
+    return entries
 
 
 def sample(
@@ -72,62 +131,6 @@ def sample(
     return taken.view(values.dtype).astype(
         np.promote_types(values.dtype, np.float32), copy=False
     )
-
-
-def begin_fits(
-    some: Array, counts: Array, plans: Array, *, pareto: bool, by_count: bool
-) -> None:
-    """Set `stages` to `room` of the plans by all stages but the last, on a sample.
-
-    some, counts: of `sample`. plans: a `PLAN` for each segment. pareto: fit generalised
-    Pareto distributions, else exponential ones. by_count: a stage selects what is still
-    missing, by the count of the magnitudes above the threshold before it.
-    """
-    ends = np.append(0, np.cumsum(counts))
-    with np.errstate(all="ignore"):  # of segments without a fit
-        _begin(some, ends, plans, pareto, by_count)
-
-
-def end_fits(
-    values: Array,
-    bounds: Any,
-    plans: Array,
-    *,
-    pareto: bool,
-    summands: Summands | None = None,
-    threads: int | None = None,
-) -> Selected:
-    """Return the values whose magnitudes are above the last threshold of each segment, in order.
-
-    Of a segment without one, and that is not zero, the largest is returned.
-
-    values, bounds, summands, threads: as for `largest_in_segments`, without summands of
-    float16. plans: of `begin_fits`; the last fields are set. One read compacts what
-    exceeds `start`, or what is not finite in a segment without one; the last stage fits
-    that.
-    """
-    form = FORMATS[values.dtype]
-    vector, edges = as_vector(values, form, summands), np.asarray(bounds, np.int64)
-    parts = addresses([] if summands is None else summands[2])
-    floors, room = keys_above(plans["start"], values.dtype), int(plans["room"].sum())
-    pieces = in_pieces(
-        lambda start, end: _reaching(vector, edges, parts, floors, start, end, room),
-        values.size,
-        threads,
-    )
-    positions, found = joined(pieces)
-    ends = np.searchsorted(positions, edges)
-    above = found.view(values.dtype)
-    _fit_last(above, ends, plans, pareto)
-    floors = keys_above(plans["threshold"], values.dtype)
-    given = as_vector(above, form, None), ends, addresses([]), floors
-    chosen, kept = _reaching(*given, 0, above.size, above.size)
-    indices = positions[chosen].astype(index_dtype(values.size), copy=False)
-    places = np.searchsorted(chosen, ends).tolist()
-    entries = Selected(indices, kept.view(values.dtype), places)
-    entries = _with_largest(entries, values, edges)
-    plans["kept"] = np.diff(entries.places)
-    return entries
 
 
 def _reaching(
@@ -191,7 +194,12 @@ def _take(a, factor, parts, edges, ends, taken):  # type: ignore[no-untyped-def]
         length = size if count == size else RUN
         runs = count // length if count > 0 else 0
         for run in range(runs):
-            place = 0 if count == size else _place_of_run(run, runs, size)
+            # in equal strides, at places scattered by a hash
+            place, end = run * size // runs, (run + 1) * size // runs - length
+            scattered = np.uint64(run + 1) * np.uint64(0x9E3779B97F4A7C15)
+            scattered ^= scattered >> np.uint64(32)
+            scattered = scattered * np.uint64(0xD6E8FEB86659FD93) >> np.uint64(40)
+            place += np.int64(scattered * np.uint64(end - place) >> np.uint64(24))
             for j in range(length):
                 own = one[place + j]
                 into[run * length + j] = (
@@ -199,114 +207,137 @@ def _take(a, factor, parts, edges, ends, taken):  # type: ignore[no-untyped-def]
                 )
 
 
-@inner
-def _place_of_run(number, runs, size):  # type: ignore[no-untyped-def]
-    """Return the first place of a run: in one of equal strides, scattered by a hash of its number."""
-    start, end = number * size // runs, (number + 1) * size // runs - RUN
-    scattered = np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15)
-    scattered = (scattered ^ (scattered >> np.uint64(32))) * np.uint64(
-        0xD6E8FEB86659FD93
-    )
-    return start + np.int64(
-        (scattered >> np.uint64(40)) * np.uint64(end - start) >> np.uint64(24)
-    )
-
-
-def _begin(
-    some: Array, ends: Array, plans: Array, pareto: bool, by_count: bool
-) -> None:
-    """Set the plans of all segments; each step of the fits is taken in all of them at once."""
-    first, nowhere = plans["first"].copy(), np.full(plans.size, np.nan)
-    sums = _sums_above(some, ends, np.zeros(plans.size))
-    entries, total = sums[:2]
-    is_fitted = (entries > 0) & (total < np.inf)
-    weight = plans["size"] / np.diff(ends)
-    wanted = plans["wanted"] / weight
-    share = np.fmin(1.0, wanted / entries)
-    stages = np.where(is_fitted & (share < _FIRST), plans["stages"], 1)
-    is_staged = stages > 1
-    least = np.where(is_staged, _FIRST, share)
-    start = np.where(first >= 0, first, _excesses(sums, least, pareto))
-    shares = np.zeros(plans.size)
-    if not by_count:
-        shares = _powers(share / _FIRST, 1 / (stages - 1))
-    for stage in range(1, stages.max(initial=1) - 1):
-        is_open = stage < stages - 1
-        sums = _sums_above(some, ends, np.where(is_open, start, nowhere))
-        is_open &= sums[0] > 0
-        stages_left = stages - stage
-        wanted_share = np.fmin(1.0, wanted / sums[0])
-        own = _powers(wanted_share, 1 / stages_left) if by_count else shares
-        start = np.where(is_open, start + _excesses(sums, own, pareto), start)
-    above = _sums_above(some, ends, np.where(is_fitted, start, nowhere))[0]
-    plans["start"] = np.where(is_fitted, start, nowhere)
-    plans["share"] = np.where(is_staged, shares, np.where(is_fitted, 1.0, nowhere))
-    plans["stages"] = np.where(is_fitted, stages, plans["stages"])
-    plans["nonzeros"] = np.where(is_fitted, weight * entries, 0)
-    room = np.where(is_fitted, weight * (2 * above + RUN * RUN), 0)
-    plans["room"] = np.minimum(plans["size"], room.astype(np.int64))
-
-
-def _fit_last(above: Array, ends: Array, plans: Array, pareto: bool) -> None:
-    """Set the last thresholds, by what is above those before them."""
-    sums = _sums_above(above, ends, plans["start"])
-    entries, total = sums[:2]
-    plans["above"], plans["total"] = np.diff(ends), total
-    with np.errstate(all="ignore"):  # of segments without a fit
-        is_counted = ~(plans["share"] > 0)
-        share = np.where(is_counted, plans["wanted"] / entries, plans["share"])
-        excess = np.where(entries > 0, _excesses(sums, share, pareto), 0.0)
-    plans["threshold"] = plans["start"] + excess
-
-
-def _sums_above(values: Array, ends: Array, thresholds: Array) -> Array:
-    """Return the magnitudes of each segment above a threshold: how many, the sums of their excess and its square.
-
-    They are zero where the threshold is NaN.
-    """
-    wide = values.astype(np.promote_types(values.dtype, np.float32), copy=False)
-    sums = np.zeros((3, thresholds.size))
-    _add_up(
-        wide, ends, thresholds, np.empty(3 * _LANES), np.empty(_ROWS, wide.dtype), sums
-    )
-    return sums
-
-
-def _powers(bases: Array, exponents: Array) -> Array:
-    """Return the powers that the C library computes; those of NumPy depend on the processor."""
-    pairs = zip(bases.tolist(), exponents.tolist(), strict=True)
-    return np.array([base**exponent for base, exponent in pairs])
-
-
-def _excesses(sums: Array, shares: Array, pareto: bool) -> Array:
-    """Return `_excess` of sums of `_sums_above`, for each segment."""
-    found = np.empty(shares.size)
-    _fit(*sums, shares, pareto, found)
-    return found
+@jit
+def _fit_gamma(some, ends, plans, lanes, rest):  # type: ignore[no-untyped-def]
+    """Set `start` of the plans to the threshold of the first stage; NaN without spread."""
+    for i in range(plans.size):
+        plan, part = plans[i], view(some, ends[i], ends[i + 1])
+        sums = _sums_above(part, 0.0, lanes, rest)
+        if not (sums[0] > 0 and sums[1] < np.inf):
+            continue
+        share = plan["wanted"] / (plan["size"] / part.size) / sums[0]
+        if plan["stages"] > 1 and share < FIRST:
+            share = FIRST
+        mean = sums[1] / sums[0]
+        spread = _log(mean) - _logarithms_of(part, lanes) / sums[0]
+        if spread > _NO_SPREAD:
+            root = math.sqrt((spread - 3) * (spread - 3) + 24 * spread)
+            shape = (3 - spread + root) / (12 * spread)
+            plan["start"] = mean / shape * _gamma_quantile(shape, share)
 
 
 @jit
-def _fit(entries, totals, squares, shares, pareto, found):  # type: ignore[no-untyped-def]
-    for i in range(found.size):
-        found[i] = _excess(entries[i], totals[i], squares[i], shares[i], pareto)
+def _fit_samples(some, ends, plans, pareto, by_count, lanes, rest):  # type: ignore[no-untyped-def]
+    """Set `stages` to `room` of the plans by all stages but the last, on a sample.
+
+    start: the threshold of the first stage; NaN to fit it.
+    """
+    for i in range(plans.size):
+        plan, part = plans[i], view(some, ends[i], ends[i + 1])
+        start = plan["start"]
+        plan["start"] = plan["share"] = np.nan
+        plan["nonzeros"] = plan["room"] = 0
+        sums = _sums_above(part, 0.0, lanes, rest)
+        if not (sums[0] > 0 and sums[1] < np.inf):
+            continue
+        weight = plan["size"] / part.size
+        wanted = plan["wanted"] / weight
+        plan["nonzeros"] = weight * sums[0]
+        share = wanted / sums[0]
+        if share >= FIRST:
+            plan["stages"] = 1
+        stages = plan["stages"]
+        if not start >= 0:
+            start = _excess(sums, share if stages == 1 else FIRST, np.int64(1), pareto)
+        steps = stages - 1
+        share = share / FIRST if stages > 1 else 1.0
+        for left in range(steps, 1, -1):
+            sums = _sums_above(part, start, lanes, rest)
+            if sums[0] == 0:
+                break
+            if by_count:
+                share, steps = wanted / sums[0], left
+            start += _excess(sums, share, steps, pareto)
+        above = _sums_above(part, start, lanes, rest)[0]
+        plan["start"] = start
+        plan["share"] = np.nan if by_count and stages > 1 else share
+        plan["room"] = np.int64(smaller(plan["size"], weight * (2 * above + RUN * RUN)))
+
+
+@jit
+def _fit_excess(above, ends, plans, pareto, lanes, rest):  # type: ignore[no-untyped-def]
+    """Set `total` to `above` of the plans by the last stage, on all magnitudes above the threshold before it."""
+    for i in range(plans.size):
+        plan, part = plans[i], view(above, ends[i], ends[i + 1])
+        sums = _sums_above(part, plan["start"], lanes, rest)
+        plan["above"] = part.size
+        plan["total"] = sums[1]
+        plan["threshold"] = plan["start"]
+        share, steps = plan["share"], plan["stages"] - 1
+        if sums[0] > 0:
+            if share != share:
+                share, steps = plan["wanted"] / sums[0], 1
+            plan["threshold"] += _excess(sums, share, steps, pareto)
 
 
 @inner
-def _excess(entries, total, squares, share, pareto):  # type: ignore[no-untyped-def]
-    """Return the excess that a share of the entries is expected to exceed, by a fit of their sums.
+def _excess(sums, share, steps, pareto):  # type: ignore[no-untyped-def]
+    """Return the excess that a share of magnitudes is expected to exceed, by a fit of their sums.
 
-    Without spread, or if squares are out of range, an exponential distribution is
-    fitted in any case.
+    In the first of `steps` with one ratio. Without spread, or if squares are out of
+    range, an exponential distribution is fitted in any case.
     """
     if share >= 1:
         return 0.0
-    mean, exponent = total / entries, -_log(share)
-    variance = squares / entries - mean * mean
+    mean, exponent = sums[1] / sums[0], -_log(share) / steps
+    variance = sums[2] / sums[0] - mean * mean
     if not (pareto and _NO_SPREAD * mean * mean < variance < np.inf):
         return mean * exponent
     ratio = mean * mean / variance
     shape, scale = (1 - ratio) / 2, mean * (ratio + 1) / 2
     return scale * exponent if shape == 0 else scale / shape * _expm1(shape * exponent)
+
+
+@inner
+def _gamma_quantile(shape, share):  # type: ignore[no-untyped-def]
+    """Return what gamma-distributed numbers of scale 1 exceed with a probability of `share`.
+
+    By Newton's method on the logarithm of the probability of not more than x, which is
+    concave in log x: it approaches the quantile from below.
+    """
+    if share >= 1:
+        return 0.0
+    wanted = _log(1 - larger(share, _LEAST_SHARE))
+    factorial = _log_factorial(shape)
+    log_x, x, step = (wanted + factorial) / shape, 0.0, 1.0
+    for _ in range(100):
+        x = 1 + _expm1(log_x) if log_x > 0 else 1 / (1 + _expm1(-log_x))
+        if not step > 1e-12:
+            break
+        number, term, series = shape, 1.0, 1.0
+        while term > 1e-17 * series:
+            number += 1
+            term *= x / number
+            series += term
+        found = shape * log_x - x - factorial + _log(series)
+        step = (wanted - found) * series / shape
+        log_x += step
+    return x
+
+
+@inner
+def _log_factorial(x):  # type: ignore[no-untyped-def]
+    """Return the logarithm of the gamma function of x + 1: Stirling's series of a number of at least 16."""
+    product = 1.0
+    x += 1
+    while x < 16:
+        product *= x
+        x += 1
+    square = x * x
+    series = 1 / 1260 - 1 / 1680 / square
+    series = 1 / 360 - series / square
+    series = (1 / 12 - series / square) / x
+    return (x - 0.5) * _log(x) - x + _LOG_SQRT_2_PI + series - _log(product)
 
 
 @inner
@@ -333,35 +364,35 @@ def _expm1(x):  # type: ignore[no-untyped-def]
     return series
 
 
-@jit
-def _add_up(values, ends, thresholds, lanes, rest, sums):  # type: ignore[no-untyped-def]
-    """Write the sums over each segment."""
-    for i in range(thresholds.size):
-        threshold = thresholds[i]
-        first, end = ends[i], ends[i + 1]
-        while first < end and threshold == threshold:
-            size = smaller(_BLOCK, end - first)
-            for j in range(lanes.size):
-                lanes[j] = 0
-            for row in range((size + _ROWS - 1) // _ROWS):
-                begin = first + row * _ROWS
-                rows = rest
-                if begin + _ROWS <= end:
-                    rows = view(values, begin, begin + _ROWS)
-                else:
-                    for j in range(_ROWS):
-                        rest[j] = values[begin + j] if begin + j < end else 0
-                _add_rows(rows, threshold, lanes)
-            half = _LANES // 2
-            while half > 0:
-                for part in range(3):
-                    lane = part * _LANES
-                    for j in range(lane, lane + half):
-                        lanes[j] += lanes[j + half]
-                half //= 2
+@inner
+def _sums_above(values, threshold, lanes, rest):  # type: ignore[no-untyped-def]
+    """Return how many magnitudes are above a threshold, the sums of their excess and of its square; zeros for NaN."""
+    entries = total = squares = 0.0
+    first = 0
+    while first < values.size and threshold == threshold:
+        end = smaller(first + _BLOCK, values.size)
+        for j in range(lanes.size):
+            lanes[j] = 0
+        for begin in range(first, end, _ROWS):
+            rows = rest
+            if begin + _ROWS <= end:
+                rows = view(values, begin, begin + _ROWS)
+            else:
+                for j in range(_ROWS):
+                    rest[j] = values[begin + j] if begin + j < end else 0
+            _add_rows(rows, threshold, lanes)
+        half = _LANES // 2
+        while half > 0:
             for part in range(3):
-                sums[part, i] += lanes[part * _LANES]
-            first += size
+                lane = part * _LANES
+                for j in range(lane, lane + half):
+                    lanes[j] += lanes[j + half]
+            half //= 2
+        entries += lanes[0]
+        total += lanes[_LANES]
+        squares += lanes[2 * _LANES]
+        first = end
+    return entries, total, squares
 
 
 @loop
@@ -378,6 +409,33 @@ def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
         lanes[j] += entries
         lanes[_LANES + j] += total
         lanes[2 * _LANES + j] += squares
+
+
+@inner
+def _logarithms_of(values, lanes):  # type: ignore[no-untyped-def]
+    """Return the sum of the logarithms of magnitudes, of products of eight, whose factors are from 1/2 to 1."""
+    total = 0.0
+    for first in range(0, values.size, _BLOCK):
+        for j in range(_LANES):
+            lanes[j] = 0
+        for begin in range(first, smaller(first + _BLOCK, values.size), _ROWS):
+            end = smaller(begin + _ROWS, values.size)
+            for j in range(_LANES):
+                product, exponents = 1.0, 0
+                for i in range(begin + j, end, _LANES):
+                    if values[i] != 0:
+                        part, exponent = math.frexp(abs(np.float64(values[i])))
+                        product *= part
+                        exponents += exponent
+                if product < 1:
+                    lanes[j] += exponents * _LN2 + _log(product)
+        half = _LANES // 2
+        while half > 0:
+            for j in range(half):
+                lanes[j] += lanes[j + half]
+            half //= 2
+        total += lanes[0]
+    return total
 
 
 @jit
