@@ -21,7 +21,7 @@ demo: $(READY)
 	timeout 600 mpirun -n 4 python -m mpi4py examples/numpy_digits.py --assert-claims --plot build/numpy_digits.png
 
 # What a change must pass, in some 6 minutes on 2 cores if no kernel is compiled yet. test-all has what takes
-# longest as well, and all numbers of ranks.
+# longest as well, and all numbers of ranks. (worksteal: a worker that has no tests left takes some of the other's.)
 test: $(READY)
 	python -m pytest --ignore tests/mpi -m "not slow" -n 2 --dist worksteal
 	tests/launch.sh 8 tests/mpi -m "not slow" -q

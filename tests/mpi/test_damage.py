@@ -44,12 +44,24 @@ DAMAGES = {
 }
 
 
+def damaged():
+    """Return each damage with each collective, those marked slow with which it is not in turn: ranks wait for it."""
+    collectives = sparse_allreduce, sparse_allgather, gtopk_allreduce
+    return [
+        pytest.param(
+            damage,
+            collective,
+            marks=pytest.mark.slow if (row + column) % 3 == 2 else (),
+            id=f"{collective.__name__}-{damage}",
+        )
+        for row, damage in enumerate(DAMAGES)
+        for column, collective in enumerate(collectives)
+    ]
+
+
 @pytest.mark.exactly(2)
 @pytest.mark.exactly(3)
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(
-    "collective", [sparse_allreduce, sparse_allgather, gtopk_allreduce]
-)
+@pytest.mark.parametrize(("damage", "collective"), damaged())
 def test_a_damaged_message_is_an_error_on_all_that_wait_and_never_a_hang(
     comm, damage, collective
 ):
