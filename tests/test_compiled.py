@@ -9,14 +9,16 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 
+import numpy as np
 import pytest
 from numba import config
 from numba.core import caching
 from numba.core.types.functions import BaseFunction
 from numba.extending import overload
 
-from mpicomp.kernels.host import compiled
+from mpicomp.kernels.host import compiled, few_bits, merging
 
 SOURCE = """
 def next_after(number):
@@ -46,6 +48,36 @@ def warned(kernel):
 
 def files(kernel, suffix):
     return sorted(pathlib.Path(kernel.stats.cache_path).glob(f"*.{suffix}"))
+
+
+def sparse_writer():
+    return merging.sparse_writer(np.array([1], np.int32), np.ones(1), [np.zeros(4)])
+
+
+def decoder(bits):
+    codes = np.zeros(32 * bits, np.uint8)
+    return few_bits.decoder([(codes, np.zeros(2, "u2"))], bits, 256, [np.ones(9, "f4")])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "make"),
+    [
+        (merging, "_write_parts", sparse_writer),
+        (few_bits, "_dequantise", partial(decoder, 4)),
+        (few_bits, "_dequantise", partial(decoder, 2)),
+    ],
+)
+def test_what_writes_a_mean_is_compiled_when_it_is_made(
+    monkeypatch, module, name, make
+):
+    """After the ranks have agreed: in memory that has ended, or with few frames left, the compiler would fail."""
+    kernel = compiled.jit(getattr(module, name).py_func)
+    monkeypatch.setattr(module, name, kernel)
+    write = make()
+    known = [*kernel.signatures]
+    write()
+    assert known == kernel.signatures
+    assert len(known) == 1
 
 
 WITHOUT_JIT = """

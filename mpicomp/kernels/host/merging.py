@@ -173,6 +173,9 @@ def sparse_writer(
         first = indices.searchsorted(indices.dtype.type(start))
         _write_parts(start, end, first, *rows, *sparse, are_zero)
 
+    # of nothing: compiled here, as what is returned must not fail
+    write_piece(0, 0)
+
     # what is kept is written by its address
     def write(kept: object = parts) -> None:
         in_pieces(write_piece, int(edges[-1]), threads)
