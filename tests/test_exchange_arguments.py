@@ -19,7 +19,7 @@ from mpicomp import AdaComp, AggregationAware, Dense, Quantised, SIDCo, TopK
         (
             {"compressor": TopK(0.1), "bits": 4},
             ValueError,
-            "compressor is TopK(density=0.1), and the collective sums all values",
+            "compressor is TopK(density=0.1), and bits=, or the collective, sends every value",
         ),
         (
             {"compressor": Quantised(TopK(0.1), "sign"), "bits": 8},

@@ -37,7 +37,9 @@ def average_residuals(exchange: GradientExchange) -> None:
     >>> average_residuals(exchange)
     """
     if not isinstance(exchange, GradientExchange):
-        raise TypeError(f"exchange is {exchange!r}: expected a GradientExchange")
+        raise TypeError(
+            f"exchange is {type(exchange).__name__}: expected a GradientExchange"
+        )
     buckets = exchange.buckets
     error = None
     with all_or_none(exchange.comm, OPERATION):

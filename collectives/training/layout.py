@@ -89,8 +89,8 @@ class Layout:
         takes_arrays = self.reduction.declared.takes_arrays
         if takes_arrays and not isinstance(compressor.chain()[-1], Dense):
             raise ValueError(
-                f"{name} is {compressor!r}, and the collective sums all values of arrays, as bits= does: expected "
-                "Dense(), or a collective of sparse vectors such as sparse_allreduce"
+                f"{name} is {compressor!r}, and bits=, or the collective, sends every value: expected no compressor, "
+                "Dense() of a function, or a collective of sparse vectors such as sparse_allreduce"
             )
 
     def buckets(self, form: str, arrays: ByName, comm: Any) -> list[Bucket]:

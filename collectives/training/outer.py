@@ -127,7 +127,9 @@ class OuterLoop:
         delay: int = 0,
     ) -> None:
         if not isinstance(exchange, GradientExchange):
-            raise TypeError(f"exchange is {exchange!r}: expected a GradientExchange")
+            raise TypeError(
+                f"exchange is {type(exchange).__name__}: expected a GradientExchange"
+            )
         self.exchange = exchange
         self.count = 0  # of steps
         self.rounds = 0  # that were kept

@@ -292,7 +292,7 @@ def test_dense_arrays_are_exchanged_as_all_values_of_vectors_are(comm, feedback)
                 assert not own[name].any()
     with pytest.raises(
         ValueError,
-        match=r"compressor is TopK\(density=0.1\), and the collective sums all values",
+        match=r"compressor is TopK\(density=0.1\), and bits=, or the collective, sends every value",
     ):
         GradientExchange(comm, TopK(0.1), collective=dense_allreduce)
     with pytest.raises(
