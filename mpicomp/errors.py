@@ -3,6 +3,8 @@
 A call that raises one of these changes no vector or residual.
 """
 
+import sys
+import warnings
 from typing import TypeVar
 
 Raised = TypeVar("Raised", bound=BaseException)
@@ -75,3 +77,14 @@ def prefix(error: Exception, text: str) -> None:
     """Put text before that of an error."""
     if error.args and isinstance(error.args[0], str):
         error.args = f"{text}{error.args[0]}", *error.args[1:]
+
+
+def warn(text: str, depth: int) -> None:
+    """Warn, with a `stacklevel` of the caller; print where a filter makes errors of warnings.
+
+    An error of one rank would leave the others waiting, or with a step that it has not.
+    """
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=depth + 1)
+    except RuntimeWarning:
+        print(f"RuntimeWarning: {text}", file=sys.stderr)

@@ -10,11 +10,12 @@ import math
 import os
 import pathlib
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, TypeVar
+
+from mpicomp.errors import warn
 
 VARIABLE = "MPICOMP_THREADS"
 
@@ -140,11 +141,10 @@ def _started(
         pool.submit(run)
     except RuntimeError as error:
         if done.cancel():
-            warnings.warn(
+            warn(
                 f"{error}: this rank computes on fewer threads; raise the limit of processes (ulimit -u, or that of "
                 f"the container), or set {VARIABLE}=1",
-                RuntimeWarning,
-                stacklevel=2,
+                depth=2,
             )
             return work
     return done.result

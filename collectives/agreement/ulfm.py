@@ -7,14 +7,12 @@ needs, and why.
 
 import os
 import time
-import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from collectives.agreement.state import Faults
-from mpicomp.errors import CollectiveError
+from mpicomp.errors import CollectiveError, warn
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -92,9 +90,7 @@ def warn_of_detector(nodes: "tuple[int, ...]", rank: int) -> None:
 @cache
 def warn_once(text: str) -> None:
     """Warn once in this process."""
-    # raised by a filter, it would leave the other ranks waiting
-    with suppress(RuntimeWarning):
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    warn(text, depth=3)
 
 
 def is_failure(error: BaseException, comm: "MPI.Intracomm | None" = None) -> bool:

@@ -1,7 +1,6 @@
 """GradientExchange: from the gradients of one rank to the mean over all ranks."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -38,6 +37,7 @@ from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import set_back
+from mpicomp.errors import warn
 from mpicomp.feedback import ErrorFeedback, Feedback
 from mpicomp.settings import SetOnce, to_choice, to_integer
 from mpicomp.tensors import DICT
@@ -569,9 +569,7 @@ class GradientExchange:
                 self.statistics = statistics._replace(residual_norm=norm)
                 self.log(self.statistics)
         except Exception as error:  # the other ranks have kept the step
-            warnings.warn(
-                f"log raised {error!r}: the step is kept", RuntimeWarning, stacklevel=2
-            )
+            warn(f"log raised {error!r}: the step is kept", depth=2)
 
 
 def copied(part: Any) -> Any:

@@ -1,6 +1,7 @@
 """GradientExchange of named tensors: in buckets, in any order, started while others are in flight."""
 
 import os
+import warnings
 from copy import deepcopy
 from functools import partial
 
@@ -423,6 +424,18 @@ def test_what_the_log_raises_is_a_warning_as_all_ranks_have_kept_the_step(comm):
         np.testing.assert_array_equal(mean, plain(mine))
         assert exchange.steps == step + 1
     np.testing.assert_array_equal(exchange.feedback.residual, plain.feedback.residual)
+
+
+def test_where_warnings_are_errors_what_the_log_raises_is_printed(comm, capsys):
+    """An error after the step was kept would be that of one rank alone."""
+    exchange = GradientExchange(comm, TopK(k=5), log=lambda statistics: 1 / 0)
+    mine = gradients(comm.rank, 0)["a.weight"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if comm.rank == comm.size - 1 else "ignore")
+        mean = exchange(mine)
+    np.testing.assert_array_equal(mean, GradientExchange(comm, TopK(k=5))(mine))
+    said = "RuntimeWarning: log raised ZeroDivisionError"
+    assert (said in capsys.readouterr().err) == (comm.rank == comm.size - 1)
 
 
 def test_memory_that_ends_in_the_norm_for_the_log_is_a_warning(comm, monkeypatch):

@@ -18,7 +18,6 @@ import copy
 import functools
 import gc
 import os
-import warnings
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,8 @@ from numba.core import caching, typing
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
+
+from mpicomp.errors import warn
 
 VARIABLE = "NUMBA_CACHE_DIR"
 
@@ -288,9 +289,8 @@ _problems: list[str] = []  # those of this process; the first is shown
 def _warn(problem: str) -> None:
     _problems.append(problem)
     if len(_problems) == 1:
-        warnings.warn(
+        warn(
             f"Numba {problem}, so each process compiles kernels, which takes seconds: set {VARIABLE} to a "
             "writable folder, such as /tmp/numba",
-            RuntimeWarning,
-            stacklevel=3,
+            depth=3,
         )
