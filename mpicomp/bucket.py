@@ -144,12 +144,12 @@ class Bucket:
         if not outs:
             return {}
         names = self.names_of_tensors
-        buffers: Any = vectors
-        if len(vectors) < len(names) or not all(
-            map(is_, map(outs.get, names), vectors)
-        ):
-            buffers = plain_vectors(self.tensors, outs)
-        if buffers:
+        own: Any = outs
+        if [*outs] != names:
+            own = dict(zip(names, map(outs.get, names), strict=True))
+        if len(vectors) == len(names) and all(map(is_, own.values(), vectors)):
+            return dict(own)  # the step may get more
+        if buffers := plain_vectors(self.tensors, own):
             return dict(zip(names, buffers, strict=True))
         return {
             tensor.name: tensor.writable(outs[tensor.name], f"out for {tensor.name}")

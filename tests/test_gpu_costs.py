@@ -145,6 +145,22 @@ def test_steps_take_arrays_that_moved_or_changed(name, returns):
     assert on_device.statistics.steps == 1
 
 
+def test_buffers_that_are_the_gradients_are_those_of_their_bucket():
+    """The step gets more of them after a bucket was started."""
+    comm = gpu_costs.MPI.COMM_SELF
+    given = gpu_costs.gradient(4, 4 * 640, 0)
+    host = {name: array.get() for name, array in given.items()}
+    expected = gpu_costs.GradientExchange(comm, bits=4)(host)
+    exchange = gpu_costs.GradientExchange(comm, bits=4, bucket_nbytes=2 * 4 * 640)
+    exchange.register(given)
+    for name, array in given.items():
+        exchange.start(name, array, out=array)
+    means = exchange.finish()
+    assert all([means[name] is given[name] for name in given])
+    for name, array in given.items():
+        assert array.get().tobytes() == expected[name].tobytes()
+
+
 def test_a_new_mean_takes_one_call_for_each_tensor(monkeypatch):
     array = gpu_costs.cupy.ndarray
     calls = []

@@ -1,6 +1,8 @@
 """The three forms of a gradient: one array, a list of arrays that are one vector, or arrays by name."""
 
 from collections.abc import Collection, Mapping, Set
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 from collectives.training.names import canonical
@@ -73,7 +75,8 @@ def outs_by_name(
         raise ValueError(
             f"out has {name!r}: expected names of the gradients that are given"
         )
-    outs = {name: buffer for name, buffer in outs.items() if buffer is not None}
+    if any(map(is_, outs.values(), repeat(None))):
+        outs = {name: buffer for name, buffer in outs.items() if buffer is not None}
     missing = names - outs.keys() if len(outs) < len(names) else set()
     missing = {name for name in missing if arrays.get(name) is None}
     if missing:

@@ -218,8 +218,8 @@ class Step:
         range, which it is on all ranks alike.
         """
         began = perf_counter()
-        # those of the gradients first, in their order
-        self.results = dict.fromkeys(self.arrays) | self._outs
+        # those of the gradients first, in their order; what is no buffer is replaced
+        self.results = self.arrays | self._outs
         outcomes = []
         for started in self.started:
             outcome = started.outcome

@@ -72,7 +72,8 @@ class Feedback(Configured):
     _prepared: tuple[str, ...]  # the arrays that `commit` swaps with their spares
 
     def __init__(self) -> None:
-        # the first position of each segment of the staged gradient, and its length
+        # of the segments of the staged gradient; their first positions, and its length
+        self._sizes: tuple[int, ...] = ()
         self._bounds: list[int] = [0]
         self.reset()
 
@@ -300,7 +301,10 @@ class Feedback(Configured):
     def _stage(self, gradient: Sequence[Array]) -> None:
         """Check a gradient, and allocate the arrays before the first step."""
         first = gradient[0]
-        self._bounds = [0, *accumulate(sizes_of(gradient))]
+        sizes = sizes_of(gradient)
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._bounds = [0, *accumulate(sizes)]
         size = self._bounds[-1]
         self._prepared = ()  # the spares are overwritten
         if any([type(array) is not type(first) for array in self._arrays.values()]):
