@@ -148,7 +148,7 @@ def test_who_hands_out_an_array_without_waiting_for_the_stream_is_caught():
 @ON_THE_STAND_IN
 def test_who_sends_without_waiting_for_the_copy_is_caught():
     """What leaves is poison: a rank that gets it tells the others, or waits for those that do not know."""
-    done = child(NO_EVENTS, MPICOMP_TIMEOUT="5")
+    done = child(NO_EVENTS, MPICOMP_TIMEOUT="2")
     assert done.returncode != 0
     assert "sound" not in done.stdout
 
