@@ -193,8 +193,11 @@ def describe(arrays: ByName, form: str) -> list[Tensor]:
         raise ValueError(f"got {form}, and it is empty: expected at least one array")
     tensors = []
     for name, array in arrays.items():
-        if not isinstance(name, str):
-            raise TypeError(f"a tensor has the name {name!r}: expected a string")
+        # `np.savez` cuts names there
+        if not isinstance(name, str) or "\0" in name:
+            raise TypeError(
+                f"a tensor has the name {name!r}: expected a string without null characters"
+            )
         if array is None:
             raise TypeError(
                 f"{name} is None in the first step: pass zeros, or register the tensors before"

@@ -652,6 +652,13 @@ def test_a_bad_dict_on_one_rank_raises_everywhere(comm, known, fault):
     exchange(mine)
 
 
+def test_a_name_that_archives_of_arrays_cut_off_is_refused(comm):
+    """Of two tensors one residual would be saved."""
+    mine = {"layer\0a": np.ones(5), "layer\0b": np.ones(5)}
+    with pytest.raises(TypeError, match="expected a string without null characters"):
+        GradientExchange(comm, TopK(k=1))(mine)
+
+
 def test_tensors_are_registered_once(comm):
     exchange = GradientExchange(comm, TopK(k=1), ErrorFeedback(), sparse_allreduce)
     exchange.start("scale", np.ones(4))
