@@ -307,8 +307,8 @@ class Handle:
 
 
 def to_tensors(state: ByName) -> dict[str, torch.Tensor]:
-    """Return a `GradientExchange.state_dict` as tensors, which `torch.load` reads with its defaults."""
-    return {key: torch.tensor(np.asarray(value)) for key, value in state.items()}
+    """Return a `GradientExchange.state_dict` as tensors in host memory, which `torch.load` reads with its defaults."""
+    return {key: torch.from_numpy(np.array(value)) for key, value in state.items()}
 
 
 def to_arrays(state: ByName) -> dict[str, Any]:
