@@ -52,6 +52,8 @@ def redistribute_state(
     >>> exchange.load_state_dict(redistribute_state(states.__getitem__, 1, comm.rank, comm.size))
     """
     saved = to_integer("saved", saved)
+    ranks = to_integer("ranks", ranks)
+    rank = to_integer("rank", rank, 0, ranks - 1)
     to_choice("conserve", conserve, CONSERVED)
     sources = [rank % saved, *range(saved)]
     loaded = ((source, _loaded(load, source, saved)) for source in sources)

@@ -273,6 +273,9 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
             resume(exchange, ranks, load)
     with pytest.raises(ValueError, match=r"conserve is 'all': expected one of"):
         resume(exchange, 2, state, conserve="all")
+    for rank, ranks, said in (0, 0, "ranks is 0"), (3, 3, "rank is 3: .* from 0 to 2"):
+        with pytest.raises(ValueError, match=said):
+            redistribute_state(state, 2, rank, ranks)
     with pytest.raises(
         ValueError,
         match=r"saved with feedback ErrorFeedback.*: expected MomentumCorrection",
