@@ -135,22 +135,28 @@ class Bucket:
         check_range(values, "mean out of the basis")
         return values
 
-    def outputs(self, outs: ByName, vectors: Sequence[Array] = ()) -> dict[str, Array]:
-        """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others.
+    def vectors(
+        self, arrays: ByName, outs: ByName
+    ) -> tuple[list[Array], dict[str, Array]]:
+        """Return the gradients as vectors, and the output buffers of `outputs`, which may be the gradients.
 
-        On a device they may have the shapes of the tensors. vectors: of the gradients,
-        which are not checked again if they are the buffers.
+        See `Feedback.vectors`. On a device they may have the shapes of the tensors:
+        kernels take them as vectors.
         """
+        plain = plain_vectors(self.tensors, arrays)
+        vectors = self.feedback.vectors(self.tensors, arrays, plain)
+        names = self.names_of_tensors
+        if plain and all(map(is_, map(arrays.get, names), map(outs.get, names))):
+            return vectors, dict(zip(names, plain, strict=True))
+        return vectors, self.outputs(outs)
+
+    def outputs(self, outs: ByName) -> dict[str, Array]:
+        """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others."""
         if not outs:
             return {}
-        names = self.names_of_tensors
-        own: Any = outs
-        if [*outs] != names:
-            own = dict(zip(names, map(outs.get, names), strict=True))
-        if len(vectors) == len(names) and all(map(is_, own.values(), vectors)):
-            return dict(own)  # the step may get more
-        if buffers := plain_vectors(self.tensors, own):
-            return dict(zip(names, buffers, strict=True))
+        buffers = plain_vectors(self.tensors, outs)
+        if buffers:
+            return dict(zip(self.names_of_tensors, buffers, strict=True))
         return {
             tensor.name: tensor.writable(outs[tensor.name], f"out for {tensor.name}")
             for tensor in self.tensors

@@ -122,6 +122,22 @@ def test_a_step_of_numpy_or_torch_calls_no_function_for_each_tensor(library, set
     assert 100 < many < few + 10  # SIDCo's depend on the values
 
 
+def test_gradients_that_are_the_output_buffers_are_looked_at_once():
+    exchange = GradientExchange(MPI.COMM_SELF, bits=4, small=0)
+    gradients = tensors_of("numpy", 160)
+    exchange(gradients, out=gradients)
+    reshaped = []
+
+    def note(_, event, function):
+        if event == "c_call" and function.__name__ == "reshape":
+            reshaped.append(function)
+
+    sys.setprofile(note)
+    exchange(gradients, out=gradients)
+    sys.setprofile(None)
+    assert 160 <= len(reshaped) < 170
+
+
 def test_gradients_of_torch_are_taken_as_they_come():
     """Whether or not they are as the first step has described them."""
     torch = pytest.importorskip("torch")

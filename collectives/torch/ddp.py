@@ -271,9 +271,10 @@ class DDPHandle(Handle):
         except Exception as error:
             self._raised = error
         for future, buffer, parts in buckets:
-            for name, _, part in parts:
-                if part.dtype == torch.bfloat16 and name in means:
-                    part.copy_(means[name])
+            if buffer.dtype == torch.bfloat16:
+                for name, _, part in parts:
+                    if name in means:
+                        part.copy_(means[name])
             if factor != 1:
                 self._multiply(buffer, parts, factor)
             if self._may_skip:

@@ -36,7 +36,7 @@ class CheckedStep(Step):
     def _prepare(self, bucket: Bucket, reduction: Reduction) -> Started:
         if not self._skips:
             bucket.check_finite(self.arrays, ValueError)
-        vectors = bucket.feedback.vectors(bucket.tensors, self.arrays)
+        vectors, _ = bucket.vectors(self.arrays, {})
         vector, summands = bucket.correct(vectors)
         write_sum(summands, vector)
         expected = vector.copy()

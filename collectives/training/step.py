@@ -148,8 +148,7 @@ class Step:
         error: of this rank, which it contributes to the sums.
         """
         for bucket in buckets[len(self.started) :]:
-            names = bucket.names_of_tensors
-            if not (is_complete or all([name in self.arrays for name in names])):
+            if not (is_complete or self.arrays.keys() >= {*bucket.names_of_tensors}):
                 break
             began = perf_counter()
             reduction = self._reduction
@@ -190,8 +189,7 @@ class Step:
         declared = reduction.declared
         selection = bucket.selection
         self.snapshots += selection.snapshot()
-        vectors = bucket.feedback.vectors(bucket.tensors, self.arrays)
-        buffers = bucket.outputs(self._outs, vectors)
+        vectors, buffers = bucket.vectors(self.arrays, self._outs)
         if self._skips:
             bucket.check_finite(self.arrays, NotFiniteError)
         corrected, summands = bucket.correct(vectors, by_tensor=declared.takes_uncoded)

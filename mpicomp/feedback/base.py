@@ -34,7 +34,7 @@ from mpicomp.coded import Uncoded
 from mpicomp.compressors.base import Summands
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Configured, Range, kind_of_array
-from mpicomp.tensors import Tensor, plain_vectors
+from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector, check_range, from_all_values
 
 Dtypes = dict[str, Dtype]
@@ -77,14 +77,14 @@ class Feedback(Configured):
         self._bounds: list[int] = [0]
         self.reset()
 
-    def vectors(self, tensors: Sequence[Tensor], arrays: ByName) -> list[Array]:
+    def vectors(
+        self, tensors: Sequence[Tensor], arrays: ByName, plain: list[Array] | None
+    ) -> list[Array]:
         """Return the gradients of tensors as vectors, views where possible; zeros for one without an array.
 
-        On a device they may have the shapes of the tensors: kernels take them as vectors.
+        plain: what `plain_vectors` returned of them.
         """
-        return plain_vectors(tensors, arrays) or [
-            tensor.flatten(arrays.get(tensor.name)) for tensor in tensors
-        ]
+        return plain or [tensor.flatten(arrays.get(tensor.name)) for tensor in tensors]
 
     def correct(self, *gradient: Array) -> Array:
         """Return the vector to compress, the gradient plus the residual; changes no array that is kept.

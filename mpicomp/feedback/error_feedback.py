@@ -101,7 +101,9 @@ class InPlaceErrorFeedback(ErrorFeedback):
         """The vectors of the gradients."""
         return self._gradients
 
-    def vectors(self, tensors: Sequence[Tensor], arrays: ByName) -> list[Array]:
+    def vectors(
+        self, tensors: Sequence[Tensor], arrays: ByName, plain: list[Array] | None
+    ) -> list[Array]:
         """Return the gradients of tensors as writable vectors; raises if one cannot hold the residual."""
         for tensor in tensors:
             if arrays.get(tensor.name) is None:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, address, views_between
+from mpicomp.arrays import Array, address, sizes_of, views_between
 from mpicomp.few_bits import places
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
@@ -240,7 +240,7 @@ def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
 
 def _layout(parts: Sequence[Array], block: int) -> tuple[Array, Array, Array]:
     """Return the first value and the first block of each segment, with the ends, and its address."""
-    blocks, edges = places(tuple([part.size for part in parts]), block)
+    blocks, edges = places(sizes_of(parts), block)
     return edges, blocks, addresses(parts)
 
 
