@@ -426,15 +426,6 @@ def negated(values: Array) -> Array:
     return result
 
 
-def magnitudes(values: Array) -> Array:
-    """Return the absolute values; on a device by their bits, as CuPy flushes subnormals to zero."""
-    if not on_device(values):
-        return np.abs(values)
-    keys = np.dtype(f"u{values.itemsize}")
-    bits = values.view(keys) & keys.type((1 << 8 * keys.itemsize - 1) - 1)
-    return bits.view(values.dtype)  # type: ignore[no-any-return]
-
-
 def write_fields(buffer: Any, form: struct.Struct, *fields: Any) -> None:
     """Pack `fields` into the beginning of a buffer (uint8)."""
     if type(buffer) is np.ndarray or not on_device(buffer):

@@ -73,7 +73,7 @@ MOST = {
     "top-k": (TopK(0.01), 5, 1),
     "chunks": (ChunkedTopK(64, 4096), 2, 1),
     "AdaComp": (AdaComp(50), 4, 1),
-    "aggregation-aware": (AggregationAware(0.01), 23, 4),
+    "aggregation-aware": (AggregationAware(0.01), 14, 3),
     "chunks, two bits": (Quantised(ChunkedTopK(64, 4096), "two_bit"), 5, 2),
     **{
         f"SIDCo {fit}": (SIDCo(0.01, fit), 6, 1)
@@ -94,6 +94,20 @@ def test_a_compressor_starts_and_waits_for_few_things(cupy, name):
         compressor.observe(vector)
     assert found.launches <= launches, found
     assert found.synchronisations <= synchronisations, found
+
+
+@pytest.mark.parametrize("tensors", [1, 54, 160])
+def test_aggregation_takes_as_many_launches_for_any_number_of_tensors(cupy, tensors):
+    bounds = np.linspace(0, 100_000, tensors + 1).astype(int).tolist()
+    compressor = AggregationAware(0.01)
+    for seed in range(2):
+        drawn = np.random.default_rng(seed).laplace(size=100_000)
+        given = cupy.asarray(drawn.astype(np.float32))
+        with counted(cupy) as found:
+            vector = compressor.select(given, bounds)
+        compressor.observe(vector)
+    assert found.launches <= 14, found
+    assert found.synchronisations <= 4, found
 
 
 def test_a_selection_takes_five_launches_and_waits_once(cupy):

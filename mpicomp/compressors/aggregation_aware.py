@@ -21,9 +21,7 @@ import numpy as np
 
 from mpicomp.arrays import (
     Array,
-    converted,
     kernels_for,
-    magnitudes,
     to_device_of,
 )
 from mpicomp.compressors.base import Summands
@@ -88,9 +86,7 @@ class AggregationAware(TopK):
         # a filled sum has zeros where no rank sent an entry
         seen = without_zeros(aggregate)
         ones = np.ones_like(seen.values, np.float32)
-        self._aggregate = SparseVector.trusted(
-            seen.indices.copy(), ones, aggregate.length
-        )
+        self._aggregate = SparseVector.trusted(seen.indices, ones, aggregate.length)
 
     def reset(self) -> None:
         """Clear the stored aggregate."""
@@ -133,20 +129,24 @@ class AggregationAware(TopK):
             aggregate.length,
         )
         bonus = merge(nothing, ones)
-        values = kernels_for(corrected).gather(corrected, bonus.indices)
+        factor = kind.type(1)
+        if self.metric == "support":
+            factor += kind.type(self.weight)
+        values, scores = kernels_for(corrected).gather_scores(
+            corrected, bonus.indices, bonus.values, factor
+        )
         edges = places_of(bonus, bounds)
         counts = self.counts(np.diff(bounds))
-        chosen = self._best(values, bonus.values, edges, counts)
+        chosen = self._best(scores, bonus.values, edges, counts)
         return SparseVector.trusted(
             bonus.indices[chosen], values[chosen], corrected.size
         )
 
     def _best(
-        self, values: Array, bonus: Array, edges: Sequence[int], counts: Array
+        self, scores: Array, bonus: Array, edges: Sequence[int], counts: Array
     ) -> Array:
         """Return the places of the largest scores of each segment, in order."""
-        kernels = kernels_for(values)
-        scores = converted(magnitudes(values), bonus.dtype)
+        kernels = kernels_for(scores)
         sizes = np.diff(edges)
 
         def largest(scores: Array, counts: Array) -> Selected:
@@ -162,5 +162,4 @@ class AggregationAware(TopK):
             scores[inside.indices] = 0
             rest = largest(scores, counts - np.diff(inside.places))
             return np.sort(np.concatenate([inside.indices, rest.indices]))
-        kernels.multiply(scores, 1 + self.weight * bonus, scores)
         return largest(scores, counts).indices

@@ -734,6 +734,10 @@ def dense_and_sparse(device, cupy):
                 )
                 dense = rng.standard_normal(500).astype(dtype)
                 compare(device, cupy, "gather", dense, indices)
+                kind = np.promote_types(dtype, np.float32)
+                bonus = (indices % 3 == 0).astype(kind)
+                given = dense, indices, bonus, kind.type(1.7)
+                compare(device, cupy, "gather_scores", *given)
                 compare_in_place(
                     device, cupy, "scatter_add", dense, indices, values, written=[0]
                 )

@@ -291,7 +291,7 @@ STEPS = {
         3,
     ),
     "AdaComp": ({"compressor": AdaComp(50)}, 12, 2),
-    "aggregation-aware": ({"compressor": AggregationAware(0.01)}, 34, 8),
+    "aggregation-aware": ({"compressor": AggregationAware(0.01)}, 27, 7),
     "SIDCo": ({"compressor": SIDCo(0.01)}, 12, 2),
 }
 

@@ -148,6 +148,18 @@ __device__ inline void gather(const Key* dense, const Index* indices, i64 size, 
     if (entry < size) out[entry] = dense[indices[entry]];
 }
 
+// Gather values, and write their scores: the values themselves, times a factor where `bonus` is not zero.
+template <typename Index, typename Value, typename Wide>
+__device__ inline void gather_scores(
+    const Value* dense, const Index* indices, const Wide* bonus, u64 factor, i64 size, Value* values, Wide* scores) {
+    const i64 entry = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (entry >= size) return;
+    const Value value = dense[indices[entry]];
+    const Wide score = widened(value);
+    values[entry] = value;
+    scores[entry] = bits_of(bonus[entry]) ? score * (Wide)number_of(factor) : score;
+}
+
 // Clear the segments of a vector: a block of threads for each CLEARED values of one.
 constexpr int LOG_CLEARED = 12, CLEARED = 1 << LOG_CLEARED;
 
@@ -285,6 +297,11 @@ __device__ inline void inspect(
         const Index* sorted, const Format<Value>::Wide* sums, i64 size, Index* indices, Value* values, u64* total,  \
         u64* ticket, u64* states, i64 tiles) {                                                                      \
         pack(sorted, sums, size, indices, values, total, ticket, states, tiles);                                    \
+    }                                                                                                               \
+    KERNEL gather_scores_##index##_##value(                                                                         \
+        const Value* dense, const Index* indices, const Format<Value>::Wide* bonus, u64 factor, i64 size,           \
+        Value* values, Format<Value>::Wide* scores) {                                                               \
+        gather_scores(dense, indices, bonus, factor, size, values, scores);                                         \
     }                                                                                                               \
     SCATTER_ADD(index, Index, value, Value, f2, Half)                                                               \
     SCATTER_ADD(index, Index, value, Value, f4, Single)                                                             \

@@ -123,6 +123,20 @@ def gather(dense: Array, indices: Array) -> Array:
     return out.view(dense.dtype)
 
 
+def gather_scores(
+    dense: Array, indices: Array, bonus: Array, factor: Any
+) -> tuple[Array, Array]:
+    """Return ``dense[indices]`` and scores as `mpicomp.kernels.host.gather_scores` does, in one launch."""
+    values = cupy.empty(indices.size, dense.dtype)
+    scores = cupy.empty(indices.size, bonus.dtype)
+    if indices.size:
+        number = int(np.float64(factor).view(np.uint64))
+        blocks = in_tiles(indices.size, THREADS)
+        args = dense, indices, bonus, number, indices.size, values, scores
+        launch("gather_scores", [indices.dtype, dense.dtype], blocks, *args)
+    return values, scores
+
+
 def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
     """Return the integers first, ..., end - 1."""
     return cupy.arange(first, end, dtype=dtype)

@@ -144,6 +144,17 @@ def gather(dense: Array, indices: Array, *, threads: int | None = None) -> Array
     return out
 
 
+def gather_scores(
+    dense: Array, indices: Array, bonus: Array, factor: Any
+) -> tuple[Array, Array]:
+    """Return ``dense[indices]``, and these values times `factor` where `bonus` is not zero, else themselves.
+
+    bonus: float32, or float64 if `dense` is; so are the second values, and the factor.
+    """
+    values = gather(dense, indices)
+    return values, values * np.where(bonus != 0, factor, bonus.dtype.type(1))
+
+
 def consecutive(first: int, end: int, dtype: DTypeLike) -> Array:
     """Return the integers first, ..., end - 1, as ``numpy.arange`` does, in a third of its time."""
     out = np.empty(end - first, dtype)
