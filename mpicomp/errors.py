@@ -44,8 +44,8 @@ class CodecError(ValueError):
 class DamagedMessageError(CollectiveError):
     """A message was damaged in transit: it is truncated, or, in the debug mode (MPICOMP_CHECK), has other bits.
 
-    Raised on the rank that receives it, and, with a deadline or in the debug mode, on
-    all ranks that wait; the communicator is then in the state after a deadline.
+    Raised on the rank that receives it, and, with a timeout or in the debug mode, on
+    all ranks that wait; the communicator is then in the state after a timeout.
     """
 
 
