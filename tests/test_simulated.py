@@ -646,7 +646,9 @@ def entries_gathered(monkeypatch, held, k):
     "family",
     ["all in a share that has few entries", "all but in a share that has most entries"],
 )
-@pytest.mark.parametrize("size", [2, 3, 4, 8, 13, 16, 32])
+@pytest.mark.parametrize(
+    "size", [2, 3, 4, 8, 13, 16, pytest.param(32, marks=pytest.mark.slow)]
+)
 def test_the_exact_gtopk_stays_within_its_bounds(monkeypatch, family, size):
     """The k largest are where the owners expect few of them, so that they send too few at first."""
     k, width = 50 * size, 4000 * size
