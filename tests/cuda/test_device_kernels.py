@@ -128,6 +128,17 @@ def test_a_sample_serves_ordinary_data(cupy, device, monkeypatch):
     assert len(selections) == 5, "one that misled is repeated"
 
 
+def test_tiles_of_an_unaligned_segment_begin_at_a_multiple_of_16_bytes(cupy, device):
+    whole = cupy.zeros(3 * 4096, np.float32)
+    first = np.arange(8)
+    for skipped in range(4):
+        vector = device.segments.Vector.of(whole[skipped:])
+        rows = vector, first, first + 4096, first * 0, np.dtype(np.int32)
+        tiles = np.diff(device.segments.Candidates.of(*rows).tiles)
+        is_aligned = (first + skipped) % 4 == 0
+        assert tiles.tolist() == np.where(is_aligned, 1, 2).tolist()
+
+
 def test_blocks_share_the_candidates_of_few_segments(device):
     form = FORMATS[np.dtype(np.float32)]
     jobs, words = device.segments._jobs(np.array([2 * 8192, 2 * 8192 + 1]), form)

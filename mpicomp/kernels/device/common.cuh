@@ -317,27 +317,40 @@ __device__ inline u32 place_of(int i) {
     return (i / Items<Key>::VECTOR * 32 + lane()) * Items<Key>::VECTOR + i % Items<Key>::VECTOR;
 }
 
-// How many of the items of a warp, which begin at `first`, are among the first `size`.
+// How many keys before this one are in its 16 bytes.
 template <typename Key>
-__device__ inline u32 items_of_warp(i64 first, i64 size) {
-    return (u32)lesser(greater(size - first, (i64)0), (i64)Items<Key>::WARP);
+__device__ inline u32 keys_before(const Key* key) { return (u32)(u64)key % 16 / sizeof(Key); }
+
+// Which items of a warp, which begin at `first`, are real: those among the first `size`, but for the `head` first ones,
+// which are fewer than a vector.
+template <typename Key>
+struct Real {
+    u32 begin;
+    i64 end;
+
+    __device__ Real(i64 first, i64 size, u32 head) : begin(first ? 0 : head), end(size - first) {}
+    __device__ bool all() const { return end >= Items<Key>::WARP && !begin; }
+    __device__ bool has(u32 place) const {
+        return place - begin < (u32)lesser(greater(end, (i64)0), (i64)Items<Key>::WARP) - begin;
+    }
+};
+
+// A bit for each item of this thread that is real.
+template <typename Key>
+__device__ inline u32 real_items(i64 first, i64 size, u32 head = 0) {
+    const Real<Key> real(first, size, head);
+    if (real.all()) return (u32)((1ull << Items<Key>::COUNT) - 1);
+    u32 bits = 0;
+    for (int i = 0; i < Items<Key>::COUNT; ++i) bits |= (u32)real.has(place_of<Key>(i)) << i;
+    return bits;
 }
 
-// A bit for each item of this thread that is among the first `size`.
+// Read the items of a warp; zeros for those that are not real.
 template <typename Key>
-__device__ inline u32 real_items(i64 first, i64 size) {
-    const u32 count = items_of_warp<Key>(first, size);
-    u32 real = 0;
-    for (int i = 0; i < Items<Key>::COUNT; ++i) real |= (u32)(place_of<Key>(i) < count) << i;
-    return real;
-}
-
-// Read the items of a warp; zeros behind the last of `size`.
-template <typename Key>
-__device__ inline void read(const Key* keys, i64 size, i64 first, Items<Key>& items) {
+__device__ inline void read(const Key* keys, i64 size, i64 first, Items<Key>& items, u32 head = 0) {
     const int VECTOR = Items<Key>::VECTOR, LOADS = Items<Key>::LOADS;
-    const u32 count = items_of_warp<Key>(first, size);
-    if (count == Items<Key>::WARP && (u64)keys % 16 == 0) {
+    const Real<Key> real(first, size, head);
+    if (real.all() && (u64)keys % 16 == 0) {
         uint4 loaded[LOADS];
         const uint4* own = (const uint4*)(keys + first) + lane();
 #pragma unroll
@@ -348,17 +361,17 @@ __device__ inline void read(const Key* keys, i64 size, i64 first, Items<Key>& it
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) {
             const u32 place = place_of<Key>(i);
-            items.key[i] = place < count ? (keys + first)[place] : (Key)0;
+            items.key[i] = real.has(place) ? (keys + first)[place] : (Key)0;
         }
     }
 }
 
-// Write the items of a warp, those that are among the first `size`.
+// Write the items of a warp that are real.
 template <typename Key>
-__device__ inline void write(Key* keys, i64 size, i64 first, const Items<Key>& items) {
+__device__ inline void write(Key* keys, i64 size, i64 first, const Items<Key>& items, u32 head = 0) {
     const int VECTOR = Items<Key>::VECTOR, LOADS = Items<Key>::LOADS;
-    const u32 count = items_of_warp<Key>(first, size);
-    if (count == Items<Key>::WARP && (u64)keys % 16 == 0) {
+    const Real<Key> real(first, size, head);
+    if (real.all() && (u64)keys % 16 == 0) {
         uint4* own = (uint4*)(keys + first) + lane();
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) own[l * 32] = pack(items.key + l * VECTOR);
@@ -366,7 +379,7 @@ __device__ inline void write(Key* keys, i64 size, i64 first, const Items<Key>& i
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) {
             const u32 place = place_of<Key>(i);
-            if (place < count) (keys + first)[place] = items.key[i];
+            if (real.has(place)) (keys + first)[place] = items.key[i];
         }
     }
 }

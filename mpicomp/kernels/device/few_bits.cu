@@ -563,6 +563,58 @@ __device__ inline void quantise_long(
     }
 }
 
+// What writes vectors of words of a team of threads to an address that is not a multiple of 16 bytes: vector l of a thread
+// is number l * team + thread. Aligned vectors are written, each of parts of two that follow each other, and the words
+// before the first and behind the last: stores of single words would write to each sector of 32 bytes four times.
+struct Shifted {
+    u32* to;  // where vector 0 of this thread belongs
+    i32 team, thread;
+    u32 before, mask;  // words up to a multiple of 16 bytes; the lanes of the team
+    i32 next;          // the lane of the thread behind this one
+    uint4 last;        // the vector that is not written yet
+
+    __device__ Shifted(u32* to, i32 team, i32 thread) : to(to), team(team), thread(thread) {
+        const u32 first = lane() - thread;
+        before = (u32)(0 - (u64)to) / 4 % 4, mask = ALL >> (32 - team) << first;
+        next = first + ((thread + 1) & (team - 1));
+    }
+
+    // Vector l is known: write what begins in the one before it.
+    __device__ void put(int l, uint4 vector) {
+        if (l == 0) write_words(vector, 0, 0, 0, before);
+        else write_behind(l - 1, thread ? last : vector);
+        last = vector;
+    }
+
+    // All `count` vectors are known.
+    __device__ void end(int count) {
+        write_behind(count - 1, last, team - 1);
+        write_words(last, count - 1, team - 1, before, 4);
+    }
+
+    // following: vector l + 1 in thread 0, l in others.
+    __device__ void write_behind(int l, uint4 following, i32 threads = 32) const {
+        u32 words[7] = {last.x, last.y, last.z, last.w};
+        words[4] = __shfl_sync(mask, following.x, next);
+        words[5] = __shfl_sync(mask, following.y, next);
+        words[6] = __shfl_sync(mask, following.z, next);
+#pragma unroll
+        for (int i = 0; i < 5; ++i) words[i] = before & 2 ? words[i + 2] : words[i];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = before & 1 ? words[i + 1] : words[i];
+        if (thread < threads) *(uint4*)(to + before + 4 * l * team) = pack(words);
+    }
+
+    // Write the words from `begin` to `end` of vector l of one thread.
+    __device__ void write_words(uint4 vector, int l, i32 by, u32 begin, u32 end) const {
+        u32 words[4];
+        unpack(vector, words);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+            if (thread == by && i >= begin && i < end) to[4 * l * team + i] = words[i];
+    }
+};
+
 // Write the values of 16 codes over a divisor. inverse: of a divisor that is an integer below 2^20; else 0.
 //
 // Of 8 and 4 bits a value is x / d with x = level * scale, an integer of at most 16 bits (29 for double) times a power of
@@ -574,6 +626,7 @@ template <typename T, int BITS, int BLOCK>
 __device__ inline void dequantise(
     const Segments<T>& all, i64 first, i64 last, i32 any_block, T divisor, T inverse, const u8* codes,
     const typename Few<T>::Scale* scales) {
+    typedef typename Few<T>::Key Key;
     const i32 block = BLOCK ? BLOCK : any_block;
     const int log_block = __ffs(block) - 1, log_threads = log_block - 5;  // a thread is two lanes
     const i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x, number = first + (thread >> log_threads);
@@ -586,24 +639,50 @@ __device__ inline void dequantise(
     const T high = stored.low * inverse;
     const T low = fused(number_of(bits_of(high) ^ Rounding<T>::SIGN), divisor, stored.low) * inverse;
     if (BITS <= 2) stored.low = stored.low / divisor, stored.high = stored.high / divisor;
+    Codes<BITS> found[2];
 #pragma unroll
-    for (int lane = 0; lane < 2; ++lane) {
-        const i32 q = at + lane * threads;
-        Codes<BITS> found;
-        found.read(codes + (number - first) * (quarter * BITS / 2), quarter, q);
-        T values[LANE_VALUES];
+    for (int lane = 0; lane < 2; ++lane)
+        found[lane].read(codes + (number - first) * (quarter * BITS / 2), quarter, at + lane * threads);
+    T* const to = c.values + 4 * at;
+    const auto decode = [&](int l, bool usual, Key (&keys)[4]) {
+        const Codes<BITS>& own = found[l % 2];
 #pragma unroll
-        for (int k = 0; k < LANE_VALUES; ++k) {
-            const T level = found.template level<T>(k / 4, k % 4);
-            values[k] = BITS > 2 ? fused(level, high, level * low) : found.template decoded<T>(k / 4, k % 4, stored);
+        for (int i = 0; i < 4; ++i) {
+            const T level = own.template level<T>(l / 2, i);
+            if (BITS <= 2) keys[i] = bits_of(own.template decoded<T>(l / 2, i, stored));
+            else if (usual) keys[i] = bits_of(fused(level, high, level * low));
+            else keys[i] = bits_of(own.template decoded<T>(l / 2, i, stored) / divisor);
         }
-        T* const to = c.values + 4 * q;
-        if (BITS > 2 && !is_usual) {
+    };
+    const auto write_wide = [&](int l, const Key (&keys)[4]) {
 #pragma unroll
-            for (int k = 0; k < LANE_VALUES; ++k)
-                values[k] = found.template decoded<T>(k / 4, k % 4, stored) / divisor;
+        for (int k = 0; k < (int)sizeof(T) / 4; ++k)
+            ((uint4*)(to + 4 * l * threads))[k] = pack(keys + k * 16 / sizeof(T));
+    };
+    Key keys[4];
+    const bool is_wide = c.size == block && (u64)to % 16 == 0;
+    if (is_wide && (BITS <= 2 || is_usual)) {
+#pragma unroll
+        for (int l = 0; l < 8; ++l) decode(l, true, keys), write_wide(l, keys);
+    } else if (is_wide) {
+#pragma unroll
+        for (int l = 0; l < 8; ++l) decode(l, false, keys), write_wide(l, keys);
+    } else if (c.size == block && sizeof(T) == 4 && threads <= 32) {
+        Shifted shifted((u32*)to, threads, at);
+#pragma unroll
+        for (int l = 0; l < 8; ++l) {
+            decode(l, is_usual, keys);
+            shifted.put(l, pack(keys));
         }
-        write_lane(to, c.size - 4 * q, quarter, c.size == block && (u64)to % 16 == 0, values);
+        shifted.end(8);
+    } else {
+#pragma unroll
+        for (int l = 0; l < 8; ++l) {
+            decode(l, is_usual, keys);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (4 * (l * threads + at) + i < c.size) to[4 * l * threads + i] = number_of(keys[i]);
+        }
     }
 }
 

@@ -88,7 +88,8 @@ __device__ inline T sum_before(u64 (&warps)[WARPS], T own, T& all) {
 }
 
 // Mark the magnitudes at or above the floor of their segment: marks has a word of a thread for each tile, with a bit for
-// each of its items, and counts the number of those that each block marked. With `out` the values are first made the sum of
+// each of its items, and counts the number of those that each block marked. The tiles of a segment begin at a multiple of
+// 16 bytes: at its first value, or up to a vector before. With `out` the values are first made the sum of
 // `factor` times themselves and the addends. share: tiles of a block, at most.
 template <typename Key>
 __device__ inline void mark(
@@ -100,20 +101,21 @@ __device__ inline void mark(
     u32 own = 0;
     for (i64 tile = begin; tile < end; ++tile) {
         while (rows[row + 1].tile <= tile) ++row;
-        const i64 start = rows[row].first, size = rows[row].end - start;
+        const u32 head = keys_before((out ? out : values) + rows[row].first);
+        const i64 start = rows[row].first - head, size = rows[row].end - start;
         const i64 first = (tile - rows[row].tile) * Items<Key>::TILE + warp() * Items<Key>::WARP;
         const Key least = (Key)floors[row];
         Items<Key> items;
         if (out) {
-            read_sum(values + start, factor, ADDRESS(const Key, rows[row].addend), size, first, items);
-            write(out + start, size, first, items);
+            read_sum(values + start, factor, ADDRESS(const Key, rows[row].addend) - head, size, first, items, head);
+            write(out + start, size, first, items, head);
         } else {
-            read(values + start, size, first, items);
+            read(values + start, size, first, items, head);
         }
         u32 chosen = 0;
 #pragma unroll
         for (int i = 0; i < Items<Key>::COUNT; ++i) chosen |= (u32)((Key)(items.key[i] & mask) >= least) << i;
-        chosen &= real_items<Key>(first, size);
+        chosen &= real_items<Key>(first, size, head);
         own += __popc(chosen);
         marks[tile * THREADS + threadIdx.x] = (u16)chosen;
     }
@@ -158,7 +160,7 @@ __device__ inline void compact_marked(
         place += all;
         if (number >= last) continue;
         const i64 row = find_row(rows, count, &Row::tile, number / WARPS), of_row = number - rows[row].tile * WARPS;
-        const i64 start = rows[row].first + of_row * Items<Key>::WARP;
+        const i64 start = rows[row].first - keys_before(values + rows[row].first) + of_row * Items<Key>::WARP;
         if (of_row == 0) starts[row] = at;
         for (; filled; filled &= filled - 1) {
             const u32 next = __ffsll((i64)filled) - 1, both = ((const u32*)marks)[number * PAIRS + next % PAIRS];

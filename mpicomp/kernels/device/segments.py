@@ -333,8 +333,11 @@ class Candidates(NamedTuple):
         addend: Column,
         index: np.dtype[Any],
     ) -> "Candidates":
-        """Return rows with their tiles."""
-        tiles = running_totals(in_tiles(end - first, TILES[vector.values.itemsize]))
+        """Return rows with their tiles, which begin at a multiple of 16 bytes."""
+        itemsize = vector.values.itemsize
+        begin = addresses([vector.values])[0] // itemsize + first
+        sizes = end - first + begin % (16 // itemsize)
+        tiles = running_totals(in_tiles(sizes, TILES[itemsize]))
         return cls(vector, first, end, addend, index, tiles)
 
     def without_sum(self) -> "Candidates":

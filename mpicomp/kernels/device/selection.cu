@@ -138,10 +138,10 @@ __device__ inline Key scale_and_add(Key a, u64 factor, Key b) {
 // Read the sum of `factor` times the items of a warp and those of another vector.
 template <typename Key>
 __device__ inline void read_sum(
-    const Key* values, u64 factor, const Key* addend, i64 size, i64 first, Items<Key>& items) {
+    const Key* values, u64 factor, const Key* addend, i64 size, i64 first, Items<Key>& items, u32 head = 0) {
     Items<Key> others;
-    read(values, size, first, items);
-    read(addend, size, first, others);
+    read(values, size, first, items, head);
+    read(addend, size, first, others, head);
 #pragma unroll
     for (int i = 0; i < Items<Key>::COUNT; ++i) items.key[i] = scale_and_add(items.key[i], factor, others.key[i]);
 }
