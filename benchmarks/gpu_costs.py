@@ -152,7 +152,8 @@ class Replay:
         memory = sys.modules["cupy._memory"].Memory
         for place in (*places, memory):
             for name, value in list(vars(place).items()):
-                if inspect.isfunction(value) and name != "__init__":
+                is_known = name != "__init__" or place is cupy.ndarray
+                if inspect.isfunction(value) and is_known:
                     self._replace(place, name, self._timed(value))
         get = cupy.ndarray.get
         start = cuda.driver.launchKernel
