@@ -203,8 +203,12 @@ void fail(const char* format, Parts... parts) {
 
 // Waiting
 
+inline bool wake_spinners();
+
 inline void maybe_yield() {
     if (launch.schedule.kind < Schedule::RANDOM || draw() % 4) return;
+    // a loop may look before others have done what they still can
+    if (launch.schedule.kind == Schedule::STARVING && draw() % 64 == 0) wake_spinners();
     if (launch.schedule.kind == Schedule::STARVING && draw() % 8 == 0)
         current->block->warps[current->thread.x / WARP].priority = draw();
     leave(READY);

@@ -183,7 +183,8 @@ __device__ inline void compact_marked(
     }
 }
 
-// The sums of two numbers over a block.
+// The sums of two numbers over a block. A barrier is due before what is read here is overwritten: append_chunk and a second
+// call come behind those of the selection of a digit.
 template <int threads>
 __device__ inline void sum_of_block(ChunkShared<threads>& shared, u64& a, u64& b) {
     a = warp_sum(a), b = warp_sum(b);
@@ -191,7 +192,6 @@ __device__ inline void sum_of_block(ChunkShared<threads>& shared, u64& a, u64& b
     __syncthreads();
     a = warp_sum(lane() < threads / 32 ? shared.warps[0][lane()] : 0);
     b = warp_sum(lane() < threads / 32 ? shared.warps[1][lane()] : 0);
-    __syncthreads();
 }
 
 // One of the jobs by which several blocks select from long candidates, tile by tile: to count the first digits, those of
@@ -229,11 +229,10 @@ __device__ inline void largest_by_blocks(
         if (start >= size) return;
         if (warp() < 2) {
             const u64 sum = look_back(states + warp() * tiles, tile, counts[warp()]);
-            if (lane() == 0) shared.warps[warp()][0] = sum;
+            if (lane() == 0) shared.finder.warps[warp()] = sum;
         }
         __syncthreads();
-        counts[0] = before + shared.warps[0][0], counts[1] = shared.warps[1][0];
-        __syncthreads();
+        counts[0] = before + shared.finder.warps[0], counts[1] = shared.finder.warps[1];
         append_chunk(
             shared, keys + start, length, items, mask, prefix, left, counts[0], counts[1],
             [&](u64 at, i64 place, Key key) { keep(at, start + place, key); });
