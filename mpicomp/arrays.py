@@ -364,13 +364,13 @@ def shaped_views(
 
 
 def check_apart(arrays: Sequence[Any]) -> None:
-    """Raise ValueError if two contiguous arrays, of which a step writes to one at least, share memory."""
+    """Raise ValueError if two contiguous arrays, of which one at least is written to, share memory."""
     if len(arrays) < 2:
         return
     sizes = tuple([array.nbytes for array in arrays])
     if not _are_apart(tuple(addresses(arrays)), sizes):
         raise ValueError(
-            "two arrays share memory that the step writes to: expected separate arrays for each out=, and for each "
+            "two arrays share memory that is written to: expected separate arrays for each out=, and for each "
             "gradient that holds the residual (in_place)"
         )
 

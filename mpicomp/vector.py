@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from mpicomp.arrays import (
     Array,
     Dtype,
+    check_apart,
     check_finite,
     contiguous,
     converted,
@@ -183,8 +184,8 @@ class SparseVector:
 
         out: the output buffer, overwritten. Raises TypeError unless it is an array of
         NumPy, or of CuPy as the values are; ValueError unless it has this shape and the
-        dtype of the values, and for indices that are out of order or out of range.
-        Nothing is written then.
+        dtype of the values, for one that shares their memory or that of the indices, and
+        for indices that are out of order or out of range. Nothing is written then.
         """
         shape = (self.length, *self.values.shape[1:])
         dtype = self.values.dtype
@@ -199,6 +200,8 @@ class SparseVector:
             raise ValueError(
                 f"out is {out.dtype} of shape {out.shape}: expected {dtype} of shape {shape}"
             )
+        elif out.flags.c_contiguous:
+            check_apart([out, self.indices, self.values])
         if self.width is None and out.flags.c_contiguous:
             self.writer([out], are_zero=is_new)()
             return out

@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Compile and say where to; return 1 if the kernels are not kept. Starts anew where the folder is another one."""
+    """Compile and say where to; return 1 if they would not be kept. Starts anew where the folder is another one."""
     if options.folder:
         folder = str(options.folder.resolve())
         if os.environ.get(VARIABLE) != folder:  # Numba reads it when it is imported
@@ -49,16 +49,21 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
 
     from mpicomp.kernels.host.bits import cache_folder
 
+    kept = cache_folder()
+    asked = os.environ.get(VARIABLE)
+    is_other = kept and asked and Path(kept).parent != Path(asked)
+    if not kept or is_other or not os.access(kept, os.W_OK):
+        out.write(
+            f"the kernels are not kept: name a writable folder, or set {VARIABLE}\n"
+        )
+        return 1
     for name in FIRST_STEPS:
         first_step(name, MPI.COMM_SELF)
     sums_of_ranks()
-    kept = cache_folder()
     out.write(
         f"kernels for {processor()} in {kept}; set {VARIABLE}={Path(kept).parent} on the nodes\n"
-        if kept
-        else f"the kernels are not kept: name a writable folder, or set {VARIABLE}\n"
     )
-    return 0 if kept else 1
+    return 0
 
 
 def first_step(name: str, comm: Any, rows: int = 2500) -> None:

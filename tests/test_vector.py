@@ -194,6 +194,15 @@ def test_to_dense_writes_into_out(step):
         vector.to_dense([0.0, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("width", [None, 2])
+def test_to_dense_is_not_written_into_the_vector_itself(width):
+    values = np.ones(3 if width is None else (3, width))
+    vector = SparseVector(np.arange(3), values, 3)
+    with pytest.raises(ValueError, match="share memory"):
+        vector.to_dense(out=vector.values)
+    np.testing.assert_array_equal(vector.values, values)
+
+
 @given(st.data(), st.sampled_from([None, 0, 1, 3]))
 def test_merge_is_the_dense_sum_and_commutative_to_the_bit(data, width):
     a = data.draw(sparse_vectors(width=width))

@@ -411,7 +411,7 @@ def test_output_buffers_in_place_share_no_memory_with_the_gradient(comm, cupy):
     exchange, there = made("in place", comm), cupy.asarray(gradient(comm, 0))
     with pytest.raises(
         (ValueError, CollectiveError),
-        match="two arrays share memory that the step writes to",
+        match="two arrays share memory that is written to",
     ):
         exchange(there, out=there if comm.rank == 0 else cupy.empty_like(there))
     assert there.get().tobytes() == gradient(comm, 0).tobytes()

@@ -571,7 +571,7 @@ def test_arrays_that_are_written_to_twice_are_refused(comm, in_place):
         comm,
         exchange,
         ValueError,
-        "two arrays share memory that the step writes to",
+        "two arrays share memory that is written to",
         a,
         b,
     ):

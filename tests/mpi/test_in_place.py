@@ -164,7 +164,7 @@ def test_an_array_that_cannot_hold_the_residual_raises_everywhere_and_nothing_ch
         None,
     )
     change, said = FAULTS.get(
-        fault, (None, "two arrays share memory that the step writes to")
+        fault, (None, "two arrays share memory that is written to")
     )
     odd = comm.rank == comm.size - 1
     if fault.startswith("out"):
