@@ -30,9 +30,10 @@ from mpicomp import AdaComp, AggregationAware, Dense, Quantised, SIDCo, TopK
             ({"bits": bits}, ValueError, f"bits is {bits!r}: expected one of [8, 4, 2,")
             for bits in (3, 16, 0, True, 4.0, "4")
         ),
+        ({"bits": 4, "log": "step.log"}, TypeError, "log is 'step.log': expected a fun"),
     ],
 )
-def test_a_compressor_or_bits(arguments, error, message):
+def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         GradientExchange(MPI.COMM_SELF, **arguments)
 

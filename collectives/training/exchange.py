@@ -118,6 +118,8 @@ class GradientExchange:
         check_communicator(comm)
         average = to_choice("average", average, (True, False, CONTRIBUTORS, SIGN))
         nonfinite = to_choice("nonfinite", nonfinite, ("raise", "skip"))
+        if not (log is None or callable(log)):
+            raise TypeError(f"log is {log!r}: expected a function of Statistics")
         summing = reduction(collective, bits, average)
         takes_arrays = summing.declared.takes_arrays
         if compressor is None and takes_arrays:
