@@ -32,12 +32,11 @@ a segment is padded with zeros. A scale is the upper half of the bits of a float
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, address, sizes_of, views_between
+from mpicomp.arrays import Array, sizes_of
 from mpicomp.few_bits import places
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
@@ -66,6 +65,7 @@ from mpicomp.kernels.host.streaming import (
     LONG,
     addresses,
     put_after,
+    values_before_line,
 )
 from mpicomp.threads import in_pieces, number_of_pieces
 
@@ -73,6 +73,7 @@ _ROOM = 1 << 8  # values of a group, or one block: they stay in the first-level 
 _AHEAD = 1 << 9  # how many values ahead of the computation the cache is filled
 _TURN = 64  # values between two such loads: a core can wait for few lines at a time
 _HALF = np.finfo(np.float16)
+_compiled: set[tuple[np.dtype[Any], int]] = set()  # of which there is a decoder
 
 
 class Rounding(NamedTuple):
@@ -217,8 +218,10 @@ def decoder(
         first += size // block
     most = max(number_of_pieces(size, threads) for _, size in passes)
     workspaces = [_workspace(block, dtype) for _ in range(most)]
-    # of nothing: compiled here, as what is returned must not fail
-    passes[0][0](0, 0)
+    if (dtype, bits) not in _compiled:
+        # of nothing: what is returned must not fail
+        passes[0][0](0, 0)
+        _compiled.add((dtype, bits))
 
     # what is kept is read and written by its address
     def decode(kept: object = (parts, bases)) -> None:
@@ -249,28 +252,38 @@ def _rounds(bits: int) -> int | None:
     return None if bits > 2 else 2 * (bits - 1)
 
 
-def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
-    """Return buffers: values of a group of blocks and a line; errors of a line and a group; -0.0 and fields of a block.
-
-    And four arrays with a number for each block of a group: the largest magnitude, the
-    two scales, the sum of magnitudes. -0.0 changes no value that is added to it.
-    """
+def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return room for what `_buffers` returns, and for the fields of a block."""
     group = max(block, _ROOM)
     line = LINE // dtype.itemsize
-    sizes = group + line, line + group, block, *[group // block] * 4
-    edges = [0, *accumulate(sizes)]
-    values, errors, nothing, *numbers = views_between(
-        _from_a_line(edges[-1], dtype), edges
+    size = 2 * (line + group) + block + 4 * (group // block)
+    # no vector of a processor crosses two lines, if a buffer begins with one
+    return np.empty(line + size, dtype), np.empty(block, np.uint8)
+
+
+@single
+def _buffers(work, block):  # type: ignore[no-untyped-def]
+    """Return buffers: values of a group and a line; errors of a line and a group; values and fields of a block.
+
+    And four arrays with a number for each block of a group: the largest magnitude, the
+    two scales, the sum of magnitudes.
+    """
+    room, fields = work
+    line, group = LINE // room.itemsize, larger(block, _ROOM)
+    count = group // block
+    errors = values_before_line(room) + group + line
+    one = errors + line + group
+    numbers = one + block
+    return (
+        view(room, values_before_line(room), errors),
+        view(room, errors, one),
+        view(room, one, numbers),
+        fields,
+        view(room, numbers, numbers + count),
+        view(room, numbers + count, numbers + 2 * count),
+        view(room, numbers + 2 * count, numbers + 3 * count),
+        view(room, numbers + 3 * count, numbers + 4 * count),
     )
-    nothing[...] = -0.0
-    return values, errors, nothing, np.empty(block, np.uint8), *numbers
-
-
-def _from_a_line(size: int, dtype: np.dtype[Any]) -> Array:
-    """Return an array that begins with a cache line: no vector of a processor crosses two."""
-    whole = np.empty(size * dtype.itemsize + LINE, np.uint8)
-    start = -address(whole) % LINE
-    return whole[start : start + size * dtype.itemsize].view(dtype)
 
 
 @lanewise(2, 1, reduce=True)
@@ -346,7 +359,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     terms,
     codes,
     scales,
-    work,
+    room,
     sizes,
     numbers,
     offset,
@@ -355,7 +368,8 @@ def _quantise(  # type: ignore[no-untyped-def]
 ):
     """Quantise the blocks from `first` to `last` - 1."""
     edges, blocks, parts = layout
-    block, group, errors = sizes[1], work[0].size // sizes[1], work[1]
+    block, work = sizes[1], _buffers(room, sizes[1])
+    group, errors = work[4].size, work[1]
     line = LINE // errors.itemsize
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
@@ -582,7 +596,7 @@ def _decode(codes, scales, i, base, out, work, sizes, rounds):  # type: ignore[n
 
 @jit
 def _dequantise(  # type: ignore[no-untyped-def]
-    layout, first, last, codes, scales, work, sizes, over, moved, past, rounds
+    layout, first, last, codes, scales, room, sizes, over, moved, past, rounds
 ):
     """Decode the blocks from `first` to `last` - 1.
 
@@ -590,8 +604,11 @@ def _dequantise(  # type: ignore[no-untyped-def]
     vectors to which the values are added, or none, and the values' factor.
     """
     edges, blocks, parts = layout
-    block, values, nothing = sizes[1], work[0], work[2]
+    block, work = sizes[1], _buffers(room, sizes[1])
+    values, nothing = work[0], work[2]
     line = LINE // values.itemsize
+    for i in range(block):
+        nothing[i] = -0.0  # changes no value that is added to it
     divisor, factor = over
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
@@ -603,8 +620,8 @@ def _dequantise(  # type: ignore[no-untyped-def]
         place = line
         for number in range(low, high):
             i = number - sizes[4]
-            base, room = (nothing, start), (values, place, block)
-            _decode(codes, scales, i, base, room, work, sizes, rounds)
+            base, out_of = (nothing, start), (values, place, block)
+            _decode(codes, scales, i, base, out_of, work, sizes, rounds)
             if factor == 0:
                 _over(block, values, place, values, place, divisor)
             elif factor != 1:
