@@ -30,7 +30,7 @@ from mpicomp import AdaComp, AggregationAware, Dense, Quantised, SIDCo, TopK
             ({"bits": bits}, ValueError, f"bits is {bits!r}: expected one of [8, 4, 2,")
             for bits in (3, 16, 0, True, 4.0, "4")
         ),
-        ({"bits": 4, "log": "step.log"}, TypeError, "log is 'step.log': expected a fun"),
+        ({"bits": 4, "log": "step.log"}, TypeError, "log is 'step.log': expected a"),
     ],
 )
 def test_bad_arguments(arguments, error, message):
