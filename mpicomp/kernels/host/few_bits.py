@@ -73,7 +73,7 @@ _ROOM = 1 << 8  # values of a group, or one block: they stay in the first-level 
 _AHEAD = 1 << 9  # how many values ahead of the computation the cache is filled
 _TURN = 64  # values between two such loads: a core can wait for few lines at a time
 _HALF = np.finfo(np.float16)
-_compiled: set[tuple[np.dtype[Any], int]] = set()  # of which there is a decoder
+_compiled: set[tuple[Any, ...]] = set()  # of which there is a decoder
 
 
 class Rounding(NamedTuple):
@@ -218,10 +218,10 @@ def decoder(
         first += size // block
     most = max(number_of_pieces(size, threads) for _, size in passes)
     workspaces = [_workspace(block, dtype) for _ in range(most)]
-    if (dtype, bits) not in _compiled:
-        # of nothing: what is returned must not fail
-        passes[0][0](0, 0)
-        _compiled.add((dtype, bits))
+    kind = _dequantise, dtype, bits
+    if kind not in _compiled:
+        passes[0][0](0, 0)  # of nothing: what is returned must not fail
+        _compiled.add(kind)
 
     # what is kept is read and written by its address
     def decode(kept: object = (parts, bases)) -> None:
@@ -253,23 +253,23 @@ def _rounds(bits: int) -> int | None:
 
 
 def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Return room for what `_buffers` returns, and for the fields of a block."""
+    """Return room for what `_buffers` returns, and for the fields of a group."""
     group = max(block, _ROOM)
     line = LINE // dtype.itemsize
     size = 2 * (line + group) + block + 4 * (group // block)
     # no vector of a processor crosses two lines, if a buffer begins with one
-    return np.empty(line + size, dtype), np.empty(block, np.uint8)
+    return np.empty(line + size, dtype), np.empty(group, np.uint8)
 
 
 @single
 def _buffers(work, block):  # type: ignore[no-untyped-def]
-    """Return buffers: values of a group and a line; errors of a line and a group; values and fields of a block.
+    """Return buffers: values of a group and a line; errors of a line and a group; values of a block; fields of a group.
 
     And four arrays with a number for each block of a group: the largest magnitude, the
     two scales, the sum of magnitudes.
     """
     room, fields = work
-    line, group = LINE // room.itemsize, larger(block, _ROOM)
+    line, group = LINE // room.itemsize, fields.size
     count = group // block
     errors = values_before_line(room) + group + line
     one = errors + line + group
