@@ -27,7 +27,7 @@ def test_all_ranks_have_the_mean_of_the_residuals(comm, feedback):
     """The sum over the ranks stays, bitwise where the number of ranks is a power of two."""
     exchange = GradientExchange(comm, TopK(k=3), feedback(), small=10)
     average_residuals(exchange)  # before the first step there is nothing to average
-    with pytest.raises(TypeError, match="exchange is None: expected a Gradient"):
+    with pytest.raises(TypeError, match="exchange is NoneType: expected a Gradient"):
         average_residuals(None)
     exchange(gradients(comm.rank, 0))
     before = residuals(comm, exchange)
