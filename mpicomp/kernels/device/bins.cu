@@ -367,7 +367,7 @@ IF_4(IN_BINS(u4, u32, 4))
 IF_8(IN_BINS(u8, u64, 3))
 
 #define ENTRIES_OF_BINS(index, Index, key, Key)                                                                     \
-    extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Index) == 4 ? 8 : 6)                               \
+    extern "C" __global__ void __launch_bounds__(THREADS, 5)                                                        \
         entries_of_bins_##index##_##key(                                                                            \
         const Bins* rows, i64 count, i64 share, const Mark* marks, const u32* shares, const Key* scales,            \
         Index* positions, Key* found) {                                                                             \

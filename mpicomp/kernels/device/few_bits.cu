@@ -688,8 +688,10 @@ __device__ inline void dequantise(
 
 // Kernels
 
-// With one block a multiprocessor as the bound the compiler spills no registers to have more of them.
+// With one block a multiprocessor as the bound, of double three, the compiler spills no registers to have more of them.
 #define QUANTISER extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#define DEQUANTISER_f4 KERNEL
+#define DEQUANTISER_f8 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 
 #define FEW_BITS(dtype, T, Key, Scale)                                                                              \
     QUANTISER quantise_long_##dtype(                                                                                \
@@ -720,7 +722,7 @@ __device__ inline void dequantise(
         if (block == 256) quantise_in_registers<T, BITS, 256>(segments, 0, sum, rounding, number_of((Key)offset), target); \
         else quantise_in_registers<T, BITS, 0>(segments, (i32)block, sum, rounding, number_of((Key)offset), target); \
     }                                                                                                               \
-    KERNEL dequantise_##BITS##_##dtype(                                                                             \
+    DEQUANTISER_##dtype dequantise_##BITS##_##dtype(                                                                \
         const i64* table, i64 rows, T* values, i64 size, i64 first, i64 last, i64 block, u64 divisor, u64 inverse,  \
         const u8* codes, const Scale* scales) {                                                                     \
         const Segments<T> segments = {table, rows, values, size};                                                   \
