@@ -20,7 +20,7 @@ demo: $(READY)
 	mkdir -p build
 	timeout 600 mpirun -n 4 python -m mpi4py examples/numpy_digits.py --assert-claims --plot build/numpy_digits.png
 
-# What a change must pass, in some 6 minutes on 2 cores if no kernel is compiled yet. test-all has what takes
+# What a change must pass, in some 5 minutes on 2 cores if no kernel is compiled yet. test-all has what takes
 # longest as well, and all numbers of ranks. (worksteal: a worker that has no tests left takes some of the other's.)
 test: $(READY)
 	python -m pytest --ignore tests/mpi -m "not slow" -n 2 --dist worksteal
