@@ -411,23 +411,20 @@ def _quantise(  # type: ignore[no-untyped-def]
 
 
 @single
+def _add_own(own, at, part, begin, size, out, place):  # type: ignore[no-untyped-def]
+    """Write the sums of own values and residuals to `out`, and return the bits of the largest magnitude."""
+    a, step, decay, scale = own
+    return _add_scaled(size, a, at * step, part, begin, out, place, decay, scale)
+
+
+@single
 def _load(own, at, part, begin, size, block, work):  # type: ignore[no-untyped-def]
     """Write values to the buffer, padded with zeros, and the largest magnitude of each block."""
-    (a, step, decay, scale), room, largest = own, work[0], work[4]
+    room, largest = work[0], work[4]
     for i in range((size + block - 1) // block):
         start = i * block
         some = smaller(block, size - start)
-        key = _add_scaled(
-            some,
-            a,
-            (at + start) * step,
-            part,
-            begin + start,
-            room,
-            start,
-            decay,
-            scale,
-        )
+        key = _add_own(own, at + start, part, begin + start, some, room, start)
         largest[i] = number_of(key, room)
         for j in range(start + some, start + block):
             room[j] = 0
@@ -497,7 +494,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
     bits, block = sizes[0], sizes[1]
     room, errors, _, fields, _, low, high, _ = work
     real = room.dtype.type
-    a, step, decay, scale = own
+    a, step = own[0], own[1]
     line = LINE // room.itemsize
     for i in range((size + block - 1) // block):
         start = i * block
@@ -549,17 +546,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
             fields[field] = 1 << bits - 1 if rounds is None else 0
         _pack(fields, bits, codes, (number + i) * (block * bits // 8), block)
         if not is_finite:
-            _add_scaled(
-                some,
-                a,
-                (at + start) * step,
-                part,
-                begin + start,
-                into,
-                place + start,
-                decay,
-                scale,
-            )
+            _add_own(own, at + start, part, begin + start, some, into, place + start)
 
 
 @single
