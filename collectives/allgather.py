@@ -32,10 +32,21 @@ def sparse_allgather(
 ) -> Call[list[SparseVector]]:
     """Gather the vectors of all ranks on all ranks.
 
-    vector: of numbers or of rows, of one length, width and dtype on all ranks; any
-    number of entries, also none. algorithm: "auto" or "dissemination".
+    Args:
+        vector: this rank's vector, of numbers or of rows, with any number of entries; one
+            length, width and dtype on all ranks.
+        comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+        algorithm: "auto" or "dissemination".
+        codec: format of the messages, as in `sparse_allreduce`.
 
-    Returns one SparseVector a rank, in rank order, the same bits on every rank.
+    Returns:
+        A list with one SparseVector a rank, in rank order, the same bits on every rank.
+
+    Raises:
+        TypeError: an argument of this rank is of a wrong type; other ranks raise
+            CollectiveError.
+        ValueError: an argument of this rank has a wrong value; likewise.
+        CollectiveError: another rank's arguments are bad, or those that must agree differ.
 
     >>> parts = sparse_allgather(TopK(k=2).compress(gradient), comm)
     >>> [part.indices.tolist() for part in parts]

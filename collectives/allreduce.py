@@ -77,20 +77,33 @@ def sparse_allreduce(
     codec: Codec = "auto",
     votes: bool = False,
 ) -> Call[SparseVector]:
-    """Sum the vectors of all ranks on all ranks, exactly: no entry of the union is dropped.
+    """Sum the vectors of all ranks on all ranks; no entry of the union is dropped.
 
-    vector: of numbers or of rows, of one length, width and dtype on all ranks; any
-    number of entries, also none. algorithm: "allgather", "recursive_doubling",
-    "split_allgather", or "dense_mpi": MPI's own allreduce of the filled vector, which
-    adds in MPI's order (see `dense_allreduce`); for several ranks on a node
-    "node_lanes"; or "auto", the fastest one by the estimates of `collectives.planning.choice`.
-    votes: also count the ranks that contribute each entry (`collectives.agreement.votes`); the
-    same on all ranks.
+    Additions round as floats do. The result has the same bits on every rank, and in every
+    run of one algorithm. Entries whose sum is zero are kept.
 
-    Returns the sum, the same bits on every rank, and in every run of one algorithm.
-    Entries whose sum is zero are kept; "dense_mpi" returns an entry for every position.
-    With votes returns (sum, counts), of which type checkers see the sum alone: counts
-    is int64, one for each entry.
+    Args:
+        vector: this rank's summand, of numbers or of rows, with any number of entries; one
+            length, width and dtype on all ranks.
+        comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+        algorithm: "auto", the fastest by the estimates of `mpicomp explain`; "allgather";
+            "recursive_doubling"; "split_allgather"; "node_lanes", for several ranks on a
+            node; or "dense_mpi", MPI's own allreduce of the filled vector, which adds in
+            MPI's order and returns an entry for every position. The same on all ranks.
+        codec: format of the messages: "plain"; "quick", also ranges and bitmaps; "smallest",
+            all lossless formats; or "auto", which is "smallest" between nodes, else "quick".
+            Ranks may differ.
+        votes: also count the ranks that contribute each entry; the same on all ranks.
+
+    Returns:
+        The sum, on the device of `vector`. With `votes` a pair (sum, counts), of which type
+        checkers see the sum alone: counts is int64, one for each entry.
+
+    Raises:
+        TypeError: an argument of this rank is of a wrong type; other ranks raise
+            CollectiveError.
+        ValueError: an argument of this rank has a wrong value; likewise.
+        CollectiveError: another rank's arguments are bad, or those that must agree differ.
 
     >>> vector = TopK(k=2).compress(gradient)
     >>> sparse_allreduce(vector, comm).to_dense().tolist()

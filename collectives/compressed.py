@@ -43,21 +43,34 @@ def compressed_allreduce(
     algorithm: Literal["auto", "split_allgather"] = "auto",
     codec: Codec = "auto",
 ) -> Call[Result]:
-    """Sum the vectors of all ranks, and compress the sum: both directions are compressed.
+    """Sum the vectors of all ranks and compress the sum, so that both directions are compressed.
 
-    vector: of one length and dtype on all ranks, not of rows; any number of entries,
-    also none. compressor: with the same settings on all ranks, and without a state
-    between calls, such as `TopK(density=0.01)`. Each rank compresses the sum in its
-    share, rank r of P the indices n r // P <= index < n (r + 1) // P; so a `k` is that
-    of a share. algorithm: "auto" or "split_allgather".
+    Rank r of P sums the indices n r // P <= index < n (r + 1) // P, its share, and compresses
+    that. result + the sum of all ranks' rejected is the sum of all vectors, bitwise where the
+    additions are exact, as on integer-valued floats.
 
-    Returns (result, rejected). result: the compressed sum, the same bits on every rank.
-    rejected: what this rank's compressor left of its share, which this rank must keep,
-    for example in its residual. result + the sum of all ranks' rejected is the sum of
-    all vectors (bitwise where the additions are exact, as on integer-valued floats).
+    Args:
+        vector: this rank's summand, of numbers, with any number of entries; one length and
+            dtype on all ranks.
+        comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+        compressor: selects from each share, such as `TopK(density=0.01)`; a `k` is that of a
+            share. Without a state between calls, with the same settings on all ranks.
+        algorithm: "auto" or "split_allgather".
+        codec: format of the messages, as in `sparse_allreduce`.
 
-    Raises TypeError for a compressor with a state; OverflowError, and CollectiveError
-    on the other ranks, if a sum leaves the range of its dtype.
+    Returns:
+        A pair (result, rejected). result: the compressed sum, the same bits on every rank.
+        rejected: what the compressor left of this rank's share, which this rank must keep,
+        for example in its residual.
+
+    Raises:
+        TypeError: `compressor` has a state, or an argument of this rank is of a wrong type;
+            other ranks raise CollectiveError.
+        ValueError: `vector` has rows, or an argument of this rank has a wrong value; likewise.
+        OverflowError: a sum of this rank's share leaves the range of its dtype; likewise.
+        CollectiveError: another rank's arguments are bad, or those that must agree differ.
+
+    Source: H. Tang et al., DoubleSqueeze, ICML 2019 (arXiv 1905.05957).
 
     >>> result, rejected = compressed_allreduce(TopK(k=2).compress(gradient), comm, TopK(k=1))
     >>> result.values.tolist(), rejected.values.tolist()

@@ -20,14 +20,24 @@ from mpicomp.vector import SparseVector
 
 @collective(Sum, takes_arrays=True)
 def dense_allreduce(array: Any, comm: "Comm") -> Call[Any]:
-    """Sum an array over all ranks by MPI's own allreduce.
+    """Sum an array over all ranks by MPI's own allreduce, the baseline.
 
-    array: any shape, float16, float32 or float64 (float16 is sent as float32, MPI has
-    no type for it), of one size and dtype on all ranks; see `mpicomp.arrays` for the
-    kinds. It is copied first; device arrays are summed in pinned host memory.
+    The array is copied first; arrays on a device are summed in pinned host memory. float16
+    is sent as float32, as MPI has no type for it. MPI decides whether all ranks get the same
+    bits; with Open MPI and MPICH they do.
 
-    Returns the sum as a new array of the same kind, shape and dtype. MPI decides
-    whether all ranks get the same bits; with Open MPI and MPICH they do.
+    Args:
+        array: this rank's summand, of any shape; float16, float32 or float64, of one size and
+            dtype on all ranks; of NumPy, CuPy or a kind that supports DLPack.
+        comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+
+    Returns:
+        The sum: a new array of the same kind, shape and dtype.
+
+    Raises:
+        TypeError: `array` of this rank has a wrong type; other ranks raise CollectiveError.
+        ValueError: `array` of this rank is on another device than CuPy's current one; likewise.
+        CollectiveError: another rank's array is bad, or sizes or dtypes differ.
 
     >>> dense_allreduce(gradient, comm).tolist()
     [0.5, -3.0, 0.25, 2.0]

@@ -80,20 +80,34 @@ def gtopk_allreduce(
 ) -> Call[Result]:
     """Sum the vectors of all ranks and select k entries of large magnitude, the same on every rank.
 
-    vector: of one length and dtype on all ranks, not of rows; any number of entries,
-    also none. k: at least 1, the same on all ranks; None: in each round the largest
-    number of entries contributed by one of the ranks merged so far. algorithm:
-    "recursive_doubling", "tree" (as published; "auto" never takes it), or one that
-    returns the exact k largest of the sum: "exact", which sends the least, or
-    "node_leaders", for several ranks on each of several nodes. "auto" takes the fastest
-    (`collectives.planning.choice`), exact or not; without k it assumes a thousandth of the
-    length.
+    result + the sum of all ranks' rejected is the sum of all vectors, bitwise where the
+    additions are exact, as on integer-valued floats.
 
-    Returns (result, rejected). result: at most k entries in the order of their indices,
-    the same bits on every rank; of equal magnitudes an exact algorithm takes those with
-    the lowest indices. rejected: the entries that this rank must keep, for example in
-    its residual. result + the sum of all ranks' rejected is the sum of all vectors
-    (bitwise where the additions are exact, as on integer-valued floats).
+    Args:
+        vector: this rank's summand, of numbers, with any number of entries; one length and
+            dtype on all ranks.
+        comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+        k: entries to select, at least 1, the same on all ranks. None: in each round the
+            largest number of entries of a rank merged so far.
+        algorithm: "auto", the fastest, exact or not, by the estimates of `mpicomp explain`
+            (without `k` for a thousandth of the length); "recursive_doubling"; "tree", as
+            published, which "auto" never takes; "exact", the k largest of the sum with the
+            fewest bytes; or "node_leaders", also exact, for several ranks on each of several
+            nodes. The same on all ranks.
+        codec: format of the messages, as in `sparse_allreduce`.
+
+    Returns:
+        A pair (result, rejected). result: at most k entries in the order of their indices,
+        the same bits on every rank; of equal magnitudes an exact algorithm takes the lowest
+        indices. rejected: the entries that this rank must keep, for example in its residual.
+
+    Raises:
+        TypeError: an argument of this rank is of a wrong type; other ranks raise
+            CollectiveError.
+        ValueError: `vector` has rows, or an argument of this rank has a wrong value; likewise.
+        CollectiveError: another rank's arguments are bad, or those that must agree differ.
+
+    Source: S. Shi et al., ICDCS 2019 (arXiv 1901.04359).
 
     >>> result, rejected = gtopk_allreduce(TopK(k=2).compress(gradient), comm, k=1)
     >>> result.values.tolist(), rejected.values.tolist()

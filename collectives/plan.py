@@ -45,11 +45,15 @@ _sum_at.algorithm(compares_calls=True)(mpi)
 
 
 class SupportPlan:
-    """Indices that all ranks of a communicator agreed on; made by `union`.
+    """Indices that all ranks of a communicator agreed on, for sums that send values alone.
 
-    indices: 1-d, strictly increasing, the same on all ranks. length: of the vectors, in
-    numbers or in rows. comm: the communicator. digest: of the indices. `iallreduce` is
-    nonblocking, and returns a `Request`.
+    Made by `union`.
+
+    Attributes:
+        indices: int32 or int64, shape (entries,), strictly increasing, the same on all ranks.
+        length: of the vectors, in numbers or in rows.
+        comm: the communicator.
+        digest: a hash of the indices, by which the ranks compare their plans in each sum.
 
     >>> plan = SupportPlan.union(TopK(k=2).compress(gradient), comm)
     >>> plan.allreduce(plan.take(gradient)).tolist()
@@ -65,10 +69,20 @@ class SupportPlan:
 
     @staticmethod
     def union(vector: SparseVector, comm: Any) -> "SupportPlan":
-        """Create a plan with the union of all ranks' supports.
+        """Create a plan with the union of the indices of all ranks.
 
-        vector: of one length on all ranks; its values are ignored. Raises the errors of
-        `sparse_allreduce`.
+        Args:
+            vector: this rank's indices; one length on all ranks. Its values are ignored.
+            comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+
+        Returns:
+            The plan, the same on all ranks.
+
+        Raises:
+            TypeError: an argument of this rank is of a wrong type; other ranks raise
+                CollectiveError.
+            ValueError: an argument of this rank has a wrong value; likewise.
+            CollectiveError: another rank's arguments are bad, or lengths differ.
         """
         support = vector.support() if isinstance(vector, SparseVector) else vector
         return SupportPlan(sparse_allreduce(support, comm), comm)
@@ -76,26 +90,42 @@ class SupportPlan:
     def allreduce(self, values: Any) -> Any:
         """Sum values at the plan's indices over all ranks, by MPI's own allreduce.
 
-        values: an array of shape (entries,), or (entries, width) for rows, where
-        entries is the number of indices; float16, float32 or float64; see
-        `mpicomp.arrays` for the kinds. They are copied first; the sums are a new array
-        of that kind.
+        Args:
+            values: shape (entries,), or (entries, width) for rows, where entries is the number of
+                indices; float16, float32 or float64; of NumPy, CuPy or a kind that supports
+                DLPack. They are copied first.
 
-        Raises ValueError or TypeError on a rank whose array is bad, and CollectiveError
-        on the others; CollectiveError on every rank when the shape, the dtype or the
-        plans differ.
+        Returns:
+            The sums: a new array of that kind, shape and dtype.
+
+        Raises:
+            TypeError: `values` of this rank have a wrong type; other ranks raise
+                CollectiveError.
+            ValueError: `values` of this rank have a wrong shape; likewise.
+            CollectiveError: another rank's values are bad, or shapes, dtypes or plans differ.
         """
         return _sum_at(self, values)
 
     def iallreduce(self, values: Any) -> Request[Any]:
-        """Start `allreduce` and return its Request."""
+        """Start `allreduce` and return its `Request`.
+
+        Args:
+            values: as in `allreduce`; do not change them before it has ended.
+        """
         return _sum_at.nonblocking(self, values)
 
     def take(self, array: Any) -> Any:
         """Return the values of a dense array at the plan's indices.
 
-        array: of shape (length, width) for rows; of any other shape with `length`
-        values, in C order; else ValueError.
+        Args:
+            array: of any shape with `length` values, taken in C order; for rows of shape
+                (length, width).
+
+        Returns:
+            A new array of shape (entries,), or (entries, width).
+
+        Raises:
+            ValueError: the array has another number of values.
         """
         if math.prod(array.shape) == self.length:
             return array.reshape(-1)[self.indices]
@@ -106,7 +136,11 @@ class SupportPlan:
         )
 
     def vector(self, values: Any) -> SparseVector:
-        """Return values, of shape (entries,) or (entries, width), as a sparse vector with the plan's indices."""
+        """Return values as a sparse vector with the plan's indices.
+
+        Args:
+            values: shape (entries,), or (entries, width) for rows.
+        """
         return SparseVector(self.indices, values, self.length)
 
     def __repr__(self) -> str:

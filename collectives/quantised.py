@@ -74,26 +74,39 @@ def quantised_allreduce(
     algorithm: Literal["auto", "direct", "node_lanes"] = "auto",
     out: tuple[Any, Any] | None = None,
 ) -> Call[tuple[Any, Any]]:
-    """Sum an array over all ranks, with every value in few bits, and return what was rounded away.
+    """Sum an array over all ranks with every value in few bits, and return what was rounded away.
 
-    array: any shape, float16, float32 or float64, of one size and dtype on all ranks;
-    see `mpicomp.arrays` for the kinds. bits: of a value, 8, 4, 2 or 1; block:
-    consecutive values with one scale, a power of two from 32 to 65536; both the same on
-    all ranks (docs/collectives.md describes levels and scales). algorithm: "direct";
-    "node_lanes", for several ranks on each of several nodes, which does not round
-    inside a node; or "auto", which chooses by `collectives.planning.choice`.
+    total + the sum of all ranks' rejected is the sum of the arrays: bitwise if all partial
+    sums are exact, as on small integers, else within the rounding of one addition a rank.
+    With 2 and 1 bits a zero becomes the smaller magnitude of its block, and `rejected` has
+    its negative. The page on collectives describes levels and scales.
 
-    out: two C-contiguous arrays of the size and dtype of `array`, of which the second
-    may be `array` itself, and no other part of its memory: they are written to and
-    returned, which saves the time to map new memory. Their contents are undefined if an
-    error is raised.
+    Args:
+        array: this rank's summand, of any shape; float16, float32 or float64, of one size and
+            dtype on all ranks; of NumPy, CuPy or a kind that supports DLPack.
+        comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+        bits: of a value in a message, 8, 4, 2 or 1; the same on all ranks.
+        block: consecutive values with one scale, a power of two from 32 to 65536; the same on
+            all ranks.
+        algorithm: "auto", the faster by the estimates of `mpicomp explain`; "direct"; or
+            "node_lanes", for several ranks on each of several nodes, which does not round
+            inside a node. The same on all ranks.
+        out: a pair of output buffers for total and rejected, C-contiguous, of the size and
+            dtype of `array`; new arrays by default. The second may be `array` itself, and no
+            other part of its memory. Their contents are undefined after an error.
 
-    Returns (total, rejected), arrays of the same kind, shape and dtype. total: the same
-    bits on every rank. rejected: what this rank must keep, for example in its residual.
-    total + the sum of all ranks' rejected is the sum of the arrays: bitwise if all
-    partial sums are exact, as on small integers, else within the rounding of one
-    addition a rank. With 2 and 1 bits a zero becomes the smaller magnitude of its
-    block, and `rejected` has its negative.
+    Returns:
+        A pair (total, rejected) of arrays of the kind, shape and dtype of `array`. total: the
+        same bits on every rank. rejected: what this rank must keep, for example in its
+        residual.
+
+    Raises:
+        TypeError: an argument of this rank is of a wrong type; other ranks raise
+            CollectiveError.
+        ValueError: an argument of this rank has a wrong value; likewise.
+        CollectiveError: another rank's arguments are bad, or those that must agree differ.
+
+    Source: H. Tang et al., 1-bit Adam, ICML 2021 (arXiv 2102.02888).
 
     >>> total, rejected = quantised_allreduce(gradient, comm, bits=8)
     >>> (total + rejected).tolist()  # of a single rank

@@ -36,15 +36,26 @@ def sparse_reduce_scatter(
     partition: Literal["equal"] | Sequence[int] = "equal",
     codec: Codec = "auto",
 ) -> Call[SparseVector]:
-    """Sum the vectors of all ranks, and return on each rank the part of the sum that it owns.
+    """Sum the vectors of all ranks, and return on each rank its share of the sum.
 
-    vector: of numbers or of rows, of one length, width and dtype on all ranks; any
-    number of entries, also none. algorithm: "auto" or "split". partition: the shares,
-    the same on all ranks: "equal": rank r of P has n r // P <= index < n (r + 1) // P;
-    or P + 1 bounds from 0 to n: rank r has bounds[r] <= index < bounds[r + 1].
+    Args:
+        vector: this rank's summand, of numbers or of rows, with any number of entries; one
+            length n, width and dtype on all ranks.
+        comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+        algorithm: "auto" or "split".
+        partition: the shares, the same on all ranks. "equal": rank r of P has the indices
+            n r // P <= index < n (r + 1) // P. Or P + 1 bounds from 0 to n: rank r has
+            bounds[r] <= index < bounds[r + 1].
+        codec: format of the messages, as in `sparse_allreduce`.
 
-    Returns a vector of the same length with only the entries of this rank's share;
-    indices do not change.
+    Returns:
+        A vector of length n with the entries of this rank's share; indices do not change.
+
+    Raises:
+        TypeError: an argument of this rank is of a wrong type; other ranks raise
+            CollectiveError.
+        ValueError: an argument of this rank has a wrong value; likewise.
+        CollectiveError: another rank's arguments are bad, or those that must agree differ.
 
     >>> share = sparse_reduce_scatter(TopK(k=2).compress(gradient), comm)
     >>> share.indices.tolist()

@@ -39,13 +39,24 @@ def sparse_reduce(
     algorithm: Literal["auto", "tree"] = "auto",
     codec: Codec = "auto",
 ) -> Call[SparseVector | None]:
-    """Sum the vectors of all ranks on the root, exactly.
+    """Sum the vectors of all ranks on the root; no entry of the union is dropped.
 
-    vector: of numbers or of rows, of one length, width and dtype on all ranks; any
-    number of entries, also none. root: the same on all ranks. algorithm: "auto" or
-    "tree".
+    Args:
+        vector: this rank's summand, of numbers or of rows, with any number of entries; one
+            length, width and dtype on all ranks.
+        comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+        root: the rank that gets the sum; the same on all ranks.
+        algorithm: "auto" or "tree".
+        codec: format of the messages, as in `sparse_allreduce`.
 
-    Returns the sum on the root, and None on the other ranks.
+    Returns:
+        The sum on the root, None on the other ranks.
+
+    Raises:
+        TypeError: an argument of this rank is of a wrong type; other ranks raise
+            CollectiveError.
+        ValueError: an argument of this rank has a wrong value; likewise.
+        CollectiveError: another rank's arguments are bad, or those that must agree differ.
 
     >>> total = sparse_reduce(TopK(k=2).compress(gradient), comm, root=0)
     >>> total.indices.tolist() if comm.rank == 0 else total
@@ -68,11 +79,23 @@ def sparse_bcast(
 ) -> Call[SparseVector]:
     """Broadcast the root's vector to all ranks.
 
-    vector: on the root, of any length and dtype. Other ranks' `vector` is ignored,
-    except for its device, on which the result is placed; it may be None, or an
-    exception if the rank failed. root, algorithm: as of `sparse_reduce`.
+    Args:
+        vector: on the root a vector of any length and dtype. On other ranks it is ignored,
+            except for its device, on which the result is placed; it may be None, or an
+            exception if the rank failed.
+        comm: an mpi4py intracommunicator; all its ranks call, in the same order.
+        root: the rank whose vector is sent; the same on all ranks.
+        algorithm: "auto" or "tree".
+        codec: format of the messages, as in `sparse_allreduce`.
 
-    Returns the root's vector on every rank, the same bits; on the root a copy.
+    Returns:
+        The root's vector, the same bits on every rank; on the root a copy.
+
+    Raises:
+        TypeError: an argument of this rank is of a wrong type; other ranks raise
+            CollectiveError.
+        ValueError: an argument of this rank has a wrong value; likewise.
+        CollectiveError: another rank's arguments are bad, or those that must agree differ.
 
     >>> vector = TopK(k=2).compress(gradient) if comm.rank == 0 else None
     >>> sparse_bcast(vector, comm, root=0).indices.tolist()

@@ -13,8 +13,8 @@ Raised = TypeVar("Raised", bound=BaseException)
 class CollectiveError(RuntimeError):
     """A collective failed because of the arguments of other ranks, which the text names.
 
-    Raised on every rank whose own arguments are valid; another one raises
-    ``ValueError`` or ``TypeError`` instead.
+    It is raised on every rank whose own arguments are valid; another one raises
+    `ValueError` or `TypeError` instead.
     """
 
 
@@ -31,9 +31,10 @@ class StepSkippedError(CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """A collective exceeded `collectives.configure(timeout=...)`; the text names operation, round and absent ranks.
+    """A collective exceeded the timeout; the text names operation, round and absent ranks.
 
-    Raised on every rank that waits, and by every later call on this communicator.
+    It is raised on every rank that waits, and by every later call on this communicator.
+    `collectives.configure(timeout=...)` and MPICOMP_TIMEOUT set the timeout.
     """
 
 
@@ -44,15 +45,15 @@ class CodecError(ValueError):
 class DamagedMessageError(CollectiveError):
     """A message was damaged in transit: it is truncated, or, in the debug mode (MPICOMP_CHECK), has other bits.
 
-    Raised on the rank that receives it, and, with a timeout or in the debug mode, on
-    all ranks that wait; the communicator is then in the state after a timeout.
+    It is raised on the rank that receives the message, and, with a timeout or in the debug
+    mode, on all ranks that wait; the communicator is then in the state after a timeout.
     """
 
 
 class RankFailedError(CollectiveError):
     """A rank died, which the text names, detected by MPI (ULFM); `collectives.shrink` continues with the other ranks.
 
-    Raised by every operation in flight on this communicator, and by every later call.
+    It is raised by every operation in flight on this communicator, and by every later call.
     """
 
 

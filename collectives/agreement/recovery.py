@@ -37,22 +37,28 @@ _ONES = (1 << _WIDTH) - 1
 
 
 def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracomm":
-    """Return a communicator of the living ranks of `comm`, in their order; all of them call it.
+    """Return a communicator of the living ranks of `comm`, in their order.
 
-    quorum: the least number of ranks that continue, 1 to `comm.size`, the same on all
-    ranks; None, the default, is more than half. In a network partition each side takes
-    the other one for dead: with the default at most one side continues. On one host,
-    where no link can be cut, `shrink(comm, quorum=1)` is safe.
+    Operations of this library in flight on `comm` end with RankFailedError, and `comm` is
+    revoked inside MPI. All ranks of the new communicator were alive when it was created.
 
-    Operations of this library in flight on `comm` end with RankFailedError, and `comm`
-    is revoked inside MPI. All ranks of the new communicator were alive when it was
-    created.
+    In a network partition each side takes the other one for dead: with the default quorum at
+    most one side continues. On one host, where no link can be cut,
+    `shrink(comm, quorum=1)` is safe.
 
-    Raises RankFailedError that names the missing ranks if fewer than `quorum` are left:
-    restart the job from a checkpoint. CollectiveError on all ranks if their quorums
-    differ, and CollectiveTimeoutError if a living rank is absent (`configure`): then
-    `comm` does not change, and a rank may call again. ValueError for a bad `quorum`.
-    RuntimeError without ULFM.
+    Args:
+        comm: an mpi4py intracommunicator; all its living ranks call.
+        quorum: the least number of ranks that continue, 1 to `comm.size`, the same on all
+            ranks; None is more than half.
+
+    Raises:
+        RankFailedError: fewer ranks than `quorum` are left; it names the missing ones. Restart
+            the job from a checkpoint.
+        CollectiveError: the quorums differ.
+        CollectiveTimeoutError: a living rank is absent (`configure`). `comm` does not change,
+            and a rank may call again.
+        ValueError: `quorum` is out of range.
+        RuntimeError: this MPI has no ULFM.
     """
     link = link_if_any(comm)
     remedy = " (ranks), or None"
@@ -99,10 +105,17 @@ def _survivors(comm: "MPI.Intracomm") -> "MPI.Intracomm":
 
 
 def agree(sound: bool, comm: "MPI.Intracomm") -> bool:
-    """Return whether all ranks pass `sound` and none has died, the same on all living ranks; without ULFM `sound`.
+    """Return whether all ranks pass True and none has died; the same on all living ranks.
 
-    One agreement of MPI's; a rank in `shrink` counts as not sound. Raises
-    CollectiveTimeoutError if a living rank is absent.
+    One agreement of MPI's. A rank in `shrink` counts as False. Without ULFM it returns
+    `sound`.
+
+    Args:
+        sound: whether this rank can go on.
+        comm: an mpi4py intracommunicator; all its living ranks call.
+
+    Raises:
+        CollectiveTimeoutError: a living rank is absent.
     """
     return agreements_on(comm).agree(sound)[0] if ulfm.survives() else sound
 

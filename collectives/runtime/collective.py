@@ -49,25 +49,16 @@ Codec = Literal["auto", "plain", "quick", "smallest"]
 NOTHING = SparseVector.empty(0)
 COLLECTIVES: dict[str, "Collective[Any, Any]"] = {}
 
-_COMM = "comm: an mpi4py intracommunicator; all its ranks call, in the same order."
-_CODEC = """
-
-codec: the format of vectors in messages: "plain", "quick" (also a range or a bitmap), "smallest" (all
-formats of `mpicomp.codec`, none of which loses a bit), or "auto": "smallest" between nodes, else "quick". Ranks may
-choose different codecs."""
-_RAISES = """
-Raises ValueError or TypeError on a rank whose arguments are bad, and CollectiveError on the others; CollectiveError on
-every rank if arguments that must be the same differ. TypeError at once if `comm` is not an intracommunicator.
-"""
-
 
 class Sum(NamedTuple):
     """The sum over the ranks as one rank gets it, which a collective of your own returns to `GradientExchange`.
 
-    value: a SparseVector or an array, the same on all ranks. rejected: what this rank
-    must keep, of the same kind; None if nothing was rejected. votes: the number of
-    ranks that sent each entry of `value`; None if they were not counted. The value, with
-    the rejected parts of all ranks, is the sum of what they contributed.
+    `value`, with the rejected parts of all ranks, is the sum of what they contributed.
+
+    Args:
+        value: a SparseVector or an array, the same on all ranks.
+        rejected: what this rank must keep, of the same kind; None if nothing was rejected.
+        votes: the number of ranks that sent each entry of `value`; None if not counted.
 
     >>> def largest(vector, comm):
     ...     return Sum(*gtopk_allreduce(vector, comm, k=1))
@@ -201,9 +192,7 @@ class Collective(Generic[P, T]):
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
         self.name = call.__name__
-        codec = "" if declaration.takes_arrays else _CODEC
-        self.__doc__ = f"{cleandoc(call.__doc__ or '')}\n\n{_COMM}{codec}\n{_RAISES}"
-        # the result is shown, and not the Call
+        # The signature shows the result, and not the Call.
         shown = signature(call)
         (result,) = get_args(shown.return_annotation) or (Any,)
         self.__signature__ = shown.replace(return_annotation=result)
@@ -225,9 +214,12 @@ class Collective(Generic[P, T]):
 
         update_wrapper(start, self.call)
         start.__name__ = start.__qualname__ = self.name.replace("_", "_i", 1)
+        _, heading, rest = cleandoc(self.call.__doc__ or "").partition("Args:\n")
+        arguments, *_ = rest.split("\n\n")
         start.__doc__ = (
-            f"Start `{self.name}` with these arguments and return its Request.\n\n"
-            "Do not change the arguments' arrays before it has ended.\n"
+            f"Start `{self.name}` with these arguments and return its `Request`.\n\n"
+            "Do not change the arguments' arrays before it has ended.\n\n"
+            f"{heading}{arguments}\n"
         )
         shown = self.__signature__.replace(return_annotation="Request")
         vars(start)["__signature__"] = shown

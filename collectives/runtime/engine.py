@@ -49,7 +49,7 @@ _FORKED = (
 
 
 class Request(Generic[T]):
-    """A collective in flight. Its first messages are sent at once; `test` and `wait` advance it.
+    """A collective in flight; its first messages are sent at once, `test` and `wait` advance it.
 
     Requests may be completed in any order, and must be completed, as other ranks depend
     on this one: before a call of MPI that waits for other ranks, as they advance inside
@@ -73,14 +73,14 @@ class Request(Generic[T]):
         self.done = False
 
     def test(self) -> bool:
-        """Advance every operation in flight without waiting; return whether this one has ended, also with an error."""
+        """Advance every operation in flight without waiting; return whether this one has ended, also by an error."""
         if not self.done:
             with self._engine:
                 self._engine.advance()
         return self.done
 
     def wait(self) -> T:
-        """Wait for the end and return the result, or raise the collective's error; may be called again."""
+        """Wait for the end, and return the result or raise the collective's error; it may be called again."""
         if not self.done:
             with Deferred(FREQUENT) as signals, self._engine as engine:
                 engine.finish(self, signals)
@@ -483,11 +483,15 @@ class Engine:
 def configure(*, timeout: float | None) -> None:
     """Set the timeout of a wait inside the library during which no message moves; the same on all ranks.
 
-    timeout: seconds above 0, longer than the longest message takes; None, the default,
-    for ever. MPICOMP_TIMEOUT is its initial value. After it all ranks that wait raise
-    `CollectiveTimeoutError`. With a timeout a rank polls instead of waiting inside MPI.
+    After it all ranks that wait raise `CollectiveTimeoutError`. With a timeout a rank polls
+    instead of waiting inside MPI.
 
-    Raises ValueError for another value.
+    Args:
+        timeout: seconds above 0, longer than the longest message takes; None waits for ever.
+            MPICOMP_TIMEOUT is the initial value.
+
+    Raises:
+        ValueError: the timeout is out of range.
 
     >>> configure(timeout=60)
     """

@@ -38,7 +38,12 @@ _PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
 
 @dataclass
 class Traffic:
-    """The number and the bytes of the messages that this rank has sent over a communicator."""
+    """The number and the bytes of the messages that this rank has sent over a communicator.
+
+    Args:
+        messages: number of messages.
+        nbytes: their bytes.
+    """
 
     messages: int = 0
     nbytes: int = 0
@@ -201,8 +206,14 @@ def traffic(comm: Any) -> Traffic:
     """Return a copy of the traffic of this library on `comm`, sent by this rank so far; not collective.
 
     MPI's own allreduce, as in `dense_allreduce`, counts as one message of 2 (P-1)/P n v
-    bytes, the lower bound for n values of v bytes. Raises TypeError or ValueError for a
-    `comm` that is no communicator in use.
+    bytes, the lower bound for n values of v bytes.
+
+    Args:
+        comm: an mpi4py intracommunicator.
+
+    Raises:
+        TypeError: `comm` is no communicator.
+        ValueError: `comm` is not in use.
 
     >>> before = traffic(comm)
     >>> total = sparse_allreduce(TopK(k=2).compress(gradient), comm)

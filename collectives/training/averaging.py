@@ -25,11 +25,19 @@ OPERATION = "average_residuals"  # what the ranks' agreement is called in errors
 
 @defer_interrupt
 def average_residuals(exchange: GradientExchange) -> None:
-    """Replace the residual of each tensor by its mean over the ranks; all ranks call it, between two steps.
+    """Replace the residual of each tensor by its mean over the ranks, between two steps.
 
-    Residuals in place belong to the gradients: average those. Raises RuntimeError
-    within a step; OverflowError on all ranks if a sum leaves the range of float32
-    (float64 for float64); the errors of a collective. Nothing changes then.
+    Residuals in place belong to the gradients: average those. If it raises, nothing changes.
+
+    Args:
+        exchange: the exchange of the residuals; all ranks of its communicator call.
+
+    Raises:
+        RuntimeError: a step is in progress.
+        OverflowError: on all ranks, if a sum leaves the range of float32 (float64 for float64).
+        CollectiveError: the residuals of the ranks do not match.
+
+    Source: A. Xu et al., AAAI 2021 (arXiv 2008.05823).
 
     >>> exchange = GradientExchange(comm, TopK(k=2), StepAhead(rate=0.5))
     >>> for step in range(20):

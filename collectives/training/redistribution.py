@@ -28,23 +28,33 @@ _BY_RANK = COMPRESSOR, TABLE  # parts that may differ by rank: a seed
 def redistribute_state(
     load: Load, saved: int, rank: int, ranks: int, *, conserve: str = "sum"
 ) -> dict[str, Array]:
-    """Return the state from which rank `rank` of a job of `ranks` ranks continues what `saved` ranks saved.
+    """Return the state from which one rank of a job continues what a job of another number of ranks saved.
 
-    No rank communicates: a job does it when it starts, or a program of one process for
-    all ranks. load(rank): returns the `state_dict` of a rank of the job that saved, of
-    a `GradientExchange` or an `OuterLoop`, or None if it is lost, and its residual with
-    it. It is called for the ranks that this one continues: rank, rank + ranks, rank +
-    2 ranks, ...; or, if none of them has a state, for others, and the residual is zero.
-    Residuals in place are not part of a state.
+    No rank communicates: a job does it when it starts, or a program of one process for all
+    ranks. The residual of old rank j is added to that of new rank j mod `ranks`. Residuals in
+    place are not part of a state.
 
-    conserve: "sum" conserves the sum of the residuals over the ranks, right with a
-    learning rate proportional to the number of ranks if average=True divides by it;
-    "mean" their mean, for a constant learning rate.
+    Args:
+        load: a function of a rank of the job that saved; returns its `state_dict`, of a
+            `GradientExchange` or an `OuterLoop`, or None if it is lost, and its residual with
+            it. It is called for the ranks that this one continues, rank, rank + ranks,
+            rank + 2 ranks, ...; or, if none of them has a state, for others, and the residual
+            is zero.
+        saved: the number of ranks that saved.
+        rank: of this job.
+        ranks: the number of ranks of this job.
+        conserve: "sum" conserves the sum of the residuals over the ranks, right with a learning
+            rate proportional to the number of ranks if average=True divides by it; "mean"
+            their mean, right with a constant learning rate.
 
-    Raises ValueError for states of other ranks than requested or of different steps,
-    for none, and for those of a loop within a round or with an exchange in flight,
-    whose progress belongs to single ranks (save when `step` has returned True, with
-    delay=0); OverflowError if a sum leaves the range of its dtype.
+    Returns:
+        A state for `load_state_dict`.
+
+    Raises:
+        ValueError: there is no state; one is of another rank than requested or of another
+            step; or it is of a loop within a round or with an exchange in flight, whose
+            progress belongs to single ranks (save when `step` has returned True, with delay=0).
+        OverflowError: a sum leaves the range of its dtype.
 
     >>> exchange = GradientExchange(comm, TopK(k=2))
     >>> mean = exchange(gradient)
