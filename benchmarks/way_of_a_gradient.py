@@ -48,9 +48,10 @@ from mpi4py import MPI
 import collectives
 import mpicomp
 from collectives import GradientExchange, Request, gtopk_allreduce, gtopk_iallreduce
-from collectives.agreement.all_or_none import all_or_none
-from collectives.runtime.collective import Collective, Sum
-from collectives.training.step import Started, Step
+from collectives.calls.all_or_none import all_or_none
+from collectives.calls.call import Sum
+from collectives.calls.collective import Collective
+from collectives.exchange.step import Started, Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
 
 LENGTH = 1_000_000

@@ -5,12 +5,25 @@ Call the library from one thread at a time, and start the operations on a commun
 in the same order on all ranks, as MPI asks of its own.
 """
 
-from collectives.agreement.recovery import agree, shrink
 from collectives.allgather import sparse_allgather, sparse_iallgather
 from collectives.allreduce import sparse_allreduce, sparse_iallreduce
+from collectives.calls.call import Sum
+from collectives.calls.recovery import agree, shrink
 from collectives.compressed import compressed_allreduce, compressed_iallreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
+from collectives.exchange import GradientExchange
+from collectives.exchange.statistics import Statistics
+from collectives.faults.errors import (
+    CheckError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    DamagedMessageError,
+    RankFailedError,
+)
 from collectives.gtopk import gtopk_allreduce, gtopk_iallreduce
+from collectives.local_steps.averaging import average_residuals
+from collectives.local_steps.outer import OuterLoop
+from collectives.local_steps.redistribution import redistribute_state
 from collectives.plan import SupportPlan
 from collectives.quantised import quantised_allreduce, quantised_iallreduce
 from collectives.reduce_scatter import sparse_ireduce_scatter, sparse_reduce_scatter
@@ -20,18 +33,17 @@ from collectives.rooted import (
     sparse_ireduce,
     sparse_reduce,
 )
-from collectives.runtime.collective import Sum
 from collectives.runtime.engine import Request, configure
 from collectives.runtime.link import Traffic, traffic
-from collectives.training import GradientExchange
-from collectives.training.averaging import average_residuals
-from collectives.training.outer import OuterLoop
-from collectives.training.redistribution import redistribute_state
-from collectives.training.statistics import Statistics
 
 __all__ = [
+    "CheckError",
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "DamagedMessageError",
     "GradientExchange",
     "OuterLoop",
+    "RankFailedError",
     "Request",
     "Statistics",
     "Sum",

@@ -11,7 +11,8 @@ sizes, so no round exchanges them, and several parts are sent as one message.
 
 from typing import Literal
 
-from collectives.runtime.collective import Call, Codec, Comm, Sum, collective
+from collectives.calls.call import Call, Codec, Comm, Sum
+from collectives.calls.collective import collective
 from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up, widened

@@ -19,7 +19,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from collectives.agreement.metadata import (
+from collectives.calls.call import Call, Codec, Comm, Sum
+from collectives.calls.collective import collective
+from collectives.planning.choice import algorithm_for
+from collectives.planning.partition import equal_bounds
+from collectives.reduce_scatter import scatter, sum_of_share
+from collectives.runtime.group import Group, vectors_of
+from collectives.runtime.messages import Steps
+from collectives.runtime.metadata import (
     Metadata,
     bounds_of,
     entries_of,
@@ -28,14 +35,8 @@ from collectives.agreement.metadata import (
     mean_bits,
     whole_vectors,
 )
-from collectives.agreement.votes import gather_votes
-from collectives.planning.choice import algorithm_for
-from collectives.planning.partition import equal_bounds
-from collectives.reduce_scatter import scatter, sum_of_share
-from collectives.runtime.collective import Call, Codec, Comm, Sum, collective
-from collectives.runtime.group import Group, vectors_of
-from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, doubling
+from collectives.runtime.votes import gather_votes
 from mpicomp.arrays import (
     Array,
     converted,

@@ -16,10 +16,11 @@ owner. A rank may contribute all entries of its own share, which it does not sen
 
 from typing import Any, Literal
 
+from collectives.calls.call import Call, Codec, Comm, with_rejected
+from collectives.calls.collective import collective
 from collectives.gtopk import Result, numbers
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import sum_of_share
-from collectives.runtime.collective import Call, Codec, Comm, collective, with_rejected
 from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import negated, read_only

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.calls.call import Call, Comm, Sum
+from collectives.calls.collective import collective
 from collectives.runtime import staging
-from collectives.runtime.collective import Call, Comm, Sum, collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import converted, like, namespace, on_device, to_array

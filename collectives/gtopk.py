@@ -22,17 +22,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from collectives.calls.call import Call, Codec, Comm, sound, with_rejected
+from collectives.calls.collective import collective
 from collectives.planning.choice import algorithm_for
 from collectives.planning.partition import cut, equal_bounds, likely
 from collectives.reduce_scatter import scatter
-from collectives.runtime.collective import (
-    Call,
-    Codec,
-    Comm,
-    collective,
-    sound,
-    with_rejected,
-)
 from collectives.runtime.group import Group, Part, vectors_of
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import (

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from collectives.training import GradientExchange
+from collectives.exchange import GradientExchange
 
 
 def exchange_pytree(exchange: GradientExchange, gradients: Any) -> Any:

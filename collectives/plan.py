@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from collectives.allreduce import sparse_allreduce
+from collectives.calls.call import Call, Sum
+from collectives.calls.collective import collective
 from collectives.dense import mpi, outlined
-from collectives.runtime.collective import Call, Sum, collective
 from collectives.runtime.engine import Request
 from mpicomp.arrays import digest, like, read_only, to_array
 from mpicomp.vector import SparseVector

@@ -19,8 +19,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from collectives.calls.call import Call, Sum, with_rejected
+from collectives.calls.collective import collective
+from collectives.faults.errors import DamagedMessageError
 from collectives.planning.choice import algorithm_for
-from collectives.runtime.collective import Call, Sum, collective, with_rejected
 from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import LINE, Steps
 from collectives.runtime.patterns import compare_by_doubling
@@ -38,7 +40,6 @@ from mpicomp.arrays import (
 )
 from mpicomp.codec import few_bits_message, join_few_bits
 from mpicomp.coded import CodedSum, Uncoded, in_parts, shares
-from mpicomp.errors import DamagedMessageError
 from mpicomp.few_bits import BITS, BLOCKS, FewBits
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector

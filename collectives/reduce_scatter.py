@@ -13,15 +13,9 @@ with their sizes in the headers.
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from collectives.calls.call import Call, Codec, Comm, part_of_sum, sound
+from collectives.calls.collective import collective
 from collectives.planning.partition import Bounds, cut, equal_bounds, given_bounds
-from collectives.runtime.collective import (
-    Call,
-    Codec,
-    Comm,
-    collective,
-    part_of_sum,
-    sound,
-)
 from collectives.runtime.group import Group, Part, vectors_of
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up

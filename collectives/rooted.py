@@ -10,14 +10,8 @@ mismatch raises everywhere.
 
 from typing import Any, Literal
 
-from collectives.runtime.collective import (
-    Call,
-    Codec,
-    Comm,
-    Sum,
-    collective,
-    part_of_sum,
-)
+from collectives.calls.call import Call, Codec, Comm, Sum, part_of_sum
+from collectives.calls.collective import collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, hand_down, reduce_up

@@ -44,7 +44,7 @@ def saving(save, *, grace=1.0):
     SystemExit with status 143, in the main thread, unless the program handles the
     signal itself.
     """
-    from mpicomp import CollectiveTimeoutError, RankFailedError
+    from collectives import CollectiveTimeoutError, RankFailedError
 
     here = threading.current_thread() is threading.main_thread()
     listens = here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

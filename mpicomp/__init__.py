@@ -7,14 +7,7 @@ The communication, `GradientExchange` and the collectives, is in the package
 from mpicomp import compressors
 from mpicomp.bases import Basis, Hadamard
 from mpicomp.compressors import *  # noqa: F403  (the names in its __all__)
-from mpicomp.errors import (
-    CheckError,
-    CodecError,
-    CollectiveError,
-    CollectiveTimeoutError,
-    DamagedMessageError,
-    RankFailedError,
-)
+from mpicomp.errors import CodecError
 from mpicomp.feedback import (
     ErrorFeedback,
     Feedback,
@@ -28,17 +21,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Basis",
-    "CheckError",
     "CodecError",
-    "CollectiveError",
-    "CollectiveTimeoutError",
-    "DamagedMessageError",
     "ErrorFeedback",
     "Feedback",
     "Hadamard",
     "MomentumCorrection",
     "NoFeedback",
-    "RankFailedError",
     "SparseVector",
     "StepAhead",
 ]

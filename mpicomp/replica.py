@@ -1,6 +1,6 @@
 """The parameters of this rank in local steps: the anchor, the pseudo-gradient, and the outer step.
 
-`collectives.training.outer` defines them, and exchanges the pseudo-gradients. This module has
+`collectives.local_steps.outer` defines them, and exchanges the pseudo-gradients. This module has
 the arithmetic of one rank. `end_round` is called after the exchange and must not fail
 on one rank alone: it writes to allocated memory, and allocates only buffers of bounded
 size.

@@ -9,9 +9,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from collectives.calls.collective import COLLECTIVES, Collective
 from collectives.planning.choice import Case, constants_of, upper
 from collectives.planning.links import NETWORKS, Cost, Links, links_of, seconds
-from collectives.runtime.collective import COLLECTIVES, Collective
 from mpicomp.vector import MAX_LENGTH, SparseVector
 from mpicomp_bench import answer, formulas
 from mpicomp_bench.advice import (

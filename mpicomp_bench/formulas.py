@@ -192,7 +192,7 @@ FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
 
 
 def metadata_cost(case: Case, algorithm: str) -> Cost:
-    """Return the cost of `collectives.agreement.metadata` before an algorithm of `sparse_allreduce`.
+    """Return the cost of `collectives.runtime.metadata` before an algorithm of `sparse_allreduce`.
 
     None for two ranks, nor where calls like this one gather the vectors: these are sent
     in the place of the metadata.

@@ -9,8 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
-from collectives.agreement import ulfm
-from collectives.agreement.first_call import missing_probes
+from collectives.calls.first_call import missing_probes
+from collectives.faults import ulfm
 from collectives.runtime import cuda_aware
 from collectives.runtime.launcher import LAUNCHER_SIZES, singleton_warning
 from mpicomp.kernels.host.bits import cache_folder

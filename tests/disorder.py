@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import numpy as np
 from mpi4py import MPI
 
-from collectives.agreement import first_call
-from collectives.agreement.first_call import link_of
+from collectives.calls import first_call
+from collectives.calls.first_call import link_of
 from collectives.runtime.link import Link
 from collectives.runtime.messages import LINE, NOTHING, Arrival
 

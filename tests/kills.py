@@ -200,8 +200,8 @@ class Worker:
         return came
 
     def until_a_rank_dies(self):
-        from collectives.agreement import ulfm
-        from mpicomp import RankFailedError
+        from collectives import RankFailedError
+        from collectives.faults import ulfm
 
         end = time.monotonic() + START
         while time.monotonic() < end:

@@ -114,7 +114,7 @@ def run(case, name):
 
 
 def command(case, name, folder):
-    from collectives.agreement import ulfm
+    from collectives.faults import ulfm
 
     flags = (
         "--with-ft ulfm --mca mpi_ft_detector true"
@@ -222,7 +222,7 @@ class HostWorker(Worker):
 
     def run(self, folder):
         """Exchange until told to stop, or until a rank dies; return the outcome."""
-        from mpicomp import CollectiveTimeoutError, RankFailedError
+        from collectives import CollectiveTimeoutError, RankFailedError
 
         try:
             while not self.told_to_stop(folder):
@@ -252,7 +252,7 @@ class HostWorker(Worker):
 
     def recover(self):
         """Go on with the ranks that are left, again where one died meanwhile."""
-        from mpicomp import RankFailedError
+        from collectives import RankFailedError
 
         while True:
             try:

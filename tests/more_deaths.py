@@ -16,9 +16,9 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import GradientExchange
-from collectives.agreement import recovery
-from mpicomp import ErrorFeedback, RankFailedError, TopK
+from collectives import GradientExchange, RankFailedError
+from collectives.calls import recovery
+from mpicomp import ErrorFeedback, TopK
 
 
 def die(*given):

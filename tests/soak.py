@@ -22,6 +22,7 @@ from jobs import parser
 from mpi4py import MPI
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     gtopk_allreduce,
     sparse_allgather,
@@ -30,7 +31,7 @@ from collectives import (
     traffic,
 )
 from collectives.runtime.engine import of_process
-from mpicomp import CollectiveError, ErrorFeedback, TopK
+from mpicomp import ErrorFeedback, TopK
 
 LENGTH = 200
 COLLECTIVES = gtopk_allreduce, sparse_allreduce, sparse_iallreduce, sparse_allgather

@@ -2,7 +2,7 @@
 
     mpirun --with-ft ulfm -n 4 python -m mpi4py tests/stragglers.py
 
-Without the rounds of `collectives.agreement.recovery` the first of these waits for ever in
+Without the rounds of `collectives.calls.recovery` the first of these waits for ever in
 MPI's Shrink, every time.
 """
 
@@ -13,8 +13,8 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives import GradientExchange
-from mpicomp import CollectiveError, CollectiveTimeoutError, ErrorFeedback, TopK
+from collectives import CollectiveError, CollectiveTimeoutError, GradientExchange
+from mpicomp import ErrorFeedback, TopK
 
 WORLD, DEADLINE = MPI.COMM_WORLD, 0.5
 

@@ -17,9 +17,9 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from collectives import GradientExchange
+from collectives import GradientExchange, RankFailedError
 from collectives.runtime.link import link_if_any
-from mpicomp import ErrorFeedback, RankFailedError, TopK
+from mpicomp import ErrorFeedback, TopK
 
 LENGTH, STEPS = 600, 12
 # rank: in which step, and when

@@ -10,7 +10,7 @@ import pytest
 from commands import left, written
 from mpi4py import MPI
 
-from collectives.runtime.collective import COLLECTIVES
+from collectives.calls.collective import COLLECTIVES
 from mpicomp import SIDCo
 from mpicomp_bench.bench import choice
 from mpicomp_bench.bench.collective import (

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from collectives import allreduce, gtopk_allreduce, reduce_scatter, sparse_allreduce
-from collectives.agreement.metadata import BITS_WIDTH
 from collectives.planning.choice import Case, choose
 from collectives.planning.links import NETWORKS, Links, links_of, rounded, seconds
 from collectives.runtime.group import Group
+from collectives.runtime.metadata import BITS_WIDTH
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS
 from mpicomp.compressors.quantised import quantise

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 
-from collectives.agreement import ulfm
+from collectives.faults import ulfm
 from collectives.runtime import engine
 from mpicomp_bench import info
 

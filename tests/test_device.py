@@ -8,7 +8,7 @@ from devices import assert_same, back, real_cupy, there
 from few_bits_cases import decode as decode_values
 from test_every_compressor import EVERY, compress
 
-from collectives.agreement.notification import run_or_notify
+from collectives.calls.notification import run_or_notify
 from collectives.runtime import staging
 from collectives.runtime.messages import Arrival
 from mpicomp import (

@@ -6,14 +6,14 @@ import json
 import numpy as np
 import pytest
 
-from collectives.agreement.state import Faults, disagreement, named_ranks, report
-from mpicomp import (
+from collectives import (
     CollectiveError,
     CollectiveTimeoutError,
     DamagedMessageError,
     RankFailedError,
 )
-from mpicomp.errors import NotFiniteError, StepSkippedError
+from collectives.faults.errors import NotFiniteError, StepSkippedError
+from collectives.faults.state import Faults, disagreement, named_ranks, report
 
 SIZES = (1, 2, 3, 4, 5, 7, 8)
 LIMIT = 5.0  # seconds: the timeout

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import GradientExchange
-from collectives.training.step import Step
+from collectives.exchange.step import Step
 from mpicomp import (
     ErrorFeedback,
     MomentumCorrection,

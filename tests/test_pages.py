@@ -25,9 +25,9 @@ from commands import SUBCOMMANDS
 
 import collectives
 import mpicomp
-from collectives.runtime.collective import COLLECTIVES
-from collectives.training.step import Step
-from mpicomp import checking
+from collectives.calls import checking
+from collectives.calls.collective import COLLECTIVES
+from collectives.exchange.step import Step
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"

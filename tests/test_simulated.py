@@ -8,6 +8,7 @@ import pytest
 from cases import select
 
 from collectives import (
+    CollectiveError,
     allgather,
     allreduce,
     compressed_allreduce,
@@ -18,11 +19,11 @@ from collectives import (
     rooted,
     sparse_allreduce,
 )
-from collectives.agreement.metadata import BITS_WIDTH, entries_of
-from collectives.agreement.notification import run_or_notify
+from collectives.calls.notification import run_or_notify
 from collectives.planning.partition import likely
 from collectives.runtime.group import Group
-from mpicomp import CollectiveError, SparseVector, TopK, quantise
+from collectives.runtime.metadata import BITS_WIDTH, entries_of
+from mpicomp import SparseVector, TopK, quantise
 from mpicomp.coded import Uncoded
 from mpicomp_bench.network import Network
 

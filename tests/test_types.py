@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from collectives.runtime.collective import COLLECTIVES
+from collectives.calls.collective import COLLECTIVES
 from mpicomp.codec import CODECS
 
 RIGHT = """

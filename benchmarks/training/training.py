@@ -21,8 +21,8 @@ from layers import Floats
 from network import Network
 from tasks import Task
 
-from collectives import traffic
-from mpicomp import CollectiveError, Compressor, SparseVector
+from collectives import CollectiveError, traffic
+from mpicomp import Compressor, SparseVector
 from mpicomp.compressors.selection import Selection
 from mpicomp.tensors import ALONE
 from mpicomp.vector import places_of

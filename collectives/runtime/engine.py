@@ -19,14 +19,19 @@ from functools import cache
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
-from collectives.agreement import deadline, ulfm
-from collectives.agreement.interrupts import FREQUENT, Deferred
-from collectives.agreement.state import Faults, report
+from collectives.faults import ulfm
+from collectives.faults.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    DamagedMessageError,
+)
+from collectives.faults.interrupts import FREQUENT, Deferred
+from collectives.faults.state import Faults, report
+from collectives.runtime import deadline
 from collectives.runtime.group import Group
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps, mpi
 from collectives.runtime.waiting import initial_timeout, seconds
-from mpicomp.errors import CollectiveError, CollectiveTimeoutError, DamagedMessageError
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.faults.errors import DamagedMessageError
 from collectives.planning import schedule
 from collectives.runtime import staging
 from collectives.runtime.messages import (
@@ -48,7 +49,7 @@ from mpicomp.codec import (
     read_header,
     smallest,
 )
-from mpicomp.errors import CodecError, DamagedMessageError, kept
+from mpicomp.errors import CodecError, kept
 from mpicomp.few_bits import FewBits
 from mpicomp.vector import SparseVector
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement.state import Faults
+from collectives.faults.state import Faults
 from collectives.planning.schedule import groups
 from collectives.runtime import messages, staging
 from collectives.runtime.messages import (

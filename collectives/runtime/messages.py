@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from collectives.faults.errors import DamagedMessageError
 from collectives.runtime import staging
 from mpicomp.arrays import Buffer, on_device
-from mpicomp.errors import DamagedMessageError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -188,7 +188,7 @@ class Arrival(Pending):
 
 
 def notice_tag(comm: "MPI.Comm") -> int:
-    """Return the highest tag, which is of notices (`collectives.agreement.deadline`): MPI promises at least 32767."""
+    """Return the highest tag, which is of notices (`collectives.runtime.deadline`): MPI promises at least 32767."""
     return int(comm.Get_attr(mpi().TAG_UB) or 32767)
 
 

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import run
 
-from collectives.agreement import ulfm
-from collectives.agreement.state import named_ranks
+from collectives.faults import ulfm
+from collectives.faults.state import named_ranks
 from collectives.runtime.launcher import (
     master_address,
     singleton_warning,

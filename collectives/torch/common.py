@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from collectives.training import GradientExchange
-from collectives.training.names import canonical_names
+from collectives.exchange import GradientExchange
+from collectives.exchange.names import canonical_names
 from mpicomp.arrays import ByName
 from mpicomp.feedback import ErrorFeedback
 from mpicomp.state import check_names

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from collectives.agreement.all_or_none import check_same, gather_results
-from collectives.agreement.state import named_ranks
+from collectives.calls.all_or_none import check_same, gather_results
+from collectives.exchange import GradientExchange
+from collectives.faults.state import named_ranks
 from collectives.torch.common import (
     Handle,
     ModelParameters,
@@ -41,7 +42,6 @@ from collectives.torch.common import (
     trainable,
 )
 from collectives.torch.start import check_launcher
-from collectives.training import GradientExchange
 from mpicomp.settings import to_number
 
 

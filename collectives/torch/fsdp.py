@@ -25,7 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import _find_tensors
 
-from collectives.agreement.all_or_none import check_same, gather_results
+from collectives.calls.all_or_none import check_same, gather_results
+from collectives.exchange import GradientExchange
 from collectives.torch.common import (
     Handle,
     ModelParameters,
@@ -39,7 +40,6 @@ from collectives.torch.common import (
     trainable,
 )
 from collectives.torch.start import check_launcher
-from collectives.training import GradientExchange
 
 
 def attach_fsdp(

@@ -10,7 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from collectives.agreement.all_or_none import check_same, gather_results
+from collectives.calls.all_or_none import check_same, gather_results
+from collectives.exchange import GradientExchange
+from collectives.local_steps.outer import OuterLoop
 from collectives.torch.common import (
     ModelParameters,
     comm_of,
@@ -21,8 +23,6 @@ from collectives.torch.common import (
 )
 from collectives.torch.fsdp import check_fsdp, check_unattached
 from collectives.torch.start import check_launcher
-from collectives.training import GradientExchange
-from collectives.training.outer import OuterLoop
 
 
 def outer_loop(

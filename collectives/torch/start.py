@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from collectives.agreement.all_or_none import gather_results
+from collectives.calls.all_or_none import gather_results
 from collectives.runtime.launcher import master_address, torchrun_warning
 
 

@@ -12,37 +12,35 @@ from pathlib import Path
 FLOORS = [  # modules by the beginning of their names; the longest one that fits counts
     ["mpicomp_bench"],
     ["collectives.torch", "collectives.jax"],
-    ["collectives.training"],
+    ["collectives.local_steps"],
+    ["collectives.exchange"],
     ["collectives.gtopk", "collectives.allreduce", "collectives.allgather",
      "collectives.reduce_scatter", "collectives.rooted", "collectives.dense",
-     "collectives.compressed", "collectives.quantised", "collectives.plan",
-     "collectives.agreement.all_or_none", "collectives.agreement.metadata",
-     "collectives.agreement.votes"],
-    ["collectives.runtime.calls", "collectives.runtime.collective",
-     "collectives.runtime.patterns", "collectives.agreement.first_call", "collectives.agreement.debug",
-     "collectives.agreement.notification", "collectives.agreement.recovery",
-     "collectives.planning.choice"],
-    ["collectives.runtime", "collectives.agreement", "collectives.planning"],
-    ["collectives.agreement.state", "collectives.agreement.interrupts",
-     "collectives.planning.schedule", "collectives.planning.partition",
-     "collectives.runtime.launcher"],
+     "collectives.compressed", "collectives.quantised", "collectives.plan"],
+    ["collectives.calls", "collectives.planning.choice"],
+    ["collectives.runtime"],
+    ["collectives.planning"],
+    ["collectives.faults"],
     ["mpicomp"],
 ]  # fmt: skip
 
 BOXES = [  # x, y, width, height, name, contents, colour
-    (0, 8.7, 12.4, 1.0, "mpicomp_bench/", "the command: info, bench, explain", "tool"),
-    (0, 7.1, 9.2, 1.2, "collectives/training/", "GradientExchange: correct, compress, sum, keep the rest;\n"
-     "OuterLoop: local steps", "ranks"),
-    (0, 5.5, 9.2, 1.2, "collectives/",
+    (0, 11.4, 12.4, 1.0, "mpicomp_bench/", "the command: info, bench, explain", "tool"),
+    (0, 9.8, 12.4, 1.2, "collectives/local_steps/   collectives/exchange/",
+     "OuterLoop: local steps between two exchanges\n"
+     "GradientExchange: correct, compress, sum, keep the rest", "ranks"),
+    (0, 8.2, 12.4, 1.2, "collectives/",
      "gtopk  allreduce  allgather  reduce_scatter  rooted\ndense  compressed  quantised  plan:  a collective a file",
      "ranks"),
-    (0, 3.9, 9.2, 1.2, "collectives/planning/", "schedule, partition: peers of each round, owners of shares\n"
-     'choice: which algorithm "auto" takes', "ranks"),
-    (0, 1.9, 9.2, 1.6, "collectives/runtime/", "collective: declares one;  group: the interface to the network\n"
-     "engine: drives operations, blocking or in flight\nlink, messages, staging: bytes through MPI", "ranks"),
-    (9.6, 1.9, 2.8, 6.4, "collectives/\nagreement/", "all_or_none:\na step or an object\n\nmetadata, votes,\n"
-     "first_call:\nthe same calls\n\nnotification,\nrecovery, ulfm,\ndeadline: dead and\nabsent ranks\n\n"
-     "state: a pure\nstate machine\n\ndebug: the debug\nmode", "fault"),
+    (0, 6.3, 12.4, 1.5, "collectives/calls/", "collective: declares one;  start: checks and starts a call\n"
+     "notification, all_or_none, recovery: all ranks raise, or none\nfirst_call; debug: the debug mode", "ranks"),
+    (0, 4.4, 12.4, 1.5, "collectives/runtime/", "group: the interface of an algorithm to the network\n"
+     "engine: drives operations, blocking or in flight;  deadline\n"
+     "link, messages, staging: bytes through MPI", "ranks"),
+    (0, 1.9, 6.0, 2.1, "collectives/planning/", "schedule, partition: peers of\neach round, owners of shares\n"
+     'choice: the algorithm of "auto"', "ranks"),
+    (6.4, 1.9, 6.0, 2.1, "collectives/faults/", "state: a pure state machine of\nabsent and dead ranks\n"
+     "errors, interrupts, ulfm", "fault"),
     (0, 0, 12.4, 1.5, "mpicomp/     the computation of one rank: no MPI",
      "feedback: the residual     compressors: array to SparseVector     codec: SparseVector to message\n"
      "vector: merge, top_k     arrays: NumPy, CuPy, DLPack     kernels/host, kernels/device: the hot loops", "rank"),
@@ -67,22 +65,22 @@ STATIONS = [
     (
         "prepare",
         "mean, residual:\nall that can fail",
-        "collectives/training/",
+        "collectives/exchange/",
         False,
     ),
     (
         "agree",
         "keep the step on\nall ranks or none",
-        "collectives/agreement/",
+        "collectives/calls/",
         True,
     ),
-    ("commit", "mean returned,\nresidual kept", "collectives/training/", False),
+    ("commit", "mean returned,\nresidual kept", "collectives/exchange/", False),
 ]
 
 
 def draw_rooms(path: Path) -> None:
     """Draw the packages and their imports."""
-    figure, axes = canvas(8.2, 6.6, (-0.1, 12.5), (-0.1, 9.8))
+    figure, axes = canvas(8.2, 8.4, (-0.1, 12.5), (-0.1, 12.5))
     for x, y, width, height, name, inside, colour in BOXES:
         box(axes, x, y, width, height, COLOURS[colour])
         axes.text(
@@ -105,9 +103,6 @@ def draw_rooms(path: Path) -> None:
         )
     for x, start, end in ARROWS:
         arrow(axes, x, start, x, end)
-    arrow(axes, 9.2, 2.7, 9.6, 2.7)
-    arrow(axes, 9.2, 7.7, 9.6, 7.7)
-    arrow(axes, 11, 1.9, 11, 1.5)
     figure.savefig(path)
 
 

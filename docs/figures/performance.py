@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from collectives.agreement.metadata import WHOLE_NBYTES
 from style import save
 
-from collectives.agreement.metadata import WHOLE_NBYTES
 from collectives.planning.choice import Case, choose
 from collectives.planning.links import NETWORKS, Links
 from mpicomp_bench import explain

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.agreement.first_call import link_of
-from collectives.runtime.collective import COLLECTIVES
+from collectives.calls.collective import COLLECTIVES
+from collectives.calls.first_call import link_of
 from mpicomp_bench.bench.data import PATTERNS, draw_sparse
 from mpicomp_bench.bench.suite import Options, Suite
 from mpicomp_bench.measuring import Call, Row, interleave, paced

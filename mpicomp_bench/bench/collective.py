@@ -19,8 +19,8 @@ import numpy as np
 
 import collectives
 from collectives import GradientExchange, dense_allreduce, traffic
-from collectives.agreement.first_call import link_of
-from collectives.runtime.collective import Collective
+from collectives.calls.collective import Collective
+from collectives.calls.first_call import link_of
 from mpicomp import SparseVector, TopK
 from mpicomp.arrays import namespace
 from mpicomp.vector import add_up, partition, top_k

@@ -7,7 +7,7 @@ import lost_hosts
 import pytest
 from hosts import NAME, on_hosts, refusal
 
-from collectives.agreement import ulfm
+from collectives.faults import ulfm
 
 HOSTS = 4
 FIRST_CALL = """

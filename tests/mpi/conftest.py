@@ -15,7 +15,7 @@ import pytest
 from devices import real_cupy
 from mpi4py import MPI
 
-from mpicomp import checking
+from collectives.calls import checking
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 ALL = bool(os.environ.get("MPI_TEST_ALL"))

@@ -6,10 +6,10 @@ import weakref
 import numpy as np
 import pytest
 
-from collectives import sparse_allreduce, traffic
-from collectives.agreement.all_or_none import all_or_none
-from mpicomp import CollectiveError, SparseVector
-from mpicomp.errors import NotFiniteError, StepSkippedError
+from collectives import CollectiveError, sparse_allreduce, traffic
+from collectives.calls.all_or_none import all_or_none
+from collectives.faults.errors import NotFiniteError, StepSkippedError
+from mpicomp import SparseVector
 
 pytestmark = pytest.mark.small_groups
 

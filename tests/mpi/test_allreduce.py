@@ -11,8 +11,7 @@ from cases import (
     window,
 )
 
-from collectives import allreduce, sparse_allreduce
-from mpicomp import CollectiveError
+from collectives import CollectiveError, allreduce, sparse_allreduce
 
 ALGORITHMS = list(allreduce.ALGORITHMS)
 EXACT = pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])

@@ -13,6 +13,8 @@ from cases import assert_same_bits, compressed_sum, contribution
 from mpi4py import MPI
 
 from collectives import (
+    CollectiveError,
+    DamagedMessageError,
     GradientExchange,
     SupportPlan,
     allreduce,
@@ -28,13 +30,7 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from mpicomp import (
-    CollectiveError,
-    DamagedMessageError,
-    ErrorFeedback,
-    SparseVector,
-    TopK,
-)
+from mpicomp import ErrorFeedback, SparseVector, TopK
 
 pytestmark = pytest.mark.small_groups
 

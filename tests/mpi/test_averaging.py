@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from collectives import GradientExchange, average_residuals
-from mpicomp import CollectiveError, ErrorFeedback, NoFeedback, StepAhead, TopK
+from collectives import CollectiveError, GradientExchange, average_residuals
+from mpicomp import ErrorFeedback, NoFeedback, StepAhead, TopK
 
 pytestmark = pytest.mark.small_groups
 

@@ -8,6 +8,7 @@ import pytest
 from cases import compressed_sum, integers, state_of
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     OuterLoop,
     dense_allreduce,
@@ -17,7 +18,6 @@ from collectives import (
 )
 from mpicomp import (
     ChunkedTopK,
-    CollectiveError,
     Dense,
     ErrorFeedback,
     Hadamard,

@@ -9,6 +9,9 @@ from cases import LENGTH, bits, compressed_sum, contribution, contributions, win
 from disorder import Damaging, over
 
 from collectives import (
+    CheckError,
+    CollectiveError,
+    DamagedMessageError,
     GradientExchange,
     SupportPlan,
     allreduce,
@@ -27,10 +30,7 @@ from collectives import (
 )
 from mpicomp import (
     AdaComp,
-    CheckError,
-    CollectiveError,
     Compressor,
-    DamagedMessageError,
     ErrorFeedback,
     MomentumCorrection,
     NoFeedback,

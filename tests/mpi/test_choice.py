@@ -5,12 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collectives import SupportPlan, gtopk_allreduce, sparse_allreduce, traffic
-from collectives.agreement.first_call import link_of
+from collectives import (
+    CollectiveError,
+    SupportPlan,
+    gtopk_allreduce,
+    sparse_allreduce,
+    traffic,
+)
 from collectives.allreduce import ALGORITHMS
+from collectives.calls.first_call import link_of
 from collectives.planning import links
 from collectives.planning.links import agreed_links
-from mpicomp import CollectiveError, SparseVector
+from mpicomp import SparseVector
 
 LENGTH = 30_000
 

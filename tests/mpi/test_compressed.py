@@ -18,6 +18,7 @@ from cases import (
 from cases import select as largest
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     compressed_allreduce,
     compressed_iallreduce,
@@ -26,7 +27,6 @@ from collectives import (
 from mpicomp import (
     AggregationAware,
     ChunkedTopK,
-    CollectiveError,
     Dense,
     Quantised,
     SIDCo,

@@ -13,15 +13,15 @@ from cases import RandomK, compressed_sum, compressors, through_a_file
 from mpi4py import MPI
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
 )
-from collectives.training.reduction import reduction
+from collectives.exchange.reduction import reduction
 from mpicomp import (
     AdaComp,
-    CollectiveError,
     ErrorFeedback,
     MomentumCorrection,
     Quantised,

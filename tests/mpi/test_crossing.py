@@ -5,6 +5,7 @@ import pytest
 from cases import LENGTH, assert_equal, bits, contribution, contributions, window
 
 from collectives import (
+    DamagedMessageError,
     allreduce,
     gtopk_allreduce,
     gtopk_iallreduce,
@@ -12,9 +13,8 @@ from collectives import (
     sparse_iallreduce,
     traffic,
 )
-from collectives.agreement.first_call import link_of
+from collectives.calls.first_call import link_of
 from collectives.runtime import messages
-from mpicomp import DamagedMessageError
 
 SUMS = tuple(allreduce.ALGORITHMS)
 SELECTIONS = tuple(gtopk_allreduce.algorithms)

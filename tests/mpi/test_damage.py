@@ -7,9 +7,14 @@ import pytest
 from cases import assert_equal, contribution, contributions, window
 from disorder import Damaging, over
 
-from collectives import configure, gtopk_allreduce, sparse_allgather, sparse_allreduce
+from collectives import (
+    CollectiveError,
+    configure,
+    gtopk_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+)
 from collectives.runtime.messages import LINE
-from mpicomp import CollectiveError
 
 TIMEOUT = 0.5
 VERSION_AT, ENTRIES_AT, NBYTES_AT, KIND_AT = 2, 16, 24, 48  # see `mpicomp.codec`

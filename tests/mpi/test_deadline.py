@@ -11,6 +11,7 @@ from cases import assert_equal, contribution, contributions, window
 from mpi4py import MPI
 
 from collectives import (
+    CollectiveTimeoutError,
     GradientExchange,
     compressed_allreduce,
     configure,
@@ -25,9 +26,10 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
-from collectives.agreement import deadline
-from collectives.runtime.collective import Call, collective
-from mpicomp import CollectiveTimeoutError, SparseVector, TopK
+from collectives.calls.call import Call
+from collectives.calls.collective import collective
+from collectives.runtime import deadline
+from mpicomp import SparseVector, TopK
 
 TIMEOUT = 0.4
 AFTER = r"after the deadline of the others: ranks? .* timed out after 0\.\d+ s"

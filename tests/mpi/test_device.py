@@ -11,6 +11,7 @@ from devices import assert_same, back, there
 
 import collectives
 from collectives import (
+    CollectiveError,
     SupportPlan,
     allreduce,
     dense_allreduce,
@@ -25,7 +26,7 @@ from collectives import (
     sparse_reduce_scatter,
 )
 from collectives.runtime import cuda_aware, messages
-from mpicomp import CollectiveError, SparseVector
+from mpicomp import SparseVector
 from mpicomp.codec import CODECS
 
 SUMS = "auto", *allreduce.ALGORITHMS

@@ -9,6 +9,7 @@ from cases import compressed_sum, state_of
 from devices import assert_same, counted
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     OuterLoop,
     average_residuals,
@@ -22,7 +23,6 @@ from mpicomp import (
     AdaComp,
     AggregationAware,
     ChunkedTopK,
-    CollectiveError,
     ErrorFeedback,
     MomentumCorrection,
     Quantised,

@@ -20,6 +20,7 @@ from cases import (
 from mpi4py import MPI
 
 from collectives import (
+    CollectiveError,
     allreduce,
     dense_allreduce,
     dense_iallreduce,
@@ -32,9 +33,8 @@ from collectives import (
     sparse_ireduce,
     sparse_ireduce_scatter,
 )
-from collectives.agreement.first_call import link_of
+from collectives.calls.first_call import link_of
 from collectives.runtime.engine import of_process
-from mpicomp import CollectiveError
 
 
 def start_all(comm):

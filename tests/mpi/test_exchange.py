@@ -10,6 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     gtopk_allreduce,
     sparse_allgather,
@@ -20,7 +21,7 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from mpicomp import CollectiveError, ErrorFeedback, Quantised, TopK
+from mpicomp import ErrorFeedback, Quantised, TopK
 
 pytestmark = pytest.mark.small_groups
 

@@ -14,6 +14,7 @@ import pytest
 from cases import compressed_sum, is_last, state_of
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     gtopk_allreduce,
     sparse_allgather,
@@ -21,7 +22,6 @@ from collectives import (
     sparse_iallreduce,
 )
 from mpicomp import (
-    CollectiveError,
     Compressor,
     ErrorFeedback,
     MomentumCorrection,

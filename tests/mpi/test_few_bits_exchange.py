@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from cases import normals
 
-from collectives import GradientExchange, OuterLoop, quantised_allreduce
-from mpicomp import (
+from collectives import (
     CollectiveError,
+    GradientExchange,
+    OuterLoop,
+    quantised_allreduce,
+)
+from mpicomp import (
     Dense,
     ErrorFeedback,
     MomentumCorrection,

@@ -16,9 +16,9 @@ from cases import (
 )
 from mpi4py import MPI
 
-from collectives import gtopk_allreduce, traffic
+from collectives import CollectiveError, gtopk_allreduce, traffic
 from collectives.runtime import link
-from mpicomp import CollectiveError, SparseVector, TopK
+from mpicomp import SparseVector, TopK
 from mpicomp_bench.bench.collective import by_allgather
 
 

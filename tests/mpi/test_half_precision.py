@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     dense_allreduce,
     gtopk_allreduce,
@@ -15,7 +16,6 @@ from collectives import (
 from mpicomp import (
     AdaComp,
     ChunkedTopK,
-    CollectiveError,
     Dense,
     ErrorFeedback,
     Hadamard,

@@ -7,12 +7,13 @@ import pytest
 from cases import RandomK, compressed_sum, normals
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
 )
-from mpicomp import AdaComp, CollectiveError, ErrorFeedback, Quantised, SIDCo, TopK
+from mpicomp import AdaComp, ErrorFeedback, Quantised, SIDCo, TopK
 
 pytestmark = pytest.mark.small_groups
 

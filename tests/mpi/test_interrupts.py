@@ -17,6 +17,7 @@ from cases import contribution, contributions, is_last, state_of, window
 
 import collectives
 from collectives import (
+    CollectiveError,
     GradientExchange,
     SupportPlan,
     compressed_allreduce,
@@ -30,11 +31,11 @@ from collectives import (
     sparse_reduce,
     sparse_reduce_scatter,
 )
-from collectives.agreement.first_call import link_of
+from collectives.calls.first_call import link_of
+from collectives.exchange.step import Step
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Arrival
-from collectives.training.step import Step
-from mpicomp import CollectiveError, ErrorFeedback, SparseVector, TopK
+from mpicomp import ErrorFeedback, SparseVector, TopK
 
 pytestmark = pytest.mark.small_groups
 

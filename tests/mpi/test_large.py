@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import sparse_bcast, traffic
-from collectives.agreement.first_call import link_of
+from collectives.calls.first_call import link_of
 from mpicomp import SparseVector
 
 # bytes: the row, its message, what arrives, and room for the copies on the way

@@ -10,6 +10,7 @@ import pytest
 from cases import RandomK, integers, state_of
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     Sum,
     gtopk_allreduce,
@@ -24,7 +25,6 @@ from mpicomp import (
     AdaComp,
     AggregationAware,
     ChunkedTopK,
-    CollectiveError,
     Compressor,
     Dense,
     ErrorFeedback,

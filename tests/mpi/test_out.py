@@ -7,6 +7,7 @@ import pytest
 from cases import compressed_sum, normals
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     gtopk_allreduce,
     sparse_allgather,
@@ -14,7 +15,6 @@ from collectives import (
     sparse_iallreduce,
 )
 from mpicomp import (
-    CollectiveError,
     Dense,
     ErrorFeedback,
     MomentumCorrection,

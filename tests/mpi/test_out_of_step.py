@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 from cases import is_last
 
-from collectives import GradientExchange, OuterLoop, gtopk_allreduce, sparse_allreduce
-from mpicomp import (
+from collectives import (
     CollectiveError,
-    Dense,
-    ErrorFeedback,
-    MomentumCorrection,
-    StepAhead,
-    TopK,
-    WarmUp,
+    GradientExchange,
+    OuterLoop,
+    gtopk_allreduce,
+    sparse_allreduce,
 )
+from mpicomp import Dense, ErrorFeedback, MomentumCorrection, StepAhead, TopK, WarmUp
 from mpicomp.bucket import Bucket
 from mpicomp.replica import Replica
 

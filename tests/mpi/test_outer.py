@@ -9,20 +9,15 @@ from cases import RandomK, is_last, through_a_file
 from devices import cupy_for_tests
 
 from collectives import (
+    CheckError,
+    CollectiveError,
     GradientExchange,
     OuterLoop,
     dense_allreduce,
     redistribute_state,
     sparse_allreduce,
 )
-from mpicomp import (
-    CheckError,
-    CollectiveError,
-    Dense,
-    ErrorFeedback,
-    NoFeedback,
-    TopK,
-)
+from mpicomp import Dense, ErrorFeedback, NoFeedback, TopK
 
 pytestmark = pytest.mark.small_groups
 

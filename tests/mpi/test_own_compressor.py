@@ -5,8 +5,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from collectives import GradientExchange
-from mpicomp import CollectiveError, Compressor, MomentumCorrection
+from collectives import CollectiveError, GradientExchange
+from mpicomp import Compressor, MomentumCorrection
 from mpicomp.compressors.common import at_positions, finite_vector
 
 pytestmark = pytest.mark.small_groups

@@ -15,6 +15,7 @@ from cases import (
 )
 
 from collectives import (
+    CollectiveError,
     gtopk_allreduce,
     reduce_scatter,
     sparse_allgather,
@@ -22,9 +23,9 @@ from collectives import (
     sparse_reduce_scatter,
     traffic,
 )
-from collectives.agreement.first_call import link_of
+from collectives.calls.first_call import link_of
 from collectives.planning.schedule import groups
-from mpicomp import CollectiveError, SparseVector
+from mpicomp import SparseVector
 from mpicomp.vector import add_up
 
 

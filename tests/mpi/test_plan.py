@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from cases import contribution
 
-from collectives import SupportPlan, traffic
-from mpicomp import CollectiveError, SparseVector
+from collectives import CollectiveError, SupportPlan, traffic
+from mpicomp import SparseVector
 
 
 def values_of(rank, shape, dtype=np.float32):

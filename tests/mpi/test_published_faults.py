@@ -29,7 +29,7 @@ from collectives import (
     sparse_allreduce,
     traffic,
 )
-from collectives.agreement.first_call import link_of
+from collectives.calls.first_call import link_of
 from collectives.runtime.engine import of_process
 from mpicomp import ErrorFeedback, SparseVector, TopK
 

@@ -6,9 +6,8 @@ from cases import for_each
 from few_bits_cases import ORACLES, quantised
 from mpi4py import MPI
 
-from collectives import quantised_allreduce
+from collectives import CollectiveError, quantised_allreduce
 from collectives.runtime import link
-from mpicomp import CollectiveError
 
 BITS = [8, 4, 2, 1]
 LENGTHS = [0, 1, 33, 1000]

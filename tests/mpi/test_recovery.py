@@ -6,6 +6,8 @@ from cases import compressed_sum
 from mpi4py import MPI
 
 from collectives import (
+    CollectiveError,
+    CollectiveTimeoutError,
     GradientExchange,
     agree,
     configure,
@@ -14,15 +16,9 @@ from collectives import (
     sparse_allgather,
     sparse_allreduce,
 )
-from collectives.agreement import recovery
-from collectives.agreement import ulfm as failure
-from mpicomp import (
-    CollectiveError,
-    CollectiveTimeoutError,
-    ErrorFeedback,
-    SparseVector,
-    TopK,
-)
+from collectives.calls import recovery
+from collectives.faults import ulfm as failure
+from mpicomp import ErrorFeedback, SparseVector, TopK
 
 
 def gradient(rank, step, length=300):

@@ -8,6 +8,7 @@ from cases import RandomK, compressed_sum
 from mpi4py import MPI
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     OuterLoop,
     redistribute_state,
@@ -16,7 +17,6 @@ from collectives import (
 from mpicomp import (
     AggregationAware,
     ChunkedTopK,
-    CollectiveError,
     ErrorFeedback,
     Hadamard,
     MomentumCorrection,

@@ -16,6 +16,7 @@ from cases import (
 from disorder import Disordered, over
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     SupportPlan,
     allreduce,
@@ -33,7 +34,7 @@ from collectives import (
     sparse_reduce_scatter,
 )
 from collectives.runtime.link import link_if_any
-from mpicomp import CollectiveError, ErrorFeedback, SparseVector, TopK
+from mpicomp import ErrorFeedback, SparseVector, TopK
 
 K = 12
 ALGORITHMS = ("auto", *allreduce.ALGORITHMS)

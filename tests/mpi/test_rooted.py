@@ -12,9 +12,14 @@ from cases import (
     window,
 )
 
-from collectives import sparse_bcast, sparse_reduce, sparse_reduce_scatter
+from collectives import (
+    CollectiveError,
+    sparse_bcast,
+    sparse_reduce,
+    sparse_reduce_scatter,
+)
 from collectives.planning.partition import equal_bounds
-from mpicomp import CollectiveError, SparseVector
+from mpicomp import SparseVector
 
 
 @pytest.mark.every_size

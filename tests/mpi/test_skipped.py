@@ -7,15 +7,16 @@ import pytest
 from cases import RandomK, compressed_sum, is_last, normals, state_of
 
 from collectives import (
+    CollectiveError,
     GradientExchange,
     dense_allreduce,
     gtopk_allreduce,
     sparse_allgather,
     sparse_allreduce,
 )
+from collectives.faults.errors import NotFiniteError
 from mpicomp import (
     ChunkedTopK,
-    CollectiveError,
     Compressor,
     Dense,
     ErrorFeedback,
@@ -25,7 +26,6 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
-from mpicomp.errors import NotFiniteError
 
 pytestmark = pytest.mark.small_groups
 

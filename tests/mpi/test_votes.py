@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from cases import assert_equal, contribution, contributions, for_each, window
 
-from collectives import allreduce, sparse_allreduce
-from mpicomp import CollectiveError, SparseVector
+from collectives import CollectiveError, allreduce, sparse_allreduce
+from mpicomp import SparseVector
 
 
 def votes_of(vectors):

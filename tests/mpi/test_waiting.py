@@ -8,7 +8,7 @@ from cases import assert_same_bits, bits, contribution
 from mpi4py import MPI
 
 from collectives import gtopk_allreduce, sparse_allreduce
-from collectives.agreement.first_call import link_of
+from collectives.calls.first_call import link_of
 from collectives.runtime import waiting
 from mpicomp_bench import info
 

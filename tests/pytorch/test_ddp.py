@@ -30,6 +30,7 @@ from collectives import (  # noqa: E402
     redistribute_state,
     sparse_allreduce,
 )
+from collectives.faults.errors import CollectiveError  # noqa: E402
 from collectives.torch import (  # noqa: E402
     attach,
     init_process_group,
@@ -44,7 +45,6 @@ from mpicomp import (  # noqa: E402
     NoFeedback,
     TopK,
 )
-from mpicomp.errors import CollectiveError  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E4
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from collectives import GradientExchange, sparse_allreduce  # noqa: E402
+from collectives.faults.errors import CollectiveError  # noqa: E402
 from collectives.torch import attach_fsdp, outer_loop  # noqa: E402
 from mpicomp import Dense, NoFeedback, TopK  # noqa: E402
-from mpicomp.errors import CollectiveError  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 

@@ -10,10 +10,10 @@ message from every rank to every other one, as the exact gTop-k does.
 
 from typing import TypeVar
 
-from collectives.agreement.state import disagreement, report
+from collectives.faults.errors import StepSkippedError
+from collectives.faults.state import disagreement, report
 from collectives.runtime.group import DisagreementError, Group
 from collectives.runtime.messages import Steps
-from mpicomp.errors import StepSkippedError
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from itertools import repeat
 from operator import is_
 from typing import Any
 
-from collectives.training.names import canonical
+from collectives.exchange.names import canonical
 from mpicomp.arrays import ByName
 from mpicomp.tensors import ALONE, ARRAY, DICT, LIST
 

@@ -7,26 +7,30 @@ every rank. Only a bad `comm` raises at once, as there is nobody to notify.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from collectives.agreement import debug
-from collectives.agreement.first_call import link_of
-from collectives.agreement.notification import run_or_notify
+from collectives.calls import debug
+from collectives.calls.call import NOTHING, Call
+from collectives.calls.first_call import link_of
+from collectives.calls.notification import run_or_notify
+from collectives.faults.errors import CollectiveError
 from collectives.runtime import engine
-from collectives.runtime.collective import NOTHING, Call, Collective
 from collectives.runtime.engine import Request
 from collectives.runtime.group import Group
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import DTYPE_NAMES
 from mpicomp.codec import CODECS
-from mpicomp.errors import CollectiveError, kept
+from mpicomp.errors import kept
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
 
+if TYPE_CHECKING:
+    from collectives.calls.collective import Collective
+
 
 def start(
-    collective: Collective[..., Any],
+    collective: "Collective[..., Any]",
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     to_sum: Callable[[Any], Any] | None,
@@ -101,7 +105,7 @@ def _failed_call(
 
 
 def _vector_of(
-    call: Call[Any], collective: Collective[..., Any], link: Link
+    call: Call[Any], collective: "Collective[..., Any]", link: Link
 ) -> SparseVector:
     """Check the arguments and convert them, in the call; return the vector. Raises TypeError or ValueError."""
     if call.algorithm != "auto":

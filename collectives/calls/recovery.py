@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.agreement import ulfm
-from collectives.agreement.state import named_ranks
+from collectives.faults import ulfm
+from collectives.faults.errors import CollectiveError, RankFailedError
+from collectives.faults.state import named_ranks
 from collectives.runtime.engine import of_process
 from collectives.runtime.link import attached, link_if_any
 from collectives.runtime.messages import Sending
-from mpicomp.errors import CollectiveError, RankFailedError
 from mpicomp.settings import to_integer
 
 if TYPE_CHECKING:

@@ -18,15 +18,15 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from collectives.agreement.all_or_none import (
+from collectives.calls.all_or_none import (
     all_or_none,
     check_same,
     contributed,
     gather_objects,
     outcome_of,
 )
-from collectives.training.checkpoint import load_whole_state, whole_state
-from collectives.training.reduction import CONTRIBUTORS, OPERATION, Reduction
+from collectives.exchange.checkpoint import load_whole_state, whole_state
+from collectives.exchange.reduction import CONTRIBUTORS, OPERATION, Reduction
 from mpicomp.arrays import ByName
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from collectives.agreement.state import Faults
-from mpicomp.errors import CollectiveError, warn
+from collectives.faults.errors import CollectiveError
+from collectives.faults.state import Faults
+from mpicomp.errors import warn
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from collectives.agreement.all_or_none import gather_objects, outcome_of
-from collectives.agreement.debug import audit
-from collectives.training.reduction import OPERATION, Reduction
-from collectives.training.statistics import Statistics
-from collectives.training.step import Started, Step
+from collectives.calls.all_or_none import gather_objects, outcome_of
+from collectives.calls.checking import mass
+from collectives.calls.debug import audit
+from collectives.exchange.reduction import OPERATION, Reduction
+from collectives.exchange.statistics import Statistics
+from collectives.exchange.step import Started, Step
+from collectives.faults.errors import CheckError
 from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import Bucket
-from mpicomp.checking import mass
 from mpicomp.coded import CodedSum
 from mpicomp.compressors.base import write_sum
-from mpicomp.errors import CheckError, prefix
+from mpicomp.errors import prefix
 from mpicomp.vector import SparseVector
 
 

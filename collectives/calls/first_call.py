@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.agreement import ulfm
-from collectives.agreement.interrupts import defer_interrupt
-from collectives.agreement.state import Faults, differing
+from collectives.calls import checking
+from collectives.faults import ulfm
+from collectives.faults.interrupts import defer_interrupt
+from collectives.faults.state import Faults, differing
 from collectives.planning import links
 from collectives.runtime import cuda_aware, waiting
 from collectives.runtime.engine import of_process
@@ -25,7 +26,7 @@ from collectives.runtime.link import (
     link_if_any,
 )
 from collectives.runtime.messages import Sending
-from mpicomp import checking, threads
+from mpicomp import threads
 from mpicomp.settings import to_choice
 
 if TYPE_CHECKING:

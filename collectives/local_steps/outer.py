@@ -41,16 +41,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement.all_or_none import check_same, gather_results
-from collectives.agreement.interrupts import defer_interrupt
+from collectives.calls import checking
+from collectives.calls.all_or_none import check_same, gather_results
+from collectives.exchange import GradientExchange
+from collectives.exchange.forms import by_name, in_form
+from collectives.exchange.names import canonical_names
+from collectives.faults.errors import CheckError, CollectiveError
+from collectives.faults.interrupts import defer_interrupt
+from collectives.local_steps.redistribution import EXCHANGE, is_in_flight
 from collectives.runtime import staging
-from collectives.training import GradientExchange
-from collectives.training.forms import by_name, in_form
-from collectives.training.names import canonical_names
-from collectives.training.redistribution import EXCHANGE, is_in_flight
-from mpicomp import checking
 from mpicomp.arrays import Array, ByName, digest, read_only, to_numpy
-from mpicomp.errors import CheckError, CollectiveError
 from mpicomp.replica import Replica, copy_from_host, untied
 from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
 from mpicomp.state import (

@@ -12,13 +12,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from collectives.agreement import recovery, ulfm
-from collectives.agreement.state import differing
-from collectives.runtime.collective import NOTHING, Call, collective
+from collectives.calls import recovery
+from collectives.calls.call import NOTHING, Call
+from collectives.calls.collective import collective
+from collectives.faults import ulfm
+from collectives.faults.errors import CollectiveError
+from collectives.faults.state import differing
 from collectives.runtime.group import Group
 from collectives.runtime.link import link_if_any
 from collectives.runtime.messages import Steps
-from mpicomp.errors import CollectiveError, kept
+from mpicomp.errors import kept
 from mpicomp.vector import SparseVector
 
 

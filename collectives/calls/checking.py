@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from collectives.faults.errors import CheckError
 from mpicomp.arrays import Array, to_numpy
-from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
 
 VARIABLE = "MPICOMP_CHECK"

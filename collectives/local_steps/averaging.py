@@ -9,11 +9,11 @@ and the division are exact.
 
 import numpy as np
 
-from collectives.agreement.all_or_none import all_or_none, outcome_of
-from collectives.agreement.interrupts import defer_interrupt
+from collectives.calls.all_or_none import all_or_none, outcome_of
 from collectives.dense import dense_allreduce
-from collectives.training import GradientExchange
-from collectives.training.exchange import check_between_steps
+from collectives.exchange import GradientExchange
+from collectives.exchange.exchange import check_between_steps
+from collectives.faults.interrupts import defer_interrupt
 from mpicomp.arrays import Array, kernels_for
 from mpicomp.bucket import Bucket
 from mpicomp.errors import kept

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from collectives.training.checkpoint import COMPRESSOR, FEEDBACK, TABLE
+from collectives.exchange.checkpoint import COMPRESSOR, FEEDBACK, TABLE
 from mpicomp.arrays import Array, ByName, converted, to_numpy
 from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.settings import to_choice, to_integer

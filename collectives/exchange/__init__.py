@@ -1,5 +1,5 @@
 """GradientExchange: a Step of Buckets, which Layout makes of tensors and Reduction sums."""
 
-from collectives.training.exchange import GradientExchange
+from collectives.exchange.exchange import GradientExchange
 
 __all__ = ["GradientExchange"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from collectives.training.names import canonical_names
+from collectives.exchange.names import canonical_names
 from mpicomp.arrays import Array, ByName
 from mpicomp.bucket import Bucket
 from mpicomp.compressors.base import restore

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mpicomp.errors import (
+from collectives.faults.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     DamagedMessageError,

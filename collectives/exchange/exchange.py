@@ -10,28 +10,28 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.agreement.all_or_none import (
+from collectives.calls import checking
+from collectives.calls.all_or_none import (
     all_or_none,
     check_same,
     contributed,
     gather_objects,
     outcome_of,
 )
-from collectives.agreement.interrupts import defer_interrupt
-from collectives.runtime.engine import of_process
-from collectives.runtime.link import attached, check_communicator, faults_of
-from collectives.training.checkpoint import (
+from collectives.exchange.checkpoint import (
     load_whole_state,
     restored_on_error,
     whole_state,
 )
-from collectives.training.debug import CheckedStep
-from collectives.training.forms import by_name, check_same_form, in_form, outs_by_name
-from collectives.training.layout import Choose, Layout
-from collectives.training.reduction import CONTRIBUTORS, OPERATION, SIGN, reduction
-from collectives.training.statistics import Statistics, report
-from collectives.training.step import Step
-from mpicomp import checking
+from collectives.exchange.debug import CheckedStep
+from collectives.exchange.forms import by_name, check_same_form, in_form, outs_by_name
+from collectives.exchange.layout import Choose, Layout
+from collectives.exchange.reduction import CONTRIBUTORS, OPERATION, SIGN, reduction
+from collectives.exchange.statistics import Statistics, report
+from collectives.exchange.step import Step
+from collectives.faults.interrupts import defer_interrupt
+from collectives.runtime.engine import of_process
+from collectives.runtime.link import attached, check_communicator, faults_of
 from mpicomp.arrays import ByName
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket

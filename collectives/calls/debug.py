@@ -1,7 +1,7 @@
 """The debug mode of the collectives, MPICOMP_CHECK=1 (docs/reliability.md): calls are compared, results audited.
 
 The variable is read once for each communicator, at its first operation.
-`mpicomp.checking` has the masses and their tolerance, `runtime.group` the checksums.
+`collectives.calls.checking` has the masses and their tolerance, `runtime.group` the checksums.
 """
 
 import sys
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from collectives.agreement.notification import run_or_notify
-from collectives.agreement.state import differing
-from collectives.runtime.collective import Sum, ToSum
+from collectives.calls.call import Sum, ToSum
+from collectives.calls.checking import check_conserved, mass, total_mass
+from collectives.calls.notification import run_or_notify
+from collectives.faults.errors import CheckError
+from collectives.faults.state import differing
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from mpicomp.arrays import check_finite, digest
-from mpicomp.checking import check_conserved, mass, total_mass
-from mpicomp.errors import CheckError
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def checked(
     """Run an operation with the checks of the debug mode; return its result, or raise on all ranks.
 
     contributed: the vector, or the array that MPI sums. promise: see
-    `collectives.runtime.collective.Declaration`.
+    `collectives.calls.collective.Declaration`.
     """
     # now: later the caller's frames are gone
     call = [group.signature["operation"], _caller()]

@@ -14,28 +14,29 @@ from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
-from collectives.agreement.all_or_none import (
+from collectives.calls.all_or_none import (
     all_or_none,
     catch_up,
     contributed,
     miss,
     outcome_of,
 )
-from collectives.runtime import staging
-from collectives.runtime.engine import Request
-from collectives.runtime.link import link_if_any
-from collectives.training.layout import Layout
-from collectives.training.reduction import (
+from collectives.exchange.layout import Layout
+from collectives.exchange.reduction import (
     OPERATION,
     SIGN,
     Reduction,
     dense_reduction,
 )
-from collectives.training.statistics import Statistics
+from collectives.exchange.statistics import Statistics
+from collectives.faults.errors import NotFiniteError, StepSkippedError
+from collectives.runtime import staging
+from collectives.runtime.engine import Request
+from collectives.runtime.link import link_if_any
 from mpicomp.arrays import Array, ByName, check_apart
 from mpicomp.bucket import Bucket, Mean, Write, signs
 from mpicomp.compressors.base import Snapshot, restore
-from mpicomp.errors import NotFiniteError, StepSkippedError, kept
+from mpicomp.errors import kept
 from mpicomp.vector import SparseVector, entries, from_all_values, split, widened
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives.agreement.votes import contributors
 from collectives.allreduce import sparse_allreduce
+from collectives.calls.call import Sum
+from collectives.calls.collective import Collective, Declaration
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
-from collectives.runtime.collective import Collective, Declaration, Sum
+from collectives.runtime.votes import contributors
 from mpicomp.arrays import converted, kernels_for, on_device, to_vector
 from mpicomp.bucket import Mean
 from mpicomp.coded import CodedSum

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.agreement import ulfm
-from collectives.agreement.state import Faults
+from collectives.faults import ulfm
+from collectives.faults.state import Faults
 from collectives.runtime.messages import (
     LINE,
     Arrival,

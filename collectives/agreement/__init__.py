@@ -1,1 +1,0 @@
-"""Handling of ranks that disagree, do not respond or die."""

@@ -1,0 +1,1 @@
+"""What a rank knows of the faults of other ranks, and how an error reaches all ranks. Imports no floor above."""

@@ -1,0 +1,1 @@
+"""Local steps: ranks train apart, and exchange their progress every H steps."""
