@@ -10,10 +10,20 @@ from collectives.exchange import GradientExchange
 def exchange_pytree(exchange: GradientExchange, gradients: Any) -> Any:
     """Return the means of a pytree of gradients, as a pytree of the same structure.
 
-    gradients: a pytree of JAX arrays. Each leaf is a tensor of its own, named by its
-    path, such as "[0]['bias']". The same structure, shapes and dtypes on every rank and
-    in every step. Call it outside `jax.jit`: it waits for the gradients, and
-    communicates. Raises the errors of a call of the exchange.
+    Call it outside `jax.jit`: it waits for the gradients, and communicates.
+
+    Args:
+        exchange: of these gradients alone.
+        gradients: a pytree of JAX arrays, with the same structure, shapes and dtypes on every
+            rank and in every step. Each leaf is a tensor of its own, named by its path, such
+            as "[0]['bias']".
+
+    Returns:
+        A pytree of JAX arrays of the same shapes and dtypes.
+
+    Raises:
+        CollectiveError: another rank failed. The errors of a call of the exchange are raised
+            too.
 
     >>> gradients = jax.grad(loss)(parameters, batch)
     >>> means = exchange_pytree(exchange, gradients)

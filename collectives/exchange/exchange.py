@@ -46,43 +46,54 @@ from mpicomp.tensors import DICT
 class GradientExchange:
     """Exchange gradients between the ranks of `comm`: each gets the mean of the vectors sent by all ranks.
 
-    comm: any mpi4py intracommunicator. compressor: selects the entries to send; each
-    named tensor gets a copy. Or, for gradients in a dict, a function of the name and
-    the shape of a tensor that returns its compressor. feedback: keeps the other
-    entries; one object for each exchange, `ErrorFeedback()` by default; each named
-    tensor gets a copy. collective: `sparse_allreduce`, the default, `gtopk_allreduce`,
-    `sparse_allgather`, with keyword arguments bound by `functools.partial`; it runs in
-    its nonblocking form. Or a function of (vector, comm); a rank that failed passes an
-    exception as the vector, and all ranks have to raise. It returns the same sum on all
-    ranks: a SparseVector or an array; a `Sum`, if ranks keep rejected entries or votes
-    are counted; or a Request for one of these.
+    The object holds the residuals: use one for each model, and the same settings and calls
+    on every rank. The first step compares settings and tensors between the ranks. A step is
+    kept by all ranks or by none.
 
-    Or a collective of dense arrays with `Dense()`, which None stands for then:
-    `quantised_allreduce`, with its bits bound, whose `rejected` is the next residual,
-    or `dense_allreduce`. bits: 8, 4, 2 or 1, short for the former.
+    Args:
+        comm: any mpi4py intracommunicator.
+        compressor: selects the entries to send; each named tensor gets a copy. For gradients
+            in a dict also a function of the name and the shape of a tensor that returns its
+            compressor. None is allowed with `bits` and with collectives of dense arrays.
+        feedback: keeps the entries that are not sent, by default `ErrorFeedback()`; each
+            named tensor gets a copy.
+        collective: sums what the ranks send, by default `sparse_allreduce`. Also
+            `gtopk_allreduce`, `sparse_allgather` or `compressed_allreduce`; the dense sums
+            `quantised_allreduce` and `dense_allreduce`, in place of a compressor; each with
+            keyword arguments bound by `functools.partial`. The page on the exchange has a
+            section on one of your own.
+        average: True divides the sum by the number of ranks, False does not. "contributors"
+            divides each entry by the number of ranks that sent it, which `sparse_allreduce`
+            counts; tensors that are sent dense are divided by the number of ranks. "sign"
+            returns the sign of the sum, 1, -1 or 0.
+        basis: an orthonormal basis, such as `Hadamard()`, whose coefficients of each tensor
+            are compressed; the residual stays in it, and the mean is transformed back to a
+            dense array. None, the default, compresses the values.
+        bits: 8, 4, 2 or 1: send every value in so many bits, by `quantised_allreduce` in place
+            of compressor and collective; the rounding error is the next residual.
+        small: named tensors with fewer values are sent dense; by default 1024, and 0 in a
+            basis and for dense sums.
+        bucket_nbytes: bytes of the gradients in one message, about; by default 2^25, and 2^30
+            if all tensors are on a device on all ranks.
+        nonfinite: "raise" raises on all ranks if a gradient of any rank contains NaN or an
+            infinity. "skip" skips the step on all ranks, which takes one more pass over the
+            gradients: residuals do not change, and all means are zero (empty with
+            sparse=True).
+        log: a function that is called with the `Statistics` of each step that was kept; an
+            error in it becomes a warning.
 
-    average: True divides the sum by the number of ranks, False does not; "contributors"
-    divides each entry by the number of ranks that sent it, which `sparse_allreduce`
-    counts; "sign" returns the sign of the sum, 1, -1 or 0. Tensors
-    that are sent dense (small ones, and those of `Dense`) are divided by the number of
-    ranks. basis: compress the coefficients of each tensor in an orthonormal basis, such
-    as `Hadamard()`, keep the residual in it, and transform the mean back: a dense
-    array. small: named tensors with fewer values are sent dense; by default 1024, and 0
-    in a basis and for dense arrays. bucket_nbytes: bytes of the gradients in one
-    message, about; by default 2^25, and 2^30 for tensors that are on a device on all
-    ranks. log: called with the `Statistics` of each step that was kept; an error in it
-    becomes a warning.
+    Attributes:
+        comm: the communicator.
+        compressor: as passed, a copy.
+        feedback: as passed, a copy; that of each tensor is another copy.
+        finite: whether the last step was kept, and not skipped; the same on all ranks.
+        steps: the number of steps that were kept, also before a state that was loaded.
+        skipped: the number of steps that were skipped.
+        statistics: the `Statistics` of the last step; None before the first.
 
-    nonfinite: "skip" skips a step on all ranks if a gradient of any rank contains NaN
-    or an infinity, which takes one more pass over the gradients. Residuals do not
-    change, all means are zero, so that an optimiser without momentum changes nothing
-    (with sparse=True they are empty), and `finite` is False until a step is kept.
-    "raise" raises.
-
-    The object holds the residuals: use one for each model, and the same settings and
-    calls on every rank. The first step compares settings and tensors between the ranks.
-    A step is kept by all ranks or by none. Raises TypeError or ValueError for bad
-    arguments.
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: an argument has a wrong value, or some do not go together.
 
     >>> GradientExchange(comm, TopK(k=2))(gradient).tolist()  # the residual is now [0.5, 0, 0.25, 0]
     [0.0, -3.0, 0.0, 2.0]
@@ -174,24 +185,32 @@ class GradientExchange:
         )
 
     def __call__(self, gradient: Any, *, out: Any = None, sparse: bool = False) -> Any:
-        """Exchange `gradient` and return the mean over the ranks, as the same kind of array.
+        """Exchange a gradient and return the mean over the ranks, as the same kind of array.
 
-        gradient: one array of any shape; or a list or tuple of arrays of one dtype,
-        which are compressed as one vector (returns a list); or a dict of arrays by
-        name, each compressed separately, as `start` and `finish` do (returns the means
-        of all registered tensors, those of `gradient` first). In host memory or on a
-        CUDA device; see `mpicomp.arrays` for the kinds. The same shapes and dtypes on
-        every rank and in every step.
+        Args:
+            gradient: an array of any shape; or a list or tuple of arrays of one dtype, which are
+                compressed as one vector; or a dict of arrays by name, each compressed separately,
+                as `start` and `finish` do. float16, float32, float64 or bfloat16; of NumPy, CuPy
+                or a kind that supports DLPack. The same shapes and dtypes on every rank and in
+                every step.
+            out: output buffers in the form of `gradient`, C-contiguous, of the same shapes and
+                dtypes, or the gradient itself; new arrays by default. A dict may omit names.
+            sparse: return the mean as a SparseVector, or a list or dict of these, with indices
+                into each array in C order, without a pass over all values
+                (`SparseVector.add_to`).
 
-        out: the output buffers, in the form of `gradient`: C-contiguous, of the same
-        shapes and dtypes, or the gradient itself; they are returned. A dict may omit
-        names. sparse: return the mean as a SparseVector, or a list or dict of these,
-        with indices into each array in C order, without a pass over all values. See
-        `SparseVector.add_to`.
+        Returns:
+            The mean: an array, a list, or a dict with the means of all registered tensors, those
+            of `gradient` first; `out` where given.
 
-        Raises KeyError, TypeError or ValueError for a bad gradient or `out`,
-        RuntimeError within a step, and `CollectiveError` on the other ranks;
-        OverflowError on all ranks if the sum leaves its range. Nothing changes.
+        Raises:
+            KeyError: `gradient` or `out` has an unknown name; other ranks raise CollectiveError.
+            TypeError: `gradient` or `out` is of a wrong type; likewise.
+            ValueError: `gradient` is not finite, or a shape or dtype is not as before; likewise.
+            RuntimeError: a step of named tensors is in progress; likewise.
+            OverflowError: on all ranks, if the sum leaves the range of the dtype.
+            CollectiveError: another rank's gradient is bad, or the ranks are in different steps.
+                Nothing changes, as after every error above.
         """
         try:
             check_between_steps(self)
@@ -213,12 +232,17 @@ class GradientExchange:
     def register(self, tensors: ByName) -> None:
         """Register the tensors, in the order in which their gradients become ready; all ranks call it, once.
 
-        tensors: arrays by name; only kind, shape and dtype are used. Without this call
-        the first step registers them.
+        Without this call the first step registers them.
 
-        Raises TypeError or ValueError for bad tensors, or the error of a `compressor`
-        function, and `CollectiveError` on the other ranks, or on all if tensors or
-        settings differ; RuntimeError if tensors are registered.
+        Args:
+            tensors: arrays by name; only kind, shape and dtype are used.
+
+        Raises:
+            TypeError: a tensor is of a wrong type; other ranks raise CollectiveError.
+            ValueError: a tensor has a wrong dtype or memory; likewise. Errors of a `compressor`
+                function are raised too.
+            RuntimeError: the tensors are registered.
+            CollectiveError: another rank's tensors are bad, or tensors or settings differ.
         """
         if self._buckets:
             raise RuntimeError(
@@ -235,12 +259,19 @@ class GradientExchange:
     def start(self, name: str, array: Any, *, out: Any = None) -> None:
         """Pass the gradient of a tensor; its bucket is sent once it is full and all earlier buckets were sent.
 
-        name: of a tensor, once a step. array: of the registered shape and dtype; None
-        for zeros. Do not change it before `finish`, which raises its errors, and sends
-        the buckets if no tensors are registered. out: as in a call.
+        If no tensors are registered, `finish` sends the buckets.
 
-        Raises KeyError, TypeError or ValueError for an unknown or a repeated name; the
-        step continues.
+        Args:
+            name: of a tensor, once a step.
+            array: of the registered shape and dtype; None for zeros. Do not change it before
+                `finish`, which raises its errors, has returned.
+            out: the output buffer, C-contiguous, of the same shape and dtype, or `array` itself;
+                a new array by default.
+
+        Raises:
+            KeyError: the name is unknown; the step continues.
+            TypeError: `array` or `out` is of another kind than registered; the step continues.
+            ValueError: the name was started before in this step; the step continues.
         """
         if self._step is not None and name in self._step.arrays:
             raise ValueError(
@@ -270,11 +301,19 @@ class GradientExchange:
             self._step.advance()
 
     def finish(self, *, sparse: bool = False) -> dict[str, Any]:
-        """Wait for the sums of this step, and return the means by name, as the registered kinds of array.
+        """Wait for the sums of this step, and return the means by name.
 
-        A tensor that was not started on this rank counts as zero, such as all of them
-        on a rank without a batch, but entries of its residual may be sent. sparse,
-        errors: as of a call.
+        A tensor that was not started on this rank counts as zero, such as all of them on a rank
+        without a batch, but entries of its residual may be sent.
+
+        Args:
+            sparse: return SparseVectors, as in a call.
+
+        Returns:
+            A dict of the means of all registered tensors, of the registered kinds of array.
+
+        Raises:
+            CollectiveError: another rank failed. The errors of a call are raised too.
         """
         return self._run(DICT, "sparse" if sparse else "dense").results
 
@@ -286,11 +325,13 @@ class GradientExchange:
         return self._run(DICT, "vectors", settings=settings).means
 
     def fail(self, error: Any) -> NoReturn:
-        """End the step under way, or the next one, as a rank that failed: `error` is raised, as in `finish`.
+        """End the step under way, or the next one, as a rank that failed; the other ranks raise CollectiveError.
 
-        The other ranks raise CollectiveError. error: any exception, such as
-        KeyboardInterrupt; for anything else TypeError is raised, and CollectiveError on
-        the other ranks.
+        Args:
+            error: any exception, such as KeyboardInterrupt; it is raised here, as by `finish`.
+
+        Raises:
+            TypeError: `error` is no exception.
         """
         if not isinstance(error, BaseException):
             error = TypeError(f"fail got {error!r}: expected an exception")
@@ -311,10 +352,13 @@ class GradientExchange:
             del error, own  # they, a traceback and this frame hold each other
 
     def ahead(self, parameters: Any) -> Any:
-        """Return where to evaluate the next gradient: `parameters` less the residual for `StepAhead`, else as they are.
+        """Return where to evaluate the next gradient: parameters less the residual for `StepAhead`, else as they are.
 
-        parameters: in the form of the gradients: an array, a list, or a dict by name;
-        KeyError for a missing one.
+        Args:
+            parameters: in the form of the gradients: an array, a list, or a dict by name.
+
+        Raises:
+            KeyError: a parameter is missing.
         """
         if not self._buckets:
             return parameters
@@ -330,7 +374,7 @@ class GradientExchange:
 
     @property
     def residual_norm(self) -> float:
-        """Euclidean norm of this rank's residuals, except those in place; takes a pass over them."""
+        """The Euclidean norm of this rank's residuals, except those in place; takes a pass over them."""
         return math.hypot(*[bucket.feedback.residual_norm for bucket in self.buckets])
 
     @property
@@ -367,12 +411,17 @@ class GradientExchange:
         """Load a `state_dict` of this rank and number of ranks; if it raises, nothing changes.
 
         All ranks call it, with states of one step: the next step raises CollectiveError
-        on all of them otherwise. same_settings: False also accepts a state with other
-        settings, such as another density or decay.
+        on all of them otherwise.
 
-        Raises ValueError for the state of another rank, number of ranks (see
-        `redistribute_state`), or other settings, naming both, and for an incomplete state
-        or one that does not fit; RuntimeError within a step.
+        Args:
+            state: arrays by name, as `state_dict` returned them, also from np.load.
+            same_settings: False also accepts a state with other settings, such as another density
+                or decay.
+
+        Raises:
+            ValueError: the state is of another rank, number of ranks (see `redistribute_state`) or
+                other settings, naming both; or it is incomplete, or does not fit.
+            RuntimeError: a step is in progress.
         """
         check_between_steps(self)
         self.steps = load_whole_state(
@@ -382,16 +431,24 @@ class GradientExchange:
 
     @defer_interrupt
     def hold(self, names: Iterable[str], changed: Iterable[str] = ()) -> set[str]:
-        """Leave named tensors out of the following steps, such as frozen layers; return them. All ranks call it.
+        """Leave named tensors out of the following steps, such as frozen layers, and return their names.
 
-        names: all that are left out from now on; none takes all up again. Nothing of
-        them is sent, no mean is returned, and their residuals and compressors do not
-        change. changed: those of them that this rank has to send nevertheless; what any
-        rank has to send is not left out.
+        Nothing of them is sent, no mean is returned, and their residuals and compressors do not
+        change. All ranks call it. If it raises, nothing changes.
 
-        Raises KeyError, ValueError if no tensor is left, CollectiveError on the other
-        ranks, or on all if the names differ; RuntimeError within a step. Nothing
-        changes then.
+        Args:
+            names: all that are left out from now on; none takes all up again.
+            changed: those of `names` that this rank has to send nevertheless, by default none.
+                What any rank has to send is not left out.
+
+        Returns:
+            The names that are left out on all ranks.
+
+        Raises:
+            KeyError: a name is unknown; other ranks raise CollectiveError.
+            ValueError: no tensor is left; likewise.
+            RuntimeError: a step is in progress; likewise.
+            CollectiveError: another rank failed, or the names differ.
         """
         check_between_steps(self)
         proposal = outcome_of(self._to_hold, names, changed)
@@ -441,10 +498,17 @@ class GradientExchange:
     def continue_on(self, comm: Any) -> None:
         """Continue with the ranks of another communicator, after `collectives.shrink`: each keeps its residuals.
 
-        comm: of ranks that have this exchange; all of them call. The residuals of dead
-        ranks are lost; the mean is then over the ranks of `comm`. Raises RuntimeError
-        within a step; CollectiveError on all ranks if they have kept different steps;
-        RankFailedError and CollectiveTimeoutError as a step does. Nothing changes then.
+        The residuals of dead ranks are lost; the mean is then over the ranks of `comm`. If it
+        raises, nothing changes.
+
+        Args:
+            comm: an mpi4py intracommunicator of ranks that have this exchange; all of them call.
+
+        Raises:
+            RuntimeError: a step is in progress.
+            CollectiveError: the ranks have kept different steps.
+            RankFailedError: a rank died.
+            CollectiveTimeoutError: a rank is absent.
         """
         check_between_steps(self)
         mine = {"steps kept": str(self.steps), "buckets": str(len(self._buckets))}
@@ -458,8 +522,10 @@ class GradientExchange:
     def reset(self) -> None:
         """Clear the residual on this rank, whose mass is lost, and the compressors' memory of aggregates.
 
-        All ranks call it: the next step raises CollectiveError on all of them
-        otherwise. RuntimeError within a step.
+        All ranks call it: the next step raises CollectiveError on all of them otherwise.
+
+        Raises:
+            RuntimeError: a step is in progress.
         """
         check_between_steps(self)
         for bucket in self.buckets:
@@ -468,11 +534,18 @@ class GradientExchange:
 
     @defer_interrupt
     def rescale(self, factor: float) -> None:
-        """Multiply residuals in gradient units by `factor`, the old learning rate over the new one.
+        """Multiply residuals in gradient units by a factor when the learning rate changes.
 
-        All ranks call it: the next step raises CollectiveError on all of them
-        otherwise. Raises RuntimeError within a step, and the errors of a feedback's
-        `rescale`; nothing changes then.
+        All ranks call it: the next step raises CollectiveError on all of them otherwise. If it
+        raises, nothing changes.
+
+        Args:
+            factor: the old learning rate over the new one, above 0.
+
+        Raises:
+            ValueError: the factor is out of range.
+            OverflowError: a value leaves the range of its dtype.
+            RuntimeError: a step is in progress.
         """
         check_between_steps(self)
         with restored_on_error(self.buckets):

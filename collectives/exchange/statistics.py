@@ -8,12 +8,20 @@ from collectives.runtime.link import link_if_any
 
 
 class Statistics(NamedTuple):
-    """Statistics of one bucket or step on this rank, or the sums of several. Times in seconds.
+    """Statistics of one bucket or step on this rank, or the sums of several.
 
-    length: values in the gradient. sent: entries contributed by this rank; received:
-    entries of the sum. nbytes: bytes of the contributed indices and
-    values; wire_nbytes: of the messages sent, as counted by `collectives.traffic`.
-    residual_norm: Euclidean norm of this rank's residuals; None without a `log`.
+    Args:
+        length: values in the gradient.
+        sent: entries that this rank contributed.
+        received: entries of the sum.
+        rejected: entries that the collective rejected on this rank.
+        nbytes: bytes of the indices and values that this rank contributed.
+        compress_seconds: for the selection, with the addition of the residual.
+        communicate_seconds: in messages, and in waits for other ranks.
+        restore_seconds: for the mean and the next residual.
+        wire_nbytes: bytes of the messages that this rank sent, as `collectives.traffic` counts.
+        steps: the number of steps in the sums.
+        residual_norm: Euclidean norm of this rank's residuals; None without a `log`.
     """
 
     length: int = 0
@@ -30,7 +38,7 @@ class Statistics(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Entries contributed by this rank, over the length."""
+        """Entries that this rank contributed, over the length."""
         return self.sent / self.length if self.length else 0.0
 
     def plus(self, other: "Statistics") -> "Statistics":

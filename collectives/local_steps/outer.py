@@ -73,33 +73,43 @@ OTHER_LOOP = (
 class OuterLoop:
     """Synchronise the models of all ranks by an exchange of pseudo-gradients every `every` steps.
 
-    All ranks construct it, with the same settings and the same values of the
-    parameters: broadcast those of rank 0 first. Then each calls `step` after each step
-    of its own optimiser, whose state it does not change.
+    All ranks construct it, with the same settings and the same values of the parameters:
+    broadcast those of rank 0 first. Then each calls `step` after each step of its own
+    optimiser, whose state it does not change.
 
-    exchange: a `GradientExchange` that nothing else uses; the constructor registers its
-    tensors. Tensors of fewer than its `small` values are sent dense. parameters: arrays
-    by name, such as `dict(model.named_parameters())`, or a list, or one array; or a
-    function that returns them, which is called for each round. float16, bfloat16,
-    float32 or float64, without gaps in memory, of NumPy, CuPy, or a kind that supports
-    DLPack, such as PyTorch's tensors. `step` writes to them in place. Tied parameters
-    (the same memory under two names) count once. Parameters not passed are not changed.
-    A tensor of PyTorch that no longer requires a gradient is left out of the rounds,
-    with its residual, once it was unchanged for a round on all ranks; until it requires
-    one again, or has changed in a round, which the next one then includes. Average the
-    statistics of batch normalisation yourself, with `dense_allreduce`, before you
-    evaluate or save the model.
+    A tensor of PyTorch that no longer requires a gradient is left out of the rounds, with its
+    residual, once it was unchanged for a round on all ranks; until it requires one again, or
+    has changed in a round, which the next one then includes. Average the statistics of batch
+    normalisation yourself, with `dense_allreduce`, before you evaluate or save the model.
 
-    every: H, steps from one exchange to the next; H = 1 compresses the update of each
-    step. rate: multiplies the mean at the end of a round; it may be changed between
-    steps, to the same value on all ranks. At 0 a round discards the progress of all
-    ranks and their residuals, and does not change the momentum. momentum, nesterov: as
-    in PyTorch's SGD, without weight decay, which belongs to the inner optimiser. delay:
-    steps computed while an exchange is in flight, 0 <= delay < every.
+    Args:
+        exchange: a `GradientExchange` that nothing else uses; the constructor registers its
+            tensors. Tensors of fewer than its `small` values are sent dense.
+        parameters: arrays by name, such as `dict(model.named_parameters())`, or a list, or one
+            array; or a function that returns them, which is called for each round. float16,
+            bfloat16, float32 or float64, without gaps in memory, of NumPy, CuPy, or a kind
+            that supports DLPack. `step` writes to them in place. Tied parameters (the same
+            memory under two names) count once.
+        every: H, the steps from one exchange to the next; H = 1 compresses the update of each
+            step.
+        rate: multiplies the mean at the end of a round; it may be changed between steps, to the
+            same value on all ranks. At 0 a round discards the progress of all ranks and their
+            residuals, and does not change the momentum.
+        momentum: as in PyTorch's SGD, without weight decay, which belongs to the inner
+            optimiser.
+        nesterov: likewise.
+        delay: steps computed while an exchange is in flight, 0 <= delay < every.
 
-    Raises TypeError or ValueError for bad arguments, and `CollectiveError` on the other
-    ranks; CollectiveError on all ranks for settings, tensors or parameters that differ,
-    naming the ranks.
+    Attributes:
+        exchange: as passed.
+        rounds: the number of exchanges that were kept.
+
+    Raises:
+        TypeError: an argument is of a wrong type; other ranks raise CollectiveError.
+        ValueError: an argument has a wrong value; likewise.
+        CollectiveError: settings, tensors or parameters differ, naming the ranks.
+
+    Source: A. Douillard et al., DiLoCo, 2023 (arXiv 2311.08105).
 
     >>> parameters = {"weight": np.ones(4, np.float32)}
     >>> outer = OuterLoop(GradientExchange(comm, TopK(k=2)), parameters, every=2)
@@ -202,18 +212,22 @@ class OuterLoop:
 
     @defer_interrupt
     def step(self) -> bool:
-        """Count a step of the inner optimiser, and exchange if it is due; return whether a round ended.
+        """Count a step of the inner optimiser, and exchange if it is due.
 
-        All ranks call it equally often. A rank without a batch calls it with unchanged
-        parameters, and contributes entries of its residual.
+        All ranks call it equally often. A rank without a batch calls it with unchanged parameters,
+        and contributes entries of its residual.
 
-        Raises the errors of `GradientExchange.finish`, for example ValueError on a rank
-        whose parameters are not finite and CollectiveError on the others. The round is
-        then undone on all ranks: anchor, momentum and residuals do not change, the
-        local progress stays in the parameters, and the next round, `every` steps later,
-        includes it. With a delay the rank with the error may raise earlier than the
-        others. If the exchange skips its step, nothing changes either, and it returns
-        False.
+        After an error the round is undone on all ranks: anchor, momentum and residuals do not
+        change, the local progress stays in the parameters, and the next round, `every` steps
+        later, includes it. With a delay the rank with the error may raise earlier than the others.
+
+        Returns:
+            Whether a round ended. If the exchange skips its step, nothing changes, and it is False.
+
+        Raises:
+            ValueError: parameters of this rank are not finite; other ranks raise CollectiveError.
+            CollectiveError: another rank failed. The errors of `GradientExchange.finish` are raised
+                too.
         """
         self.count += 1
         steps_into_round = self.count % self.every
@@ -228,11 +242,16 @@ class OuterLoop:
 
     @defer_interrupt
     def synchronise(self) -> bool:
-        """End the round now, such as at the end of training or to save; return whether its exchange was kept.
+        """End the round now, such as at the end of training or to save.
 
-        All ranks call it. The steps since the last exchange are exchanged, an exchange
-        in flight is finished before, and all ranks hold the anchor. The next round has
-        `every` steps again. False without such steps. Raises the errors of `step`.
+        All ranks call it. The steps since the last exchange are exchanged, an exchange in flight
+        is finished before, and all ranks hold the anchor. The next round has `every` steps again.
+
+        Returns:
+            Whether the exchange was kept; False if there was no step since the last one.
+
+        Raises:
+            CollectiveError: another rank failed. The errors of `step` are raised too.
 
         >>> parameters = {"weight": np.ones(4, np.float32)}
         >>> outer = OuterLoop(GradientExchange(comm, bits=4), parameters, every=10)
@@ -252,8 +271,11 @@ class OuterLoop:
     def restart(self) -> None:
         """Take the parameters as the anchor, such as those that were loaded after this loop was made.
 
-        All ranks call it, with the same parameters, before the first step: the first
-        round compares them. RuntimeError after a step.
+        All ranks call it, with the same parameters, before the first step: the first round
+        compares them.
+
+        Raises:
+            RuntimeError: a step was taken.
         """
         if self.count:
             raise RuntimeError(
@@ -293,17 +315,23 @@ class OuterLoop:
     ) -> None:
         """Load a `state_dict`; the following steps have the same bits. All ranks call it.
 
-        Construct model, exchange and loop as at the start of the run, and call this. It
-        writes the anchor to the parameters if the state was saved at the end of a round.
-        Else write the saved parameters to the model after it. An exchange that was in
-        flight is started again. state: also a function that returns it, such as from a
-        file, or by `redistribute_state` from those of another number of ranks.
-        same_settings: as in `GradientExchange`.
+        Construct model, exchange and loop as at the start of the run, and call this. It writes
+        the anchor to the parameters if the state was saved at the end of a round. Else write the
+        saved parameters to the model after it. An exchange that was in flight is started again.
+        If it raises, nothing changes.
 
-        Raises ValueError on a rank whose state does not fit, TypeError for no state, or
-        the error of the function, and CollectiveError on the others; CollectiveError on
-        all for states of different steps; RuntimeError with an exchange in flight.
-        Nothing changes then.
+        Args:
+            state: arrays by name, as `state_dict` returned them; or a function that returns them,
+                such as from a file, or by `redistribute_state` from those of another number of
+                ranks.
+            same_settings: False also accepts a state with other settings.
+
+        Raises:
+            TypeError: this rank has no state; other ranks raise CollectiveError.
+            ValueError: the state of this rank does not fit; likewise. An error of the function is
+                raised too.
+            RuntimeError: an exchange is in flight.
+            CollectiveError: another rank failed, or the states are of different steps.
         """
         if self._in_flight:
             raise RuntimeError(
