@@ -46,12 +46,15 @@ LONGEST = 4096
 class Basis(Configured):
     """Base class of bases: transform every chunk of consecutive values of a vector.
 
-    A basis implements `_forward` and `_inverse`, which write the result for a vector to
-    an array of its length and dtype, which may be the vector. Constructor arguments are
-    stored in attributes of the same name.
+    A basis implements `_forward` and `_inverse`, which write the result for a vector to an
+    array of its length and dtype, which may be the vector. Constructor arguments are stored in
+    attributes of the same name. Each basis says how it transforms the shorter chunk at the end.
 
-    chunk: values, 1 to 4096, else ValueError. Each basis says how it transforms the
-    shorter chunk at the end.
+    Args:
+        chunk: values in a chunk, 1 to 4096.
+
+    Raises:
+        ValueError: `chunk` is out of range.
     """
 
     walsh_chunk: int | None = None
@@ -63,20 +66,30 @@ class Basis(Configured):
     def forward(self, vector: Any, out: Any) -> None:
         """Write the coefficients of a vector to `out`.
 
-        vector, out: arrays of one length and dtype (float16, float32 or float64) on one
-        device, of any shape, in C order; `out` is contiguous, and may be `vector`.
-        float16 is computed in float32 and rounded once. A coefficient may be
-        sqrt(chunk) times as large as a value, and is infinite beyond the range of its
-        dtype; in `Hadamard` sums are up to chunk times as large. A value that is not
-        finite makes all coefficients of its chunk not finite.
+        float16 is computed in float32 and rounded once. A coefficient may be sqrt(chunk) times as
+        large as a value, and is infinite beyond the range of its dtype; in `Hadamard` sums are up
+        to chunk times as large. A value that is not finite makes all coefficients of its chunk not
+        finite.
 
-        Raises ValueError for another length, dtype or device of `out`, and if the two
-        overlap without being the same.
+        Args:
+            vector: of any shape, in C order; float16, float32 or float64.
+            out: a contiguous array of its length and dtype, on its device; it may be `vector`.
+
+        Raises:
+            ValueError: `out` has another length, dtype or device, or overlaps without being the same.
         """
         self._forward(*_checked(vector, out))
 
     def inverse(self, coefficients: Any, out: Any) -> None:
-        """Write the vector with these coefficients to `out`. coefficients, out: as of `forward`."""
+        """Write the vector with these coefficients to `out`.
+
+        Args:
+            coefficients: as `vector` of `forward`.
+            out: as in `forward`.
+
+        Raises:
+            ValueError: as in `forward`.
+        """
         self._inverse(*_checked(coefficients, out))
 
     def add(self, a: Array, scale: float, parts: Sequence[Array], out: Array) -> None:
@@ -105,11 +118,16 @@ class Basis(Configured):
 class Hadamard(Basis):
     """The Walsh-Hadamard basis: lg(chunk) additions a value, then one product with 1 / sqrt(chunk).
 
-    chunk: a power of two from 1 to 4096, else ValueError; of a power of four
-    integer-valued floats are transformed exactly. Coefficients are in Sylvester's order
-    (`scipy.linalg.hadamard`). The shorter chunk at the end is transformed in parts of
-    descending powers of two: 100 values as 64, 32 and 4. Forward and inverse are the
-    same.
+    Coefficients are in Sylvester's order (`scipy.linalg.hadamard`). The shorter chunk at the
+    end is transformed in parts of descending powers of two: 100 values as 64, 32 and 4. Forward
+    and inverse are the same.
+
+    Args:
+        chunk: values in a chunk, a power of two from 1 to 4096. For a power of four
+            integer-valued floats are transformed exactly.
+
+    Raises:
+        ValueError: `chunk` is none of these.
 
     >>> basis = Hadamard(chunk=4)
     >>> vector = np.array([1.0, 2, 3, 6, 5])

@@ -50,17 +50,21 @@ _ORDER = "expected strictly increasing indices; SparseVector.from_entries sorts 
 class SparseVector:
     """Hold the non-zero entries of a vector: entry j has the value `values[j]` at the position `indices[j]`.
 
-    indices: 1-d integers that strictly increase, 0 <= index < length; stored as int32,
-    or int64 when length > 2^31 - 1. values: float16, float32 or float64, of shape
-    (entries,), or (entries, width) if an index stands for a row of `width` values, as
-    in the gradient of an embedding. length: 0 to 2^63 - 1, in values or in rows.
+    Both arrays are in host memory (NumPy) or on one device (CuPy). Arrays of the right dtype
+    are stored without a copy. Results of collectives have arrays of their own. `validate`
+    checks every entry; so does every sparse collective.
 
-    Both arrays are in host memory (NumPy) or on one device (CuPy). Arrays of the right
-    dtype are stored without a copy. Results of collectives have arrays of their own.
+    Args:
+        indices: 1-d integers that strictly increase, 0 <= index < length; stored as int32, or
+            int64 when length > 2^31 - 1.
+        values: float16, float32 or float64, of shape (entries,), or (entries, width) if an
+            index stands for a row of `width` values, as in the gradient of an embedding.
+        length: 0 to 2^63 - 1, in values or in rows.
 
-    Raises TypeError or ValueError by checks without a pass over the entries: dtypes,
-    shapes, the length, the first and the last index, more entries than positions
-    between these. `validate` checks every entry; so does every sparse collective.
+    Raises:
+        TypeError: a dtype is wrong, or the arrays are on different devices.
+        ValueError: shapes, the length, the first or the last index are wrong, or there are
+            more entries than positions between these; found without a pass over the entries.
 
     >>> SparseVector([1, 4], [0.5, -2.0], length=6).to_dense()
     array([ 0. ,  0.5,  0. ,  0. , -2. ,  0. ])
@@ -130,9 +134,13 @@ class SparseVector:
         *,
         like: Any = None,
     ) -> "SparseVector":
-        """Return a vector of `length` positions without entries; of rows if a width is given.
+        """Return a vector without entries.
 
-        like: an array on the device of the vector; None is host memory.
+        Args:
+            length: positions, 0 to 2^63 - 1.
+            dtype: of the values, float32 by default.
+            width: of rows; None for numbers.
+            like: an array on the device of the vector; None is host memory.
         """
         kind = np.dtype(dtype)
         return (
@@ -143,7 +151,12 @@ class SparseVector:
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
-        """Return the non-zero values of a dense array of any shape, in C order: each has an index, also in a matrix."""
+        """Return the non-zero values of a dense array, in C order: each has an index, also in a matrix.
+
+        Args:
+            array: of any shape; float16, float32, float64 or bfloat16; of NumPy, CuPy or a kind
+                that supports DLPack.
+        """
         dense = to_vector(array)
         positions = np.flatnonzero(nonzero(dense))
         return cls(
@@ -156,9 +169,15 @@ class SparseVector:
     ) -> "SparseVector":
         """Return the vector of entries in any order, such as the tokens of a batch; repeated entries are added.
 
-        indices, values, length: as for the constructor, except for the order, in which
-        repeated entries are added in float64; the sum is rounded once. In host memory
-        only; raises TypeError for arrays on a device.
+        Args:
+            indices: 1-d integers in any order, 0 <= index < length, in host memory.
+            values: as in the constructor. Repeated entries are added in float64, and the sum is
+                rounded once.
+            length: as in the constructor.
+
+        Raises:
+            TypeError: the arrays are on a device.
+            ValueError: an index is out of range, or the numbers of indices and values differ.
         """
         places = _array(indices)
         checked = _checked_values(values)
@@ -180,12 +199,18 @@ class SparseVector:
         )
 
     def to_dense(self, out: Array | None = None) -> Array:
-        """Return the dense vector, shape (length,) or (length, width).
+        """Return the dense vector.
 
-        out: the output buffer, overwritten. Raises TypeError unless it is an array of
-        NumPy, or of CuPy as the values are; ValueError unless it has this shape and the
-        dtype of the values, for one that shares their memory or that of the indices, and
-        for indices that are out of order or out of range. Nothing is written then.
+        Args:
+            out: the output buffer, overwritten; a new array by default.
+
+        Returns:
+            An array of shape (length,), or (length, width) for rows; `out` where given.
+
+        Raises:
+            TypeError: `out` is no array of NumPy, or of CuPy as the values are.
+            ValueError: `out` has another shape or dtype or shares the memory of the vector, or an
+                index is out of order or range. Nothing is written then.
         """
         shape = (self.length, *self.values.shape[1:])
         dtype = self.values.dtype
@@ -213,14 +238,18 @@ class SparseVector:
     def add_to(self, array: Any, scale: float = 1.0) -> None:
         """Add `scale` times the values to a dense array, in place, at the indices.
 
-        array: of any shape with `length` values, taken in C order; for rows of shape
-        (length, width). float16, float32 or float64: each sum is rounded once, to the
-        dtype of the array. C-contiguous, writable, and on the device of the vector:
-        NumPy, CuPy, or a kind that supports DLPack, such as PyTorch's tensors.
+        Each sum is rounded once, to the dtype of the array.
 
-        Raises TypeError for an array of another dtype, kind or device; ValueError for
-        one of another size, one that is read-only, a scale that is not finite, and
-        indices out of order or range. Nothing is added then.
+        Args:
+            array: of any shape with `length` values, taken in C order; for rows of shape
+                (length, width). float16, float32 or float64, C-contiguous, writable, and on the
+                device of the vector; of NumPy, CuPy, or a kind that supports DLPack.
+            scale: a finite factor.
+
+        Raises:
+            TypeError: the array has another dtype, kind or device.
+            ValueError: the array has another size or is read-only, the scale is not finite, or an
+                index is out of order or range. Nothing is added then.
         """
         dense = writable_vector(array)
         if on_device(dense) != on_device(self.values):
@@ -335,7 +364,7 @@ class SparseVector:
 
     @property
     def nnz(self) -> int:
-        """Number of entries."""
+        """The number of entries."""
         return self.indices.size
 
     @property
@@ -355,7 +384,7 @@ class SparseVector:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the two arrays."""
+        """The bytes of the two arrays."""
         return int(self.indices.nbytes + self.values.nbytes)
 
     @property
@@ -365,7 +394,7 @@ class SparseVector:
 
     @property
     def width(self) -> int | None:
-        """Values in a row; None if an index stands for one value."""
+        """The number of values in a row; None if an index stands for one value."""
         return self.values.shape[1] if self.values.ndim == 2 else None
 
     @property

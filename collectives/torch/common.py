@@ -92,12 +92,16 @@ def some(names: Sequence[str]) -> str:
 
 
 class Handle:
-    """The handle that `attach` and `attach_fsdp` return: a model's parameters in an exchange, and their state.
+    """A model's parameters in an exchange, and their state; made by `attach` and `attach_fsdp`.
 
-    exchange: a new one. remedy: for a model that cannot go on after an error.
+    A step is that of a backward pass. An error of this rank alone is contributed to the step,
+    so that all ranks raise, once the pass has ended on all of them.
 
-    A step is that of a backward pass. An error of this rank alone is contributed to the
-    step, so that all ranks raise, once the pass has ended on all of them.
+    Args:
+        exchange: a new one.
+        parameters: of the model, as registered.
+        scaler: as in `attach`.
+        remedy: text for a model that cannot go on after an error.
     """
 
     def __init__(
@@ -141,8 +145,8 @@ class Handle:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's state of the exchange, as tensors by name; each rank saves its own.
 
-        `torch.load` reads them with its defaults. After an error of this rank alone in a
-        backward pass it ends the step, for which the other ranks wait.
+        `torch.load` reads them with its defaults. After an error of this rank alone in a backward
+        pass it ends the step, for which the other ranks wait.
         """
         with suppress(RuntimeError):
             self._check_interrupted()
@@ -151,16 +155,21 @@ class Handle:
     def load_state_dict(self, state: ByName, *, same_settings: bool = True) -> None:
         """Load a `state_dict` of this handle or of the exchange; if it raises, nothing changes.
 
-        Wrappers of the model do not change the names. same_settings: False also accepts
-        a state with other settings, such as another density or decay. For states of
-        another number of ranks pass what `collectives.redistribute_state` returns; with
-        `attach_fsdp` it counts replicas, and the ranks inside a replica must be as many
-        as before:
+        Wrappers of the model do not change the names. For states of another number of ranks pass
+        what `collectives.redistribute_state` returns; with `attach_fsdp` it counts replicas, and
+        the ranks inside a replica must be as many as before.
 
-            load = lambda rank: torch.load(f"exchange-{rank}.pt")
-            handle.load_state_dict(redistribute_state(load, 8, comm.rank, comm.size))  # saved by 8 ranks
+        Args:
+            state: tensors or arrays by name.
+            same_settings: False also accepts a state with other settings, such as another density
+                or decay.
 
-        Raises ValueError for a state that does not fit, and RuntimeError within a step.
+        Raises:
+            ValueError: the state does not fit.
+            RuntimeError: a step is in progress.
+
+        >>> load = lambda rank: torch.load(f"exchange-{rank}.pt")  # saved by 8 ranks
+        >>> handle.load_state_dict(redistribute_state(load, 8, comm.rank, comm.size))
         """
         self.exchange.load_state_dict(to_arrays(state), same_settings=same_settings)
 
@@ -307,12 +316,23 @@ class Handle:
 
 
 def to_tensors(state: ByName) -> dict[str, torch.Tensor]:
-    """Return a `GradientExchange.state_dict` as tensors in host memory, which `torch.load` reads with its defaults."""
+    """Return a `GradientExchange.state_dict` as tensors in host memory, which `torch.load` reads with its defaults.
+
+    Args:
+        state: arrays by name.
+    """
     return {key: torch.from_numpy(np.array(value)) for key, value in state.items()}
 
 
 def to_arrays(state: ByName) -> dict[str, Any]:
-    """Return the arrays of `to_tensors`, for `GradientExchange.load_state_dict`; TypeError for no state."""
+    """Return the arrays of `to_tensors`, for `GradientExchange.load_state_dict`.
+
+    Args:
+        state: tensors by name.
+
+    Raises:
+        TypeError: `state` is no state.
+    """
     check_names(state)
     return {
         key: value.cpu().numpy() if isinstance(value, torch.Tensor) else value

@@ -54,33 +54,40 @@ def attach(
 ) -> "DDPHandle":
     """Exchange the gradients of a DistributedDataParallel model through `exchange`, in place of DDP's allreduce.
 
-    Call it once, on all ranks, before the first backward pass. It registers the
-    parameters with the exchange, which must be new, under their names in
-    `model.module`. A backward pass then writes the means to `.grad`; inside
-    `model.no_sync()` nothing is exchanged.
+    Call it once, on all ranks, before the first backward pass. It registers the parameters with
+    the exchange, under their names in `model.module`. A backward pass then writes the means to
+    `.grad`; inside `model.no_sync()` nothing is exchanged.
 
-    clip: before it is compressed, this rank's gradient is scaled to a Euclidean norm of
-    at most clip / sqrt(P). The norm is that of all parameters, so with `clip` the
-    exchange starts when the last bucket is ready: it does not overlap with the backward
-    pass. The handle's `norm` is that of this rank's last gradient before it was
-    clipped, for a log. scaler: the `torch.amp.GradScaler` that scaled the loss.
-    Gradients are divided by the scale before the exchange and multiplied after it, so
-    that `clip` and residuals do not depend on it.
+    With `nonfinite="skip"` in the exchange, a step with NaN or infinities on any rank is
+    skipped on all. With a scaler `.grad` is then NaN, so that the scaler skips the step and
+    lowers the scale; without one it is None, so that the optimiser passes over all parameters.
 
-    With `nonfinite="skip"` in the exchange, a step with NaN or infinities on any rank
-    is skipped on all. With a scaler `.grad` is then NaN, so that the scaler skips the
-    step and lowers the scale; without one it is None, so that the optimiser passes over
-    all parameters.
+    If the exchange raises in a step, `backward()` raises on all ranks, with NaN in `.grad`, and
+    residuals do not change; training can continue. After an exception of this rank alone in a
+    backward pass the next forward pass raises RuntimeError, which names the remedy.
 
-    Returns a handle for checkpoints. If the exchange raises in a step, `backward()`
-    raises on all ranks, with NaN in `.grad`, and residuals do not change; training can
-    continue. After an exception of this rank alone in a backward pass the next forward
-    pass raises RuntimeError, which names the remedy. Raises TypeError or ValueError for
-    bad arguments; RuntimeError under torchrun, and for an exchange with registered
-    tensors; CollectiveError on the other ranks, and if arguments differ.
+    Args:
+        model: the wrapped model, also within torch.compile or other modules.
+        exchange: a new one, over the ranks of DDP's process group.
+        clip: the largest Euclidean norm of the mean gradient: before it is compressed, this
+            rank's gradient is scaled to a norm of at most clip / sqrt(P). The norm is that of
+            all parameters, so the exchange starts when the last bucket is ready, and does not
+            overlap with the backward pass. None, the default, clips nothing.
+        scaler: the `torch.amp.GradScaler` that scaled the loss. Gradients are divided by the
+            scale before the exchange and multiplied after it, so that `clip` and residuals do
+            not depend on it.
 
-    Source of the clipping: Lin et al., Deep Gradient Compression, ICLR 2018, section
-    3.2.
+    Returns:
+        A `Handle` for checkpoints. Its `norm` is that of this rank's last gradient before it was
+        clipped, for a log; None without `clip`.
+
+    Raises:
+        TypeError: an argument is of a wrong type; other ranks raise CollectiveError.
+        ValueError: an argument has a wrong value; likewise.
+        RuntimeError: started by torchrun, or the exchange has registered tensors.
+        CollectiveError: another rank's arguments are bad, or they differ.
+
+    Source of the clipping: Lin et al., Deep Gradient Compression, ICLR 2018, section 3.2.
 
     >>> exchange = GradientExchange(comm, TopK(0.01))
     >>> handle = attach(DistributedDataParallel(network), exchange)

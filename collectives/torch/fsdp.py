@@ -47,21 +47,27 @@ def attach_fsdp(
 ) -> "FSDPHandle":
     """Exchange the gradient shards of an FSDP2 model between its replicas (hybrid sharding), through `exchange`.
 
-    model: sharded by `fully_shard` over the one-dimensional mesh of one replica; torch
-    itself would average densely over the second dimension of a mesh. exchange: a new
-    one, over the ranks that have the same shard in all replicas. The replicas must
-    start with the same parameters, which are compared.
+    A backward pass writes the means to `.grad`. With `set_requires_gradient_sync(False)`
+    gradients accumulate, and nothing is exchanged. Parameters of a larger FSDP2 model, of which
+    `model` is a part, are not exchanged; it warns of them.
 
-    A backward pass writes the means to `.grad`. With
-    `set_requires_gradient_sync(False)` gradients accumulate, and nothing is exchanged.
-    scaler: as in `attach`, and so is a skipped step, of the ranks with one shard: an
-    infinity in another shard skips that alone.
+    Args:
+        model: sharded by `fully_shard` over the one-dimensional mesh of one replica; torch
+            itself would average densely over the second dimension of a mesh. The replicas must
+            start with the same parameters, which are compared.
+        exchange: a new one, over the ranks that have the same shard in all replicas.
+        scaler: as in `attach`. A skipped step is one of the ranks with one shard: an infinity
+            in another shard skips that alone.
 
-    Raises TypeError or ValueError for bad arguments, RuntimeError under torchrun and
-    for an exchange with registered tensors; ValueError for a model that is attached;
-    CollectiveError on the other ranks, and if the ranks of the exchange have different
-    shards, parameters or arguments. Warns of parameters of a larger FSDP2 model, of
-    which `model` is a part: they are not exchanged.
+    Returns:
+        A `Handle` for checkpoints.
+
+    Raises:
+        TypeError: an argument is of a wrong type; other ranks raise CollectiveError.
+        ValueError: an argument has a wrong value, or the model is attached; likewise.
+        RuntimeError: started by torchrun, or the exchange has registered tensors.
+        CollectiveError: another rank's arguments are bad, or the ranks of the exchange have
+            different shards, parameters or arguments.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     >>> model = fully_shard(model, mesh=mesh["shard"])

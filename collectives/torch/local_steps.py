@@ -30,21 +30,26 @@ def outer_loop(
 ) -> OuterLoop:
     """Return an `OuterLoop` (local steps) of a module's trainable parameters.
 
-    model: a plain module, whose ranks take their steps separately. Or one whose
-    gradients are averaged inside a node in every step, with an exchange between the
-    nodes: sharded by `fully_shard` over the ranks of the node, so that each rank
-    exchanges its shard; or in DistributedDataParallel with the process group of the
-    node, where each rank exchanges all parameters; also inside of other modules, such
-    as torch.compile's. terms: keyword arguments of `OuterLoop`.
+    Parameters that are loaded before the first step of an optimiser are the anchor, the same on
+    all ranks; the first round compares them. If the model later has other parameters, or one
+    more that requires a gradient, the next round raises ValueError that names them; parameters
+    that are frozen are left out.
 
-    Parameters that are loaded before the first step of an optimiser are the anchor, the
-    same on all ranks; the first round compares them.
+    Args:
+        model: a plain module, whose ranks take their steps separately. Or one whose gradients
+            are averaged inside a node in every step, with an exchange between the nodes:
+            sharded by `fully_shard` over the ranks of the node, so that each rank exchanges its
+            shard; or in DistributedDataParallel with the process group of the node, where each
+            rank exchanges all parameters; also inside of other modules, such as
+            torch.compile's.
+        exchange: a new one, over the ranks that take their steps separately.
+        terms: keyword arguments of `OuterLoop`, such as `every=10`.
 
-    Raises TypeError for what is no module. ValueError if DistributedDataParallel or FSDP2 averages over ranks of the
-    exchange: the gradients would be sent dense in every step, and the parameters
-    averaged once more. The errors of `OuterLoop`. If the model later has other
-    parameters, or one more that requires a gradient, the next round raises ValueError
-    that names them; parameters that are frozen are left out.
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: DistributedDataParallel or FSDP2 averages over ranks of the exchange: the
+            gradients would be sent dense in every step, and the parameters averaged once more.
+            The errors of `OuterLoop` are raised too.
 
     >>> outer = outer_loop(network, exchange, every=10)
     """

@@ -12,12 +12,17 @@ from collectives.runtime.launcher import master_address, torchrun_warning
 def init_process_group(comm: Any, backend: str = "gloo") -> None:
     """Initialise torch.distributed with the ranks of an MPI communicator; all of them call it.
 
-    comm: an mpi4py intracommunicator. Rank 0 listens on a free port, and sends the port
-    and its address to all: its MASTER_ADDR, else 127.0.0.1 on one node, else its host's
-    name. backend: for torch's own messages; with `attach` only the small ones of DDP.
-    Raises RuntimeError under torchrun, whose processes MPI does not connect, and if
-    there is a process group already; torch's error if rank 0 cannot listen, and
-    CollectiveError on the other ranks.
+    Rank 0 listens on a free port, and sends the port and its address to all: its MASTER_ADDR,
+    else 127.0.0.1 on one node, else its host's name.
+
+    Args:
+        comm: an mpi4py intracommunicator.
+        backend: for torch's own messages; with `attach` only the small ones of DDP.
+
+    Raises:
+        RuntimeError: started by torchrun, whose processes MPI does not connect, or there is a
+            process group already. Torch's error is raised if rank 0 cannot listen.
+        CollectiveError: rank 0 failed.
 
     >>> init_process_group(MPI.COMM_WORLD)
     """

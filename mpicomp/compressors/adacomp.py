@@ -31,12 +31,18 @@ _REMEDY = (
 class AdaComp(SegmentedCompressor):
     """Select adaptively in bins of consecutive entries, and send one magnitude.
 
-    The bins and the magnitude are those of one layer: give an exchange named tensors,
-    and a function of their names and shapes for compressors with other bins; see
-    `GradientExchange`. In one flat vector bins straddle layers.
+    The bins and the magnitude are those of one layer: give an exchange named tensors, and a
+    function of their names and shapes for compressors with other bins (`GradientExchange`).
+    In one flat vector bins straddle layers.
 
-    bin_size: entries in a bin, 1 to 16384, else ValueError. The paper uses 50 for
-    convolutions and 500 for fully connected and recurrent layers.
+    Args:
+        bin_size: entries in a bin, 1 to 16384. The paper uses 50 for convolutions and 500 for
+            fully connected and recurrent layers.
+
+    Raises:
+        ValueError: `bin_size` is out of range.
+
+    Source: C.-Y. Chen et al., AAAI 2018 (arXiv 1712.02679).
 
     >>> AdaComp(bin_size=2).compress(gradient, gradient=gradient).indices.tolist()
     [1, 3]

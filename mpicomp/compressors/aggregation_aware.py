@@ -37,15 +37,21 @@ METRICS = ("support", "quota")
 class AggregationAware(TopK):
     """Select by magnitude and by the last aggregate.
 
-    density or k: see `Density`. metric: how an entry with the magnitude x is preferred:
+    One object serves one vector; `observe` receives every aggregate, which `GradientExchange`
+    passes. Before the first one the selection is exact top-k.
 
-        support    by its score, x (1 + weight) if the last aggregate has the entry, else x
-        quota      the fraction `quota` of k is selected inside the last aggregate, the rest, at least one entry
-                   below a quota of 1, anywhere
+    Args:
+        density: the fraction of the entries to select, as in `TopK`; or `k`.
+        k: the number of entries, at least 1.
+        metric: how an entry of the magnitude x is preferred. "support": by its score, which is
+            x (1 + weight) if the last aggregate has the entry, else x. "quota": the fraction
+            `quota` of k is selected inside the last aggregate, and the rest, at least one entry
+            below a quota of 1, anywhere.
+        weight: of "support", at least 0.
+        quota: of "quota", 0 to 1.
 
-    weight: at least 0. quota: 0 to 1. Raises ValueError otherwise. One object serves one
-    vector; call `observe` with every aggregate. Before the first one the selection is
-    exact top-k.
+    Raises:
+        ValueError: an argument is out of range, or both of `density` and `k` are given, or none.
 
     >>> AggregationAware(k=2).compress(gradient).indices.tolist()
     [1, 3]
@@ -82,7 +88,11 @@ class AggregationAware(TopK):
             self.observe(SparseVector.from_dense(history))
 
     def observe(self, aggregate: SparseVector) -> None:
-        """Receive the sum over the ranks, as the collective returned it."""
+        """Receive the sum over the ranks, as the collective returned it.
+
+        Args:
+            aggregate: a SparseVector.
+        """
         # a filled sum has zeros where no rank sent an entry
         seen = without_zeros(aggregate)
         ones = np.ones_like(seen.values, np.float32)

@@ -63,27 +63,33 @@ class Summands(NamedTuple):
 
 
 class Compressor(Configured):
-    """Select the entries of a dense vector that are sent.
+    """Base class of compressors: select the entries of a dense vector that are sent.
 
-    Store every constructor argument in an attribute of the same name: `repr` shows
-    them, and ranks compare settings by it. Assign new values to attributes, and change
-    no list or array in place: `snapshot` stores references.
+    Store every constructor argument in an attribute of the same name: `repr` shows them, and
+    ranks compare settings by it. Assign new values to attributes, and change no list or array
+    in place.
     """
 
     density: float | None = None
     """The fraction of the entries to select, for compressors that take one; `WarmUp` changes it."""
 
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
-        """Return the selected entries of `corrected`, the gradient with the residual added.
+        """Return the selected entries of a vector.
 
-        corrected: an array of any shape, taken in C order; float16, float32 or float64.
-        It may be read-only: do not write to it. gradient: what the step added to the
-        residual, read-only too; None if it is not available.
+        The result has no exact zero of `corrected`, and at least one entry if any is not zero.
 
-        Returns no exact zero of `corrected`, and at least one entry if any is not zero
-        (`common.at_positions`). Raises ValueError naming the first value of `corrected`
-        that is not finite, also one that is not selected (`common.finite_vector`); the
-        compressor does not change then.
+        Args:
+            corrected: the gradient with the residual added, of any shape, taken in C order;
+                float16, float32 or float64. It may be read-only: do not write to it.
+            gradient: what the step added to the residual, read-only too; None if it is not
+                available.
+
+        Returns:
+            A SparseVector of the length and dtype of `corrected`.
+
+        Raises:
+            ValueError: a value of `corrected` is not finite, also one that is not selected; it
+                names the first. The compressor does not change then.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no compress(corrected, *, gradient=None)"
@@ -119,7 +125,9 @@ class Compressor(Configured):
     def observe(self, aggregate: SparseVector) -> None:
         """Receive the mean over the ranks, the same on every rank, once a step; by default do nothing.
 
-        aggregate: its arrays are also returned to the caller: copy what you keep.
+        Args:
+            aggregate: a SparseVector. Its arrays are also returned to the caller: copy what you
+                keep.
         """
 
     def chain(self) -> list["Compressor"]:
@@ -131,7 +139,7 @@ class Compressor(Configured):
         return [(part, dict(vars(part))) for part in self.chain()]
 
     def reset(self) -> None:
-        """Clear the stored information about single positions, in the whole chain. For a model that was replaced."""
+        """Clear the stored information about single positions, in the whole chain, for a model that was replaced."""
 
     def parts(self) -> dict[str, Configured]:
         return {f"{depth}.": part for depth, part in enumerate(self.chain())}
@@ -181,9 +189,13 @@ class SegmentedCompressor(Compressor):
 
 
 class Wrapper(Compressor):
-    """Base of compressors that wrap another one.
+    """Base class of compressors that wrap another one; attributes in `state` hold for all segments.
 
-    compressor: the inner one, else TypeError. Attributes in `state` hold for all segments.
+    Args:
+        compressor: the inner one.
+
+    Raises:
+        TypeError: `compressor` is no compressor.
     """
 
     layout = SHARED

@@ -25,8 +25,16 @@ from mpicomp.settings import to_integer
 class ChunkedTopK(TopK):
     """Select the k largest magnitudes of every chunk of consecutive entries, exactly; ties go to the lowest indices.
 
-    k: of a chunk, 1 <= k <= chunk, else ValueError. chunk: entries, at least 1. The
-    last chunk, of length m < chunk, keeps max(1, round(k m / chunk)).
+    The last chunk, of length m < chunk, keeps max(1, round(k m / chunk)).
+
+    Args:
+        k: entries of a chunk to select, 1 <= k <= chunk.
+        chunk: entries in a chunk, at least 1.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: A. Sarfi et al., SparseLoCo (arXiv 2508.15706).
 
     >>> ChunkedTopK(k=1, chunk=3).compress(np.array([1.0, -2, 0, 5, 4, 3, 1])).indices.tolist()
     [1, 3, 6]

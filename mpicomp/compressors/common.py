@@ -34,10 +34,14 @@ def to_density(density: Any, remedy: str = "") -> float:
 
 
 class Density(Compressor):
-    """Base of compressors that select a given number of entries: a fraction of the length, or a count.
+    """Base class of compressors that select a fraction, or a number, of the entries.
 
-    Give one of: density, 0 < density <= 1, where k = max(1, round(density n)); k >= 1.
-    Raises ValueError if both or none are given, or if one is out of range.
+    Args:
+        density: the fraction of the entries, 0 < density <= 1: k = max(1, round(density n)) of n.
+        k: the number of entries, at least 1.
+
+    Raises:
+        ValueError: both or none are given, or one is out of range.
     """
 
     varying: ClassVar[tuple[str, ...]] = ("density", "k")

@@ -9,7 +9,7 @@ from mpicomp.vector import SparseVector
 
 
 class Dense(SegmentedCompressor):
-    """Select every entry that is not zero.
+    """Select every entry that is not zero: the baseline.
 
     >>> Dense().compress(gradient).values.tolist()
     [0.5, -3.0, 0.25, 2.0]

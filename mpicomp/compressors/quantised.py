@@ -70,12 +70,19 @@ def quantise(
 ) -> SparseVector:
     """Return the vector with values that fit a shorter format.
 
-    form: "float16", "bfloat16", "sign" (the mean magnitude, and the signs), or
-    "two_bit" (of two magnitudes the nearer one, and the signs), else ValueError.
-    bounds: the first position of each segment, and the length; each segment has
-    magnitudes of its own. Values beyond the range of a format are clipped to its
-    largest. The difference is exact if value and quantised value are within a factor of
-    two of each other (Sterbenz' lemma), else rounded.
+    Values beyond the range of a format are clipped to its largest. The difference is exact if
+    value and quantised value are within a factor of two of each other (Sterbenz' lemma), else
+    rounded.
+
+    Args:
+        vector: a SparseVector of numbers.
+        form: "float16", "bfloat16", "sign" (the mean magnitude, and the signs) or "two_bit" (of
+            two magnitudes the nearer one, and the signs).
+        bounds: the first position of each segment, and the length; each segment has magnitudes
+            of its own. None: one segment.
+
+    Raises:
+        ValueError: `form` is none of these.
 
     >>> quantise(TopK(k=2).compress(gradient), "sign").values.tolist()
     [-2.5, 2.5]
@@ -101,10 +108,16 @@ def quantise(
 
 
 class Quantised(Wrapper, SegmentedCompressor):
-    """Quantise the entries that another compressor selects.
+    """Quantise the entries that another compressor selects; feedback adds the error to the residual.
 
-    compressor: any. form: "float16", "bfloat16", "sign" or "two_bit", else ValueError.
-    Feedback adds the error to the residual.
+    Args:
+        compressor: selects the entries.
+        form: "float16", "bfloat16", "sign" (the mean magnitude, and the signs) or "two_bit" (of
+            two magnitudes the nearer one, and the signs).
+
+    Raises:
+        TypeError: `compressor` is no compressor.
+        ValueError: `form` is none of these.
 
     >>> Quantised(TopK(k=2), "sign").compress(gradient).values.tolist()
     [-2.5, 2.5]

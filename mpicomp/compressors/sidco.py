@@ -65,24 +65,31 @@ _MAX_STAGES = 64
 class SIDCo(SegmentedCompressor):
     """Select by a threshold from a fitted distribution: about density n entries of n.
 
-    density: 0 < density <= 1. distribution: of the magnitudes, "exponential" (fastest),
-    "gamma" (the stages after the first fit a Pareto) or "pareto"
-    (generalised; for heavy tails). stages: 1 to 64; one is used if the density is
-    0.25 or more. adaptation: "control" adjusts the density that the fit is asked for
-    after each call, so that the mean of the achieved densities approaches the target;
-    "published" changes the number of stages every five calls, as the paper does; None
-    does neither. The published adaptation with the exponential fit can stay at one
-    stage that selects too much on independent draws of a heavy tail (6.6 times the
-    target at 0.1 % of a generalised Pareto of shape 0.2); on a network in training,
-    from one stage, it held the target on average.
-
-    `correction`, the factor of the controller on the density, and `current_stages`, the
-    number of stages in use, have a row for each segment, one of a vector; so have
-    `thresholds` and `rounds`, the stages fitted, of the last call, None before any.
     Where a sample misled, and where sums overflow, no stage is fitted: the selection is
     exact.
 
-    Raises ValueError for a setting out of range.
+    Args:
+        density: the fraction of the entries to select, 0 < density <= 1.
+        distribution: of the magnitudes: "exponential" (fastest), "gamma" (the stages after the
+            first fit a Pareto) or "pareto" (generalised; for heavy tails).
+        stages: 1 to 64; one is used if the density is 0.25 or more.
+        adaptation: "control" adjusts the density that the fit is asked for after each call, so
+            that the mean of the achieved densities approaches the target. "published" changes
+            the number of stages every five calls, as the paper does; with the exponential fit
+            it can stay at one stage that selects too much on independent draws of a heavy tail
+            (6.6 times the target at 0.1 % of a generalised Pareto of shape 0.2). None does
+            neither.
+
+    Attributes:
+        correction: the factor of the controller on the density, an array with a row a segment.
+        current_stages: the number of stages in use, likewise.
+        thresholds: of the last call, likewise; None before any.
+        rounds: the stages fitted in the last call, likewise; None before any.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: A. M. Abdelmoniem et al., MLSys 2021 (arXiv 2101.10761).
 
     >>> long = np.random.default_rng(0).standard_normal(100_000)
     >>> 500 < SIDCo(density=0.01).compress(long).nnz < 2000

@@ -26,9 +26,15 @@ Rows = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 class TopK(Density, SegmentedCompressor):
     """Select the k largest magnitudes of a vector, exactly; ties go to the lowest indices.
 
-    Give one of: density, the fraction of the entries to send, 0 < density <= 1, where k
-    = max(1, round(density n)); k, their number, k >= 1. Raises ValueError if both or
-    none are given, or if one is out of range.
+    Args:
+        density: the fraction of the entries to select, 0 < density <= 1:
+            k = max(1, round(density n)) of n. Give this or `k`.
+        k: the number of entries, at least 1.
+
+    Raises:
+        ValueError: both or none are given, or one is out of range.
+
+    Source: A. F. Aji and K. Heafield, EMNLP 2017 (arXiv 1704.05021).
 
     >>> TopK(k=2).compress(gradient).indices.tolist()
     [1, 3]

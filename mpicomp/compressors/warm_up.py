@@ -21,10 +21,19 @@ from mpicomp.vector import SparseVector
 class WarmUp(Wrapper, SegmentedCompressor):
     """Run a compressor with a schedule of densities.
 
-    compressor: any with a `density`; to quantise as well, `Quantised(WarmUp(...),
-    "float16")`. densities: one for each stage; the last one is kept. calls: number of
-    calls in a stage. Raises ValueError if the list is empty, a number is out of range,
-    or the compressor was made with k.
+    To quantise as well: `Quantised(WarmUp(...), "float16")`.
+
+    Args:
+        compressor: one with a `density`.
+        densities: one for each stage, each in (0, 1]; the last one is kept.
+        calls: the number of calls in a stage.
+
+    Raises:
+        TypeError: `compressor` is no compressor.
+        ValueError: the list is empty, a number is out of range, or the compressor was made with
+            k.
+
+    Source: Y. Lin et al., Deep Gradient Compression, ICLR 2018 (arXiv 1712.01887).
 
     >>> compressor = WarmUp(TopK(0.25), [1.0, 0.5, 0.25])
     >>> [compressor.compress(gradient).nnz for step in range(4)]

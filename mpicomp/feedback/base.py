@@ -197,7 +197,7 @@ class Feedback(Configured):
 
     @property
     def residual_norm(self) -> float:
-        """Euclidean norm of the residual, 0 without one; one pass over it."""
+        """The Euclidean norm of the residual, 0 without one; takes a pass over it."""
         residual = self.residual
         if residual is None:
             return 0.0
@@ -211,10 +211,14 @@ class Feedback(Configured):
         return is_empty or self._kind == (size, dtype)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residual by `factor`, the old learning rate over the new one, if it is in gradient units.
+        """Multiply the residual by a factor when the learning rate changes, if it is in gradient units.
 
-        Raises ValueError unless 0 < factor < infinity, OverflowError if a value leaves
-        its range.
+        Args:
+            factor: the old learning rate over the new one, 0 < factor < infinity.
+
+        Raises:
+            ValueError: the factor is out of range.
+            OverflowError: a value leaves the range of its dtype.
         """
         factor = to_number(
             "factor", factor, above=0, remedy=", the old learning rate over the new one"
@@ -235,7 +239,7 @@ class Feedback(Configured):
         self._spares = {**self._spares, "residual": residual}
 
     def reset(self) -> None:
-        """Clear the state; the mass of the residual is lost. For a model that was replaced."""
+        """Clear the state, for a model that was replaced; the mass of the residual is lost."""
         self._arrays = {}
         self._spares = {}
         self._kind = None

@@ -23,19 +23,22 @@ from mpicomp.vector import SparseVector, check_range, merge, split
 class ErrorFeedback(Feedback):
     """Add to each gradient the entries of earlier ones that were not sent.
 
-    The residual has the dtype, size and units of the gradients and is zero before the
-    first; `rescale` scales it. It takes the memory of two gradients: the residual, and
-    the one of the next step.
+    The residual has the dtype, size and units of the gradients and is zero before the first;
+    `rescale` scales it. It takes the memory of two gradients: the residual, and that of the
+    next step.
 
-    in_place: keep the residual in the gradient's own array. After a step the array
-    holds the entries that were not sent, and the next backward pass adds to it, so do
-    not clear it between steps (in PyTorch: no `zero_grad`). This object has no state
-    then: save, clear or rescale the gradient arrays yourself.
+    Args:
+        in_place: keep the residual in the gradient's own array. After a step the array holds
+            the entries that were not sent, and the next backward pass adds to it, so do not
+            clear it between steps (in PyTorch: no `zero_grad`). This object has no state then:
+            save, clear or rescale the gradient arrays yourself.
+        decay: the factor by which the residual is multiplied before each gradient is added,
+            0 < decay <= 1. Below 1 old entries fade, on purpose.
 
-    decay: the factor by which the residual is multiplied before each gradient is added,
-    0 < decay <= 1. Below 1 old entries fade, on purpose.
+    Raises:
+        ValueError: `decay` is out of range, or below 1 with `in_place`.
 
-    Raises ValueError for a decay out of range, and for one below 1 with `in_place`.
+    Source: S. P. Karimireddy et al., ICML 2019 (arXiv 1901.09847).
 
     >>> ErrorFeedback(decay=0.95)
     ErrorFeedback(in_place=False, decay=0.95)

@@ -34,11 +34,17 @@ _BLOCK = 65536
 class MomentumCorrection(Feedback):
     """Keep a velocity u, and the residual v; the optimiser that applies the mean has no momentum of its own.
 
-    momentum: m, 0 <= m <= 1, else ValueError. masking: clear u where it was sent.
+    v has the dtype of the gradients; so has u, but for float16 it is float32. `rescale` scales
+    v, not u: the optimiser applies the new learning rate to it, as to any momentum buffer.
 
-    v has the dtype of the gradients; so has u, but for float16 it is float32. `rescale`
-    scales v, not u: the optimiser applies the new learning rate to it, as to any
-    momentum buffer.
+    Args:
+        momentum: m, 0 <= m <= 1.
+        masking: clear u where it was sent.
+
+    Raises:
+        ValueError: `momentum` is out of range.
+
+    Source: Y. Lin et al., Deep Gradient Compression, ICLR 2018 (arXiv 1712.01887).
 
     >>> exchange = GradientExchange(comm, TopK(k=2), MomentumCorrection(momentum=0.9))
     >>> exchange(gradient).tolist()
@@ -52,7 +58,7 @@ class MomentumCorrection(Feedback):
 
     @property
     def velocity(self) -> Array | None:
-        """u, shape (n,): a read-only view, valid until the next call; None before the first step."""
+        """The velocity u, shape (n,): a read-only view, valid until the next call; None before the first step."""
         return self._view("velocity")
 
     def correct(self, *gradient: Array) -> Array:

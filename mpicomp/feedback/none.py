@@ -11,7 +11,7 @@ from mpicomp.vector import SparseVector
 
 
 class NoFeedback(Feedback):
-    """Keep nothing.
+    """Keep nothing: entries that are not sent are dropped.
 
     >>> NoFeedback().correct(gradient) is gradient
     True

@@ -26,13 +26,19 @@ from mpicomp.settings import to_number
 class StepAhead(Feedback):
     """Keep the residual of the update, and a momentum of the gradients.
 
-    rate: eta, above 0; it may be changed between steps. momentum: mu, 0 <= mu <= 1.
-    Else ValueError.
+    The exchange returns an update: subtract it from the model as it is, and evaluate the model
+    at x less the residual (`GradientExchange.ahead`). The residual is in update units:
+    `rescale` changes nothing. It has the dtype of the gradients; so has the momentum, but for
+    float16 it is float32. Updates are small: in float16 those below 6e-8 vanish.
 
-    The exchange returns an update: subtract it from the model as it is, and evaluate
-    the model at x. The residual is in update units: `rescale` changes nothing. It has
-    the dtype of the gradients; so has the momentum, but for float16 it is float32.
-    Updates are small: in float16 those below 6e-8 vanish.
+    Args:
+        rate: the learning rate eta, above 0; it may be changed between steps.
+        momentum: mu, 0 <= mu <= 1.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: A. Xu et al., AAAI 2021 (arXiv 2008.05823).
 
     >>> exchange = GradientExchange(comm, TopK(k=2), StepAhead(rate=0.5))
     >>> update = exchange(gradient)  # parameters -= update
