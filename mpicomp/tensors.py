@@ -55,6 +55,11 @@ class Tensor:
         """Number of values."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes, in the dtype in which it is exchanged."""
+        return self.size * self.dtype.itemsize
+
     @cached_property
     def is_copied(self) -> bool:
         """Whether `wrap` may return a copy: of bfloat16, or of another library, as JAX copies what is not aligned."""

@@ -3,16 +3,19 @@
 The rules, in the order in which they apply:
 
 1. Named tensors are in rank 0's order, of its gradients in the first step or of
-   `register`; so do buckets start.
+   `register`.
 2. A named tensor of fewer than `small` values is sent dense, in one bucket for each
    dtype and memory, after the others.
 3. A bucket contains tensors of one dtype in one memory, on each rank, up to about
    `bucket_nbytes`; a tensor is never divided. Each is a segment of the bucket's vector:
-   its entries compete with each other only.
+   its entries compete with each other only. Tensors of other dtypes may come between
+   those of a bucket.
+4. Buckets start in the order of their last tensors, in which they become complete.
 
 One array, or the arrays of a list, are one bucket of one segment.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -44,6 +47,22 @@ _DEVICE_NBYTES = 2**30
 
 # of the name and the shape of a tensor
 Choose = Callable[[str, tuple[int, ...]], Compressor]
+
+
+class _Members:
+    """The tensors of a bucket, with their compressors. number: of its last tensor, in the order of all."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.compressors: list[Compressor] = []
+        self.nbytes = 0
+        self.number = 0
+
+    def add(self, tensor: Tensor, compressor: Compressor, number: int) -> None:
+        self.tensors.append(tensor)
+        self.compressors.append(compressor)
+        self.nbytes += tensor.nbytes
+        self.number = number
 
 
 @dataclass(frozen=True)
@@ -174,26 +193,26 @@ class Layout:
 
     def named(self, members: Sequence[tuple[Tensor, Compressor]]) -> list[Bucket]:
         """Return the buckets of named tensors, given with their compressors."""
-        groups: list[list[tuple[Tensor, Compressor]]] = []
-        small: dict[Any, list[tuple[Tensor, Compressor]]] = {}
-        last = None  # dtype and places of the last group, and its bytes
-        nbytes = 0
-        for tensor, compressor in members:
-            memory = tensor.dtype, tensor.places
-            if tensor.size < self.small:
-                small.setdefault(memory, []).append((tensor, compressor))
-                continue
-            size = tensor.size * tensor.dtype.itemsize
-            most = self.bucket_nbytes
-            if most is None:
-                most = _HOST_NBYTES if "numpy" in tensor.places else _DEVICE_NBYTES
-            if memory != last or nbytes + size > most:
-                groups.append([])
-                last = memory
-                nbytes = 0
-            groups[-1].append((tensor, compressor))
-            nbytes += size
-        return [self._bucket(group) for group in (*groups, *small.values())]
+        buckets: list[_Members] = []
+        # the bucket that is filled now, by what its tensors share
+        filling: dict[Any, _Members] = {}
+        for number, (tensor, compressor) in enumerate(members):
+            shared = tensor.size < self.small, tensor.dtype, tensor.places
+            last = filling.get(shared)
+            if last is None or last.nbytes + tensor.nbytes > self._most(tensor):
+                last = filling[shared] = _Members()
+                buckets.append(last)
+            last.add(tensor, compressor, number)
+        buckets.sort(key=lambda one: (one.tensors[0].size < self.small, one.number))
+        return [self._bucket(one) for one in buckets]
+
+    def _most(self, tensor: Tensor) -> float:
+        """Return the bytes of a bucket with a tensor, at most, unless it has no other."""
+        if tensor.size < self.small:
+            return math.inf
+        if self.bucket_nbytes is not None:
+            return self.bucket_nbytes
+        return _HOST_NBYTES if "numpy" in tensor.places else _DEVICE_NBYTES
 
     def rearranged(
         self,
@@ -223,14 +242,13 @@ class Layout:
         )
         return left, out
 
-    def _bucket(self, group: Sequence[tuple[Tensor, Compressor]]) -> Bucket:
+    def _bucket(self, members: _Members) -> Bucket:
         """Return a bucket with a feedback of its own."""
-        tensors, compressors = zip(*group, strict=True)
-        dense = tensors[0].size < self.small
+        dense = members.tensors[0].size < self.small
         return Bucket(
-            [tensor.name for tensor in tensors],
-            tensors,
-            compressors,
+            [tensor.name for tensor in members.tensors],
+            members.tensors,
+            members.compressors,
             deepcopy(self.feedback),
             dense=dense,
             basis=None if dense else self.basis,

@@ -164,8 +164,8 @@ def test_small_tensors_are_sent_dense_behind_the_others(comm):
     assert np.flatnonzero(means["large"]).tolist() == [19]
     assert [bucket.names for bucket in exchange._buckets] == [
         ["large"],
-        ["a", "b"],
         ["half"],
+        ["a", "b"],
     ], "one for each dtype"
     assert [bucket.dense for bucket in exchange._buckets] == [False, True, True]
 
@@ -217,6 +217,40 @@ def test_gradients_may_become_ready_in_any_order(comm, collective):
         means, expected = exchange.finish(), reference(mine)
         for name in SHAPES:
             np.testing.assert_array_equal(means[name], expected[name])
+
+
+def interleaved(comm, count=64):
+    """Return float16 matrices, each followed by a float32 norm, as mixed precision has them."""
+    rng = np.random.default_rng(comm.rank)
+    return {
+        f"{number}.{name}": rng.integers(-8, 9, shape).astype(dtype)
+        for number in range(count)
+        for name, shape, dtype in (("w", (64, 9), "f2"), ("norm", (9,), "f4"))
+    }
+
+
+@pytest.mark.parametrize("settings", [{"bits": 4}, {"compressor": TopK(0.1)}], ids=repr)
+def test_interleaved_dtypes_are_a_bucket_each(comm, settings):
+    mine = interleaved(comm)
+    grouped = {name: mine[name] for name in sorted(mine, key=lambda n: n[-1])}
+    sent, means = [], []
+    for given in mine, grouped:
+        exchange = GradientExchange(comm, small=0, **settings)
+        exchange(given)
+        assert len(exchange.buckets) == 2
+        before = traffic(comm).messages
+        means.append(exchange(given))
+        sent.append(traffic(comm).messages - before)
+    assert sent[0] == sent[1]
+    for name, mean in means[0].items():
+        assert mean.tobytes() == means[1][name].tobytes()
+
+
+def test_buckets_start_in_the_order_in_which_they_become_complete(comm):
+    exchange = GradientExchange(comm, TopK(0.1), small=0, bucket_nbytes=4 * 64 * 9 * 2)
+    exchange.register(interleaved(comm, 8))
+    assert [bucket.names[-1] for bucket in exchange.buckets] == ["3.w", "7.w", "7.norm"]
+    assert exchange.buckets[-1].names == [f"{number}.norm" for number in range(8)]
 
 
 @pytest.mark.at_least(2)

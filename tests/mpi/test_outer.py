@@ -16,6 +16,7 @@ from collectives import (
     dense_allreduce,
     redistribute_state,
     sparse_allreduce,
+    traffic,
 )
 from mpicomp import Dense, ErrorFeedback, NoFeedback, TopK
 
@@ -207,6 +208,27 @@ def test_every_step_and_dense_it_is_dense_sgd_bit_for_bit(comm, inner, outer, dt
         loop.step()
         assert local.tobytes() == dense.tobytes()
     assert local.tobytes() != start.tobytes()
+
+
+def test_interleaved_dtypes_are_exchanged_in_a_bucket_each(comm):
+    shapes = {"w": ((16, 9), "f2"), "norm": ((9,), "f4")}
+    interleaved = [f"{number}.{kind}" for number in range(64) for kind in shapes]
+    grouped = sorted(interleaved, key=lambda name: name[-1])
+    messages, anchors = [], []
+    for names in interleaved, grouped:
+        parameters = {name: np.zeros(*shapes[name.split(".")[1]]) for name in names}
+        exchange = GradientExchange(comm, bits=4)
+        loop = OuterLoop(exchange, parameters, every=1)
+        assert len(exchange.buckets) == 2
+        loop.step()
+        before = traffic(comm).messages
+        for array in parameters.values():
+            array -= 1 + comm.rank
+        loop.step()
+        messages.append(traffic(comm).messages - before)
+        anchors.append(bits({name: parameters[name] for name in interleaved}))
+    assert messages[0] == messages[1]
+    assert anchors[0] == anchors[1]
 
 
 # Pitfalls of published code

@@ -90,6 +90,34 @@ def check_conserved(found, left, given):
         np.testing.assert_array_equal(found[name] + left[name], given[name], name)
 
 
+class Interleaved(nn.Module):
+    """Matrices of float16, each followed by a norm of float32; their gradients are the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(
+            torch.zeros(shape, dtype=dtype)
+            for _ in range(32)
+            for shape, dtype in (((16, 9), torch.float16), ((9,), torch.float32))
+        )
+
+    def forward(self, value):
+        """Return the sum of all parameters times a value."""
+        return sum((weight * value).sum().float() for weight in self.weights)
+
+
+def test_interleaved_dtypes_are_exchanged_in_a_bucket_each(world):
+    model = DistributedDataParallel(Interleaved())
+    exchange = GradientExchange(world, TopK(1.0), small=0)
+    attach(model, exchange)
+    for _ in range(2):
+        model(torch.tensor(1.0 + world.rank)).backward()
+    assert len(exchange.buckets) == 2
+    for weight in model.module.weights:
+        mean = (world.size + 1) / 2
+        assert (weight.grad == 2 * mean).all()
+
+
 @pytest.mark.parametrize("views", [False, True])
 def test_a_dense_exchange_trains_as_ddp_alone(world, views):
     def train(compressed):
