@@ -81,7 +81,7 @@ endef
 
 # Every algorithm of every collective on 64 ranks of this machine.
 test-scale: $(READY)
-	MPICOMP_WAIT=backoff timeout 1800 mpirun -n 64 python -m mpi4py tests/scale.py
+	MPICOMP_WAIT=backoff timeout 1800 mpirun -n 64 python -m mpi4py tests/chaos/scale.py
 
 # PyTorch and JAX: their tests, examples and the code of docs/frameworks.md, in an environment of their own. TORCH: what pip
 # installs; where the index has builds for GPUs only by that name, TORCH="torch==2.13.0 --index-url ..." names another.
@@ -90,8 +90,8 @@ test-torch:
 	$(MAKE) VENV=.venv-torch .venv-torch/.ready
 	.venv-torch/bin/python -m pip install --quiet $(TORCH)
 	.venv-torch/bin/python -m pip install --quiet accelerate jax optax pytorch-lightning
-	PATH="$(abspath .venv-torch)/bin:$$PATH" python -m pytest tests/pytorch tests/test_arrays.py tests/test_outer.py \
-	  tests/test_exchange_arguments.py tests/test_examples.py tests/test_docstrings.py -q \
+	PATH="$(abspath .venv-torch)/bin:$$PATH" python -m pytest tests/pytorch tests/mpicomp/test_arrays.py tests/mpicomp/test_replica.py \
+	  tests/collectives/test_exchange_arguments.py tests/repository/test_examples.py tests/repository/test_docstrings.py -q \
 	  -k "scripts or launch or torch_ or jax"
 	for size in 2 4; do PATH="$(abspath .venv-torch)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-torch \
 	  tests/launch.sh $$size tests/pytorch -q || exit 1; done
@@ -103,7 +103,7 @@ CUPY ?= cupy-cuda12x nvidia-cuda-nvrtc-cu12
 test-cupy:
 	$(MAKE) VENV=.venv-cupy .venv-cupy/.ready
 	.venv-cupy/bin/python -m pip install --quiet $(CUPY)
-	PATH="$(abspath .venv-cupy)/bin:$$PATH" python -m pytest tests/test_stand_in.py tests/cuda/test_compilation.py -v
+	PATH="$(abspath .venv-cupy)/bin:$$PATH" python -m pytest tests/tools/test_stand_in.py tests/cuda/test_compilation.py -v
 
 # The scripts under slurm/, on a Slurm of virtual nodes on this machine; takes minutes. Installs Slurm where one is root.
 # (Slurm's plugin for PMIx opens libpmix.so by that name, which Debian has in the -dev package.)

@@ -40,7 +40,11 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "tests" / "support"),
+    str(ROOT / "tests" / "cuda"),
+]
 
 from compilers import log_and_cubin, nvrtc_libraries, spills  # noqa: E402
 from devices import counted, cupy_for_tests, kernel_hash  # noqa: E402

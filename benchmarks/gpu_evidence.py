@@ -40,17 +40,17 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
 
 NEEDED = ["cupy", "numpy", "numba", "mpi4py", "pytest", "pytest_mpi", "hypothesis"]
 # pytest's arguments, of processes that run beside each other
 KERNELS, MANY = "tests/cuda/test_device_kernels.py", "many_launches"
 SERIAL = {
-    "arrays": ["tests/test_device.py"],
+    "arrays": ["tests/mpicomp/test_device.py"],
     "kernels": [KERNELS, "-k", f"not {MANY}"],
     "kernels, many launches": [KERNELS, "-k", MANY],
 }
-UNDER_MPI = "tests/mpi/test_device.py", "tests/mpi/test_device_exchange.py"
+UNDER_MPI = "tests/mpi/test_device_arrays.py", "tests/mpi/test_device_exchange.py"
 WAYS = {"staged": "0", "direct": "1"}  # how messages pass MPI, and MPICOMP_CUDA_AWARE
 SMALL = {  # pytest's arguments in a dry run
     "arrays": ["-k", "subnormal_numbers"],
@@ -159,7 +159,9 @@ def refused(why: str) -> int:
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """Return the variables of all parts: where they import from, and the MPI; in a dry run the stand-in for CuPy."""
     stand_in = [str(ROOT / "tests" / "fake_cupy")] if options.dry_run else []
-    found = {"PYTHONPATH": before("PYTHONPATH", *stand_in, ROOT, ROOT / "tests")}
+    found = {
+        "PYTHONPATH": before("PYTHONPATH", *stand_in, ROOT, ROOT / "tests" / "support")
+    }
     if options.dry_run:  # as if MPI saw the memory of the device
         found["MPICOMP_FAKE_VISIBLE"] = "1"
     if options.mpi:

@@ -1,7 +1,7 @@
 """The predictions of `mpicomp explain`: rounds, messages, bytes and merged entries of each algorithm, and its seconds.
 
 `collectives.planning.choice`, by which "auto" goes, has an estimate with fewer terms;
-tests/test_choice.py compares the two.
+tests/collectives/test_choice.py compares the two.
 
 The union of j independent supports has n (1 - (1 - k/n)^j) entries. Those of gradients
 count as independent: at P = 16 the union of Top-k has 12.7 k entries, of at most 16 k

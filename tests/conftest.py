@@ -12,12 +12,17 @@ BENCHMARKS = TESTS.parent / "benchmarks"
 # that call most kernels for all formats: half of all tests
 FOR_ALL_FORMATS = [
     *(TESTS / "cuda").glob("test_*.py"),
-    TESTS / "test_kernels.py",
-    TESTS / "test_device.py",
-    TESTS / "test_every_compressor.py",
-    TESTS / "test_compressor_state.py",
-    TESTS / "test_few_bits.py",
-    TESTS / "test_codec.py",
+    *(
+        TESTS / "mpicomp" / f"test_{name}.py"
+        for name in (
+            "kernels",
+            "device",
+            "every_compressor",
+            "compressor_state",
+            "few_bits",
+            "codec",
+        )
+    ),
 ]
 # whose modules import each other
 sys.path += [str(BENCHMARKS), str(BENCHMARKS / "training")]

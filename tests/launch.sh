@@ -16,7 +16,7 @@ fi
 
 shift
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${SLURM_PROCID:-0}}}
-export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 COLUMNS=${COLUMNS:-120}
+export PYTHONPATH=$here/support:$here/chaos${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 COLUMNS=${COLUMNS:-120}
 # the plugins that are named only: looking for others takes each rank a second
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 arguments=(--color=no -p lockstep -p pytest_mpi -p no:cacheprovider -p no:faulthandler --only-mpi --basetemp "$out/tmp-$rank")

@@ -3,7 +3,7 @@
     python docs/figures/architecture.py          # needs matplotlib; writes rooms.svg and gradient.svg beside this file
 
 `FLOORS` are the layers from top to bottom: a module imports modules of its own layer
-and of those below. `tests/test_house.py` compares that with the code.
+and of those below. `tests/repository/test_house.py` compares that with the code.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 P is 1, 2 and 5, which fit into a world of 8 ranks beside each other, and so run a test
 at the same time. A test marked `every_size`, of the values that a collective returns,
-runs at P = 3 and 8 as well (tests/test_simulated.py has the sizes up to 17); one marked
+runs at P = 3 and 8 as well (tests/collectives/test_simulated.py has the sizes up to 17); one marked
 `small_groups`, of what is built on the collectives, at 1, 2 and 3. With MPI_TEST_ALL=1,
 as in `make test-all`, all run at P = 1, 2, 3, 4, 5, 7 and 8, in a world of 16 also at
 16, those of small groups up to 5. The marker `at_least(P)` leaves the smaller groups

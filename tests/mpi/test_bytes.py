@@ -51,7 +51,7 @@ def union(size):
     return len({index for rank in range(size) for index in spread(rank).indices})
 
 
-# Entries that all ranks together send; tests/test_choice.py counts those of
+# Entries that all ranks together send; tests/collectives/test_choice.py counts those of
 # butterflies.
 EXACT_SUMS = {
     "allgather": lambda size: size * (size - 1) * K,

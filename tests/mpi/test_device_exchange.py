@@ -328,7 +328,7 @@ TENSORS = pytest.mark.parametrize(
 def test_a_step_starts_as_many_things_for_any_number_of_tensors(
     comm, cupy, name, tensors
 ):
-    """The other steps on one rank are in tests/test_gpu_costs.py."""
+    """The other steps on one rank are in tests/tools/test_gpu_costs.py."""
     assert_few(comm, cupy, name, tensors, 0, 0)
 
 

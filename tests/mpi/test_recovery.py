@@ -1,4 +1,4 @@
-"""Continuing with fewer ranks: what needs no rank that dies (see tests/test_recovery.py for these)."""
+"""Continuing with fewer ranks: what needs no rank that dies (see tests/collectives/test_deaths.py for these)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A short one: tests/soak.py runs for as long as it is told to, and looks at the memory as well."""
+"""A short one: tests/chaos/soak.py runs for as long as it is told to, and looks at the memory as well."""
 
 import pytest
 from soak import grown, soak

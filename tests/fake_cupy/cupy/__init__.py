@@ -12,7 +12,7 @@ poison too.
 
 What is refused here is refused by CuPy: NumPy arrays in the place of arrays, implicit
 copies to the host, arguments and keywords that are not in CuPy's signatures
-(signatures.json; tests/cupy_signatures.py compares it with the wheel).
+(signatures.json; tests/support/cupy_signatures.py compares it with the wheel).
 """
 
 from cupy import _functions, cuda, random

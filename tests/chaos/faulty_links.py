@@ -1,4 +1,4 @@
-"""Run every collective over links with faults:  sudo python tests/faulty_links.py [--ranks 4] [--runs 1]
+"""Run every collective over links with faults:  sudo python tests/chaos/faulty_links.py [--ranks 4] [--runs 1]
 
 On hosts of benchmarks/testbed: first over clean links, then over links that lose,
 double, hold back or delay frames, and that do all of it at once. The results of each
@@ -17,6 +17,9 @@ import time
 from functools import partial
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
+
 from hosts import on_hosts, refusal
 from jobs import parser
 

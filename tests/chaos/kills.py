@@ -1,4 +1,4 @@
-"""Kill a random rank at a random moment, again and again:  python tests/kills.py [--runs 200] [--seed 0]
+"""Kill a random rank at a random moment, again and again:  python tests/chaos/kills.py [--runs 200] [--seed 0]
 
 Each run starts a job of 2 to 5 ranks that exchange gradients without a pause, and after
 a random time sends one of them SIGKILL, or SIGSTOP: a rank that is there and does not
@@ -25,6 +25,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
+
 from jobs import ROOT, START, parser, tally, watched
 
 # seconds: what the ranks are configured to, and what a job may take beyond it

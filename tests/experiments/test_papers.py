@@ -17,7 +17,7 @@ from mpicomp import TopK
 from mpicomp_bench import COMMANDS, parser
 from mpicomp_bench.bench.compressors import COMPRESSORS
 
-PAPERS = pathlib.Path(__file__).parent.parent / "benchmarks" / "papers"
+PAPERS = pathlib.Path(__file__).parents[2] / "benchmarks" / "papers"
 RESULTS = PAPERS.parent.parent / "docs" / "results" / "papers"
 
 

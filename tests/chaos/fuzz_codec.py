@@ -1,4 +1,4 @@
-"""Feed the decoder with broken messages:  python tests/fuzz_codec.py [how many] [seed]
+"""Feed the decoder with broken messages:  python tests/chaos/fuzz_codec.py [how many] [seed]
 
 Sound messages in every format, with bits turned, bytes and fields of the header
 replaced, ends cut off or put on; and noise. Whatever comes, `decode` returns a vector
@@ -12,6 +12,9 @@ import sys
 from collections import Counter
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
+
 from few_bits_cases import decode as decode_values
 
 from mpicomp import CodecError, SparseVector

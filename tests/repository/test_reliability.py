@@ -4,7 +4,7 @@ import ast
 import pathlib
 import re
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import mpicomp
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 SETTINGS = configparser.ConfigParser()
 SETTINGS.read(ROOT / "setup.cfg")
 PYTHON = SETTINGS["options"]["python_requires"].removeprefix(">=")

@@ -1,6 +1,6 @@
 """Ranks that die while the others recover from a death: between the parts of `shrink`, and before `continue_on`.
 
-    mpirun --with-ft ulfm -n 6 python -m mpi4py tests/more_deaths.py
+    mpirun --with-ft ulfm -n 6 python -m mpi4py tests/chaos/more_deaths.py
 
 Rank 5 dies in a step, rank 4 when all have come to shrink, rank 3 when it has the new
 communicator, rank 2 before it goes on there. Ranks 0 and 1 are left, which are too few

@@ -29,7 +29,7 @@ from collectives.calls import checking
 from collectives.calls.collective import COLLECTIVES
 from collectives.exchange.step import Step
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CONTRIBUTING = DOCS / "contributing"
 SETTINGS = configparser.ConfigParser()
@@ -151,8 +151,8 @@ def test_pages_and_docstrings_run_in_the_debug_mode():
     if checking.is_enabled():
         pytest.skip("this is that run")
     tests = [
-        "tests/test_pages.py",
-        "tests/test_docstrings.py",
+        "tests/repository/test_pages.py",
+        "tests/repository/test_docstrings.py",
         "-k",
         "python_of or examples_of",
     ]

@@ -17,7 +17,7 @@ from collectives.runtime import cuda_aware, staging
 from collectives.runtime.messages import Arrival
 from mpicomp_bench import info
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 ON_THE_STAND_IN = pytest.mark.skipif(
     real_cupy() is not None, reason="a real device has no memory that tells"
 )
@@ -103,7 +103,12 @@ if comm.rank == 0:
 
 def child(prepare, *, size=2, program=CHILD, **environment):
     """Return the finished run of a child job. `prepare` is Python that `CHILD` runs first; it decides the outcome."""
-    folders = TESTS / "fake_cupy", TESTS.parent, TESTS, TESTS.parent / "benchmarks"
+    folders = (
+        TESTS / "fake_cupy",
+        TESTS.parent,
+        TESTS / "support",
+        TESTS.parent / "benchmarks",
+    )
     path = os.pathsep.join(map(str, folders))
     return mpirun(
         size, "-c", program.format(prepare=prepare), PYTHONPATH=path, **environment

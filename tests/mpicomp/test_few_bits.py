@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from test_vectors import loops
+from test_vectorised import loops
 
 from mpicomp.arrays import new_vector
 from mpicomp.few_bits import BITS, SCALES, first_blocks

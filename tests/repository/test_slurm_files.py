@@ -14,7 +14,7 @@ import pytest
 
 import mpicomp
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 PAGE = (ROOT / "docs" / "slurm.md").read_text()
 

@@ -11,7 +11,7 @@ from importlib import metadata
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = sorted(
     path
     for top in ("mpicomp", "collectives", "mpicomp_bench")

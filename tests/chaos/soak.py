@@ -1,6 +1,6 @@
 """Exchange for a long time, and see whether anything grows:
 
-    mpirun -n 4 python -m mpi4py tests/soak.py [--exchanges 100000]
+    mpirun -n 4 python -m mpi4py tests/chaos/soak.py [--exchanges 100000]
 
 Small vectors, by each kind of collective in turn, blocking and nonblocking, one array
 and named tensors, with errors on one rank among them; and now and then a communicator
@@ -18,6 +18,9 @@ import resource
 import sys
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
+
 from jobs import parser
 from mpi4py import MPI
 

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-RACE = pathlib.Path(__file__).parent.parent / "benchmarks" / "race"
+RACE = pathlib.Path(__file__).parents[2] / "benchmarks" / "race"
 
 
 @pytest.fixture(autouse=True)

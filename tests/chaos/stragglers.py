@@ -1,6 +1,6 @@
 """Ranks that learn of a fault in different operations, or late, or differ on the quorum, and shrink together.
 
-    mpirun --with-ft ulfm -n 4 python -m mpi4py tests/stragglers.py
+    mpirun --with-ft ulfm -n 4 python -m mpi4py tests/chaos/stragglers.py
 
 Without the rounds of `collectives.calls.recovery` the first of these waits for ever in
 MPI's Shrink, every time.

@@ -1,6 +1,6 @@
 """Ranks that die before, during and after a collective, one by one, and an exchange that goes on without them.
 
-    mpirun --with-ft ulfm -n 5 python -m mpi4py tests/survivors.py FOLDER COLLECTIVE
+    mpirun --with-ft ulfm -n 5 python -m mpi4py tests/chaos/survivors.py FOLDER COLLECTIVE
 
 Of 5 ranks 2 are left. Everything is an integer, and each rank that dies writes down
 what it owes: in the end what was given in the steps that were kept is what came, and

@@ -11,7 +11,7 @@ from collectives import GradientExchange, OuterLoop
 from mpicomp import TopK
 from mpicomp_bench.methods import construct, outer_settings
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "every_step"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 # functions that the first step compiles, parts of kernels and Numba's own among them: one
 # more takes 0.05 to 0.5 s on each new machine

@@ -1,4 +1,4 @@
-"""`mpicomp explain`; the formulas are tested in tests/test_choice.py."""
+"""`mpicomp explain`; the formulas are tested in tests/collectives/test_choice.py."""
 
 import ast
 import builtins
@@ -27,7 +27,7 @@ from mpicomp_bench.explain import COMPUTES, FEW_BITS, HALVED
 from mpicomp_bench.formulas import FORMULAS, ON_NODES, dense_seconds
 from mpicomp_bench.network import Network
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 SOME = ["explain", "--ranks", "64", "--length", "1e6", "--density", "0.001"]
 
 

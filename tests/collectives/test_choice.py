@@ -21,7 +21,7 @@ from mpicomp_bench import formulas
 from mpicomp_bench.formulas import FORMULAS, predicted, split
 from mpicomp_bench.network import Network
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 ENTRIES = 5000
 SUMS = FORMULAS["sparse_allreduce"]
 AUTO = sparse_allreduce.automatic

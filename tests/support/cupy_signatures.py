@@ -1,7 +1,7 @@
 """The signatures of CuPy that its stand-in goes by: read from the wheel, which needs no GPU, and kept in a file.
 
-    python tests/cupy_signatures.py            # compare the file with the CuPy that is installed: 1 where it differs
-    python tests/cupy_signatures.py --write    # write it anew
+    python tests/support/cupy_signatures.py            # compare the file with the installed CuPy: 1 where it differs
+    python tests/support/cupy_signatures.py --write    # write it anew
 
 The stand-in (tests/fake_cupy) binds every call to these: a keyword that CuPy does not
 take is refused by both.
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parent / "fake_cupy" / "signatures.json"
+FILE = Path(__file__).parents[1] / "fake_cupy" / "signatures.json"
 _MARKS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 

@@ -15,7 +15,7 @@ from devices import counted, has_cupy_wheel, real_cupy
 
 from mpicomp import AdaComp, AggregationAware, ChunkedTopK, Quantised, SIDCo, TopK
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(
     real_cupy() is not None, reason="there is a GPU, and no stand-in"
 )

@@ -1,10 +1,10 @@
 """Every algorithm of every collective once on many ranks: sums, and the memory of a rank beside the documented one.
 
-    MPICOMP_WAIT=backoff mpirun -n 64 python -m mpi4py tests/scale.py      # more ranks than there are cores
+    MPICOMP_WAIT=backoff mpirun -n 64 python -m mpi4py tests/chaos/scale.py      # more ranks than there are cores
 
 Prints for each algorithm the time of a call, the peak of the memory that NumPy and
 Python allocate in it on the rank that needs most, and that over the formula of
-docs/contributing/costs.md. `make test-scale` runs it; tests/test_simulated.py has 1,024 ranks
+docs/contributing/costs.md. `make test-scale` runs it; tests/collectives/test_simulated.py has 1,024 ranks
 in a simulated network. Exit status 1 if a sum is wrong, or memory is over twice that of
 the formula.
 """

@@ -13,7 +13,7 @@ import pytest
 import collectives
 import mpicomp
 
-API = pathlib.Path(__file__).parent.parent / "docs" / "api"
+API = pathlib.Path(__file__).parents[2] / "docs" / "api"
 PUBLIC = {
     name: getattr(package, name)
     for package in (mpicomp, collectives)

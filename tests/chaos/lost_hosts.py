@@ -1,4 +1,4 @@
-"""Lose ranks, hosts and links of a job over several hosts:  sudo python tests/lost_hosts.py [--runs 1] [--only kill]
+"""Lose ranks, hosts and links of a job over several hosts:  sudo python tests/chaos/lost_hosts.py [--only kill]
 
 On hosts of benchmarks/testbed, a rank each, which exchange gradients without a pause
 under the options that `mpicomp info --recovery` prints. A seed fixes victim,
@@ -29,6 +29,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
+
 from hosts import TESTBED, on_hosts, refusal
 from jobs import parser, tally, watched
 from kills import COLLECTIVES, Worker

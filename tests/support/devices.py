@@ -17,7 +17,7 @@ import numpy as np
 
 from mpicomp import SparseVector
 
-_TESTS = Path(__file__).parent
+_TESTS = Path(__file__).parents[1]
 KERNELS = _TESTS.parent / "mpicomp" / "kernels" / "device"
 EVIDENCE = _TESTS.parent / "docs" / "gpu_evidence"
 
