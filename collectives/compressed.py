@@ -60,9 +60,9 @@ def compressed_allreduce(
         codec: format of the messages, as in `sparse_allreduce`.
 
     Returns:
-        A pair (result, rejected). result: the compressed sum, the same bits on every rank.
-        rejected: what the compressor left of this rank's share, which this rank must keep,
-        for example in its residual.
+        A pair (result, rejected). `result` is the compressed sum, the same bits on every
+        rank; `rejected` is what the compressor left of this rank's share, which this rank
+        must keep, for example in its residual.
 
     Raises:
         TypeError: `compressor` has a state, or an argument of this rank is of a wrong type;
@@ -73,7 +73,8 @@ def compressed_allreduce(
 
     Source: H. Tang et al., DoubleSqueeze, ICML 2019 (arXiv 1905.05957).
 
-    >>> result, rejected = compressed_allreduce(TopK(k=2).compress(gradient), comm, TopK(k=1))
+    >>> vector = TopK(k=2).compress(gradient)
+    >>> result, rejected = compressed_allreduce(vector, comm, TopK(k=1))
     >>> result.values.tolist(), rejected.values.tolist()
     ([-3.0], [2.0])
     """

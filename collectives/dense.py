@@ -33,7 +33,7 @@ def dense_allreduce(array: Any, comm: "Comm") -> Call[Any]:
         comm: an mpi4py intracommunicator; all its ranks call, in the same order.
 
     Returns:
-        The sum: a new array of the same kind, shape and dtype.
+        A new array of the same kind, shape and dtype, with the sum.
 
     Raises:
         TypeError: `array` of this rank has a wrong type; other ranks raise CollectiveError.

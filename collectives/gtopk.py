@@ -91,9 +91,10 @@ def gtopk_allreduce(
         codec: format of the messages, as in `sparse_allreduce`.
 
     Returns:
-        A pair (result, rejected). result: at most k entries in the order of their indices,
-        the same bits on every rank; of equal magnitudes an exact algorithm takes the lowest
-        indices. rejected: the entries that this rank must keep, for example in its residual.
+        A pair (result, rejected). `result` has at most k entries in the order of their
+        indices, the same bits on every rank; of equal magnitudes an exact algorithm takes
+        the lowest indices. `rejected` has the entries that this rank must keep, for example
+        in its residual.
 
     Raises:
         TypeError: an argument of this rank is of a wrong type; other ranks raise

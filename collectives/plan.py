@@ -97,7 +97,7 @@ class SupportPlan:
                 DLPack. They are copied first.
 
         Returns:
-            The sums: a new array of that kind, shape and dtype.
+            A new array of that kind, shape and dtype, with the sums.
 
         Raises:
             TypeError: `values` of this rank have a wrong type; other ranks raise

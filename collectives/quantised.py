@@ -97,9 +97,9 @@ def quantised_allreduce(
             other part of its memory. Their contents are undefined after an error.
 
     Returns:
-        A pair (total, rejected) of arrays of the kind, shape and dtype of `array`. total: the
-        same bits on every rank. rejected: what this rank must keep, for example in its
-        residual.
+        A pair (total, rejected) of arrays of the kind, shape and dtype of `array`. `total` has
+        the same bits on every rank; `rejected` is what this rank must keep, for example in
+        its residual.
 
     Raises:
         TypeError: an argument of this rank is of a wrong type; other ranks raise

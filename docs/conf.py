@@ -13,7 +13,9 @@ author = "The mpicomp developers"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
     "docstrings",
     "pages",
 ]
@@ -81,6 +83,8 @@ html_theme_options = {"navigation_with_keys": True}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 pygments_style = "default"  # comments and numbers have a contrast of 4.5 and more
 
 myst_enable_extensions = ["attrs_inline"]
@@ -89,9 +93,12 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 
 default_role = "py:obj"  # a name in backticks is a link where the reference has it
 autodoc_mock_imports = ["torch", "jax"]  # for those who build the site without them
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes as a list, which needs no entry for each
+napoleon_use_rtype = False
 python_maximum_signature_line_length = 88
 add_module_names = False

@@ -1,121 +1,87 @@
-"""A Sphinx extension: the docstrings of this repository, which are plain text, as reStructuredText.
+"""A Sphinx extension: the docstrings of this repository, plain text in Google's style, for napoleon.
 
-In a paragraph of a docstring "name: what it is." describes a parameter. Such sentences
-become a list of parameters; indented lines become a literal block, and characters that
-would be markup are escaped.
+Characters that would be markup are escaped, and a public name in backticks becomes a
+link to its entry. Sections, paragraphs and examples stay as they are.
 """
 
-import inspect
 import re
-from collections.abc import Iterator
 from typing import Any
 
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+from sphinx.util.typing import stringify_annotation
+
 import collectives
+import collectives.torch
 import mpicomp
 
-MARKUP = re.compile(r"`([^`]*)`|([*|\\]|_\b)")
-SEVERAL = re.compile(", | or ")  # between names that are described together
-# of what is said of a parameter
-END = re.compile(r"(?<=\.) (?=Raises |Returns |One object )")
+MARKUP = re.compile(r"``[^`]*``|`([^`]*)`|([*|\\]|_\b)")
 PUBLIC = {
     name: package.__name__
-    for package in (mpicomp, collectives)
+    for package in (mpicomp, collectives, collectives.torch)
     for name in package.__all__
 }
-# the base of compressors with a density, not exported
-PUBLIC["Density"] = "mpicomp.compressors.common"
 
-
-def paragraphs(lines: list[str]) -> Iterator[list[str]]:
-    """Yield the paragraphs of a docstring."""
-    found: list[str] = []
-    for line in [*lines, ""]:
-        if line.strip():
-            found.append(line)
-        elif found:
-            yield found
-            found = []
+# types of NumPy, as Sphinx writes them, and their names
+NAMES = {
+    stringify_annotation(kind, "smart"): name
+    for kind, name in (
+        (ArrayLike, "ArrayLike"),
+        (DTypeLike, "DTypeLike"),
+        (NDArray[Any], "ndarray"),
+    )
+}
 
 
 def linked(code: str) -> str:
-    """Return a name in backticks as a link: to the entry of the reference, if it is public."""
+    """Return a name in backticks as a link to its entry, if it is public; else as code."""
     name = code.partition("(")[0]
     package = PUBLIC.get(name.partition(".")[0])
-    return f":py:obj:`{code} <{package}.{name}>`" if package else f"`{code}`"
+    return f":py:obj:`{code} <{package}.{name}>`" if package else f"``{code}``"
 
 
 def escaped(text: str) -> str:
     """Return text without markup, apart from names in backticks."""
-    return MARKUP.sub(
-        lambda found: (
-            f"\\{found.group(2)}" if found.group(2) else linked(found.group(1))
-        ),
-        text,
-    )
 
+    def one(found: re.Match[str]) -> str:
+        code, character = found.groups()
+        if character:
+            return f"\\{character}"
+        return linked(code) if code else found.group()
 
-def described(text: str, names: list[str]) -> tuple[str, list[str]]:
-    """Return a paragraph without the sentences about parameters, and these as fields of a list."""
-    known = "|".join(map(re.escape, names)) or "(?!)"
-    starts = re.compile(
-        rf"(?:^|(?<=[.;)] ))((?:{known})(?:(?:, | or )(?:{known}))*)(?:\([^)]*\))?: "
-    )
-    before, *rest = starts.split(text)
-    fields, after = [], ""
-    for name, what in zip(rest[::2], rest[1::2], strict=True):
-        about, *others = END.split(what.strip(), maxsplit=1)
-        after = " ".join([after, *others]).strip()
-        fields.append(f":param {SEVERAL.sub(',', name)}: {escaped(about)}")
-    return f"{escaped(before.strip())}\n\n{escaped(after)}".strip(), fields
-
-
-def parameters(target: Any) -> list[str]:
-    """Return the names of the parameters of a function, or of a class."""
-    try:
-        return [name for name in inspect.signature(target).parameters if name != "self"]
-    except (TypeError, ValueError):
-        return []
+    return MARKUP.sub(one, text)
 
 
 def to_rst(
     app: Any, what: str, name: str, target: Any, options: Any, lines: list[str]
 ) -> None:
-    """Rewrite a docstring in place."""
-    names, found, fields = parameters(target), list[str](), list[str]()
-    place = None  # of the list of parameters
-    for paragraph in paragraphs(lines):
-        first = paragraph[0]
-        if first.lstrip().startswith(">>>"):
-            found += [line[len(first) - len(first.lstrip()) :] for line in paragraph]
-        elif all(line.startswith("  ") for line in paragraph):
-            found += ["::", "", *paragraph]
-        elif first.startswith(("* ", "- ")):
-            found += [
-                escaped(line) if line.startswith(" ") else line[:2] + escaped(line[2:])
-                for line in paragraph
-            ]
-        else:
-            text, described_here = described(
-                " ".join(line.strip() for line in paragraph), names
-            )
-            found += text.split("\n")
-            place = len(found) if described_here and place is None else place
-            fields += described_here
-        found.append("")
-    if place is not None:
-        found[place:place] = ["", *fields, ""]
-    lines[:] = found
+    """Escape a docstring in place, except for its examples and the marks of lists."""
+    is_example = False
+    for number, line in enumerate(lines):
+        text = line.lstrip()
+        is_example = bool(text) and (is_example or text.startswith(">>>"))
+        if not is_example:
+            start = len(line) - len(text) + 2 * text.startswith(("* ", "- "))
+            lines[number] = line[:start] + escaped(line[start:])
 
 
-def skip(
-    app: Any, what: str, name: str, target: Any, skipped: bool, options: Any
-) -> bool | None:
-    """Leave out the tables of checks that compressors declare."""
-    return True if name == "state" and target else None
+def with_short_types(
+    app: Any,
+    what: str,
+    name: str,
+    target: Any,
+    options: Any,
+    signature: str | None,
+    returned: str | None,
+) -> tuple[str | None, str | None]:
+    """Return a signature in which NumPy's types have their names."""
+    for long, short in NAMES.items():
+        signature = signature and signature.replace(long, short)
+        returned = returned and returned.replace(long, short)
+    return signature, returned
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Register the extension with Sphinx."""
-    app.connect("autodoc-process-docstring", to_rst)
-    app.connect("autodoc-skip-member", skip)
+    """Register the extension with Sphinx, before napoleon."""
+    app.connect("autodoc-process-docstring", to_rst, priority=400)
+    app.connect("autodoc-process-signature", with_short_types)
     return {"parallel_read_safe": True}

@@ -95,14 +95,19 @@ class GradientExchange:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a wrong value, or some do not go together.
 
-    >>> GradientExchange(comm, TopK(k=2))(gradient).tolist()  # the residual is now [0.5, 0, 0.25, 0]
+    >>> exchange = GradientExchange(comm, TopK(k=2))
+    >>> exchange(gradient).tolist()
     [0.0, -3.0, 0.0, 2.0]
+    >>> round(exchange.residual_norm, 3)  # of [0.5, 0, 0.25, 0]
+    0.559
 
     Every value in four bits, on the way to the sum and back; bins as AdaComp's authors
     use them:
 
     >>> exchange = GradientExchange(comm, bits=4)
-    >>> exchange = GradientExchange(comm, lambda name, shape: AdaComp(50 if len(shape) == 4 else 500))
+    >>> def bins(name, shape):
+    ...     return AdaComp(50 if len(shape) == 4 else 500)
+    >>> exchange = GradientExchange(comm, bins)
     """
 
     compressor = SetOnce()
@@ -200,8 +205,8 @@ class GradientExchange:
                 (`SparseVector.add_to`).
 
         Returns:
-            The mean: an array, a list, or a dict with the means of all registered tensors, those
-            of `gradient` first; `out` where given.
+            The mean as an array, a list, or a dict of the means of all registered tensors,
+            those of `gradient` first; `out` where given.
 
         Raises:
             KeyError: `gradient` or `out` has an unknown name; other ranks raise CollectiveError.

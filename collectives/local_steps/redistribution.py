@@ -59,7 +59,8 @@ def redistribute_state(
     >>> exchange = GradientExchange(comm, TopK(k=2))
     >>> mean = exchange(gradient)
     >>> states = [exchange.state_dict()]  # or the file of each rank that saved
-    >>> exchange.load_state_dict(redistribute_state(states.__getitem__, 1, comm.rank, comm.size))
+    >>> state = redistribute_state(states.__getitem__, 1, comm.rank, comm.size)
+    >>> exchange.load_state_dict(state)
     """
     saved = to_integer("saved", saved)
     ranks = to_integer("ranks", ranks)

@@ -36,7 +36,8 @@ class ChunkedTopK(TopK):
 
     Source: A. Sarfi et al., SparseLoCo (arXiv 2508.15706).
 
-    >>> ChunkedTopK(k=1, chunk=3).compress(np.array([1.0, -2, 0, 5, 4, 3, 1])).indices.tolist()
+    >>> vector = ChunkedTopK(k=1, chunk=3).compress(np.array([1.0, -2, 0, 5, 4, 3, 1]))
+    >>> vector.indices.tolist()
     [1, 3, 6]
     """
 

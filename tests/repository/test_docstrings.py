@@ -27,6 +27,9 @@ NO_EXAMPLE = {
     *(name for name in PUBLIC if name.endswith("Error") or "_i" in name),
 }
 
+# objects that a user gets, and whose constructor no user calls
+MADE_BY_THE_LIBRARY = {"Request", "SupportPlan", "Handle"}
+
 
 def names_of_examples():
     """Return the names that the examples use, made by the code in the reference."""
@@ -109,12 +112,66 @@ def test_the_example_for_jax_runs():
     assert test.globs["means"].tolist().count(4.0) == 2
 
 
-def test_the_reference_has_every_public_name():
+def described():
+    """Return the names of classes and functions in the reference, each with its members there."""
     pages = "".join(map(pathlib.Path.read_text, API.glob("*.rst")))
-    listed = re.findall(
-        r"(?m)^\.\. auto(?:class|function|exception)\w*:: (?:mpicomp|collectives)\.(\w+)$",
-        pages,
+    entry = re.compile(
+        r"(?m)^\.\. auto(?:class|function|exception):: ([\w.]+)\n(?: +:members: ((?:.*,\n)*.*)\n)?"
     )
-    assert ".. automodule:: mpicomp.compressors\n" in pages
-    listed += mpicomp.compressors.__all__
-    assert sorted(listed) == sorted(PUBLIC), "add the name to docs/api/*.rst"
+    return {
+        name: members.replace(",", " ").split()
+        for name, members in entry.findall(pages)
+    }
+
+
+def test_the_reference_has_every_public_name():
+    names = {
+        f"{package.__name__}.{name}"
+        for package in (mpicomp, collectives)
+        for name in package.__all__
+    }
+    listed = {name for name in described() if name.count(".") == 1}
+    assert listed == names, "add the name to docs/api/*.rst"
+
+
+PACKAGES = ["mpicomp", "collectives", "collectives.torch", "collectives.jax"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_parameter_has_a_line_of_its_own(package):
+    """In the section Args; and no section describes a parameter that is not there."""
+    if package.count("."):
+        pytest.importorskip(package.rpartition(".")[2])
+    wrong = {}
+    for full, members in described().items():
+        owner, _, name = full.rpartition(".")
+        target = getattr(importlib.import_module(package), name, None)
+        if owner != package:
+            continue
+        methods = {f"{name}.{member}": getattr(target, member) for member in members}
+        for where, function in {name: target, **methods}.items():
+            if not callable(function) or where in MADE_BY_THE_LIBRARY:
+                continue
+            text = inspect.getdoc(function) or ""
+            _, _, rest = text.partition("\nArgs:\n")
+            section, *_ = re.split(r"(?m)^(?=\S)", rest)
+            lines = re.findall(r"(?m)^    (\w+): \S", section)
+            if names_of_parameters(function) != lines:
+                wrong[where] = lines
+    assert wrong == {}
+
+
+def names_of_parameters(function):
+    """Return the names of what a caller passes; none of an exception, which no caller makes."""
+    if isinstance(function, type) and issubclass(function, Exception):
+        return []
+    parameters = inspect.signature(function).parameters
+    return [name for name in parameters if name != "self"]
+
+
+def test_the_reference_shows_no_member_that_a_class_does_not_have():
+    for full, members in described().items():
+        package, _, name = full.rpartition(".")
+        if package in ("mpicomp", "collectives"):
+            target = getattr(importlib.import_module(package), name)
+            assert all(inspect.getdoc(getattr(target, member)) for member in members)
