@@ -91,7 +91,7 @@ test-torch:
 	.venv-torch/bin/python -m pip install --quiet $(TORCH)
 	.venv-torch/bin/python -m pip install --quiet accelerate jax optax pytorch-lightning
 	PATH="$(abspath .venv-torch)/bin:$$PATH" python -m pytest tests/pytorch tests/mpicomp/test_arrays.py tests/mpicomp/test_replica.py \
-	  tests/collectives/test_exchange_arguments.py tests/repository/test_examples.py tests/repository/test_docstrings.py -q \
+	  tests/collectives/test_jax.py tests/collectives/test_exchange_arguments.py tests/repository/test_examples.py tests/repository/test_docstrings.py -q \
 	  -k "scripts or launch or torch_ or jax"
 	for size in 2 4; do PATH="$(abspath .venv-torch)/bin:$$PATH" MPI_TEST_OUT=build/mpi-tests-torch \
 	  tests/launch.sh $$size tests/pytorch -q || exit 1; done

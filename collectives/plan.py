@@ -63,9 +63,12 @@ class SupportPlan:
 
     def __init__(self, support: SparseVector, comm: Any) -> None:
         """Create a plan; use `union`, which ensures the same support on all ranks."""
-        self.indices = read_only(support.indices.copy())
+        # PyTorch warns of read-only indices
+        self._places = support.indices.copy()
+        self.indices = read_only(self._places)
         self.length = support.length
         self.comm = comm
+        self._ranks = comm.size  # also after MPI.Finalize
         self.digest = f"{digest(support.indices)} of {support.length}"
 
     @staticmethod
@@ -129,9 +132,9 @@ class SupportPlan:
             ValueError: the array has another number of values.
         """
         if math.prod(array.shape) == self.length:
-            return array.reshape(-1)[self.indices]
+            return array.reshape(-1)[self._places]
         if len(array.shape) == 2 and array.shape[0] == self.length:
-            return array[self.indices]
+            return array[self._places]
         raise ValueError(
             f"array has shape {tuple(array.shape)}: expected {self.length} values, or rows of them"
         )
@@ -145,4 +148,4 @@ class SupportPlan:
         return SparseVector(self.indices, values, self.length)
 
     def __repr__(self) -> str:
-        return f"SupportPlan({self.indices.size} of {self.length} indices, {self.comm.size} ranks)"
+        return f"SupportPlan({self.indices.size} of {self.length} indices, {self._ranks} ranks)"

@@ -70,11 +70,8 @@ def to_array(array: Any) -> Array:
         raise TypeError(f"got {_type_name(array)}: expected a dense array; {remedy}")
     if hasattr(array, "untyped_storage"):
         _check_memory(array)
-    if hasattr(array, "is_deleted") and array.is_deleted():
-        raise ValueError(
-            f"got {_type_name(array)} whose memory JAX has deleted, as of an argument that was donated to a jitted "
-            "function: pass the array that the function returned"
-        )
+    if hasattr(array, "is_deleted"):
+        _check_jax(array)
     if _is_bfloat16(array):  # NumPy has no such dtype
         if hasattr(array, "float"):
             array = array.float()
@@ -93,12 +90,9 @@ def to_array(array: Any) -> Array:
         return _on_current_device(_import_cupy(array).asarray(array))  # type: ignore[no-any-return]
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
-    if type(array).__name__.endswith("Tracer"):
-        hint = "it has no values while JAX traces a function: call outside of jit, grad and vmap"
-    elif hasattr(array, "to_dense"):
+    hint = "NumPy, CuPy, or one that supports DLPack"
+    if hasattr(array, "to_dense"):
         hint = "use its to_dense()"
-    else:
-        hint = "NumPy, CuPy, or one that supports DLPack"
     raise TypeError(f"got {_type_name(array)}: expected an array ({hint})")
 
 
@@ -117,9 +111,12 @@ def sparse_remedy(array: Any) -> str | None:
 
 
 def is_array(array: Any) -> bool:
-    """Return whether this is an array of a kind that `to_array` accepts, whatever its dtype and device."""
-    kinds = "__array_interface__", "__cuda_array_interface__", "__dlpack_device__"
-    return isinstance(array, np.ndarray) or any(hasattr(array, kind) for kind in kinds)
+    """Return whether this is an array of a kind that `to_array` accepts, whatever its dtype, device and state."""
+    if isinstance(array, np.ndarray):
+        return True
+    # the last one of JAX, also of arrays that it traces
+    interfaces = "__array_interface__", "__cuda_array_interface__", "__dlpack_device__"
+    return any(hasattr(array, kind) for kind in (*interfaces, "is_deleted"))
 
 
 def _from_dlpack(array: Any) -> Array:
@@ -144,6 +141,21 @@ def _from_dlpack(array: Any) -> Array:
         raise TypeError(
             f"NumPy cannot read {_type_name(array)} of {dtype}: convert it to float32 ({error})"
         ) from error
+
+
+def _check_jax(array: Any) -> None:
+    """Raise TypeError for an array of JAX that is being traced, ValueError for one whose memory was deleted."""
+    # of a traced one even `is_deleted` raises
+    if any([kind.__name__ == "Tracer" for kind in type(array).__mro__]):
+        raise TypeError(
+            f"got {_type_name(array)}: expected an array (it has no values while JAX traces a function: call outside "
+            "of jit, grad, vmap and scan)"
+        )
+    if array.is_deleted():
+        raise ValueError(
+            f"got {_type_name(array)} whose memory JAX has deleted, as of an argument that was donated to a jitted "
+            "function: pass the array that the function returned"
+        )
 
 
 def _check_memory(tensor: Any) -> None:
@@ -510,9 +522,11 @@ def kind_of(original: Any) -> Callable[[Array], Any]:
     ours = isinstance(original, np.ndarray) or on_device(original)
     foreign = not ours and hasattr(library, "from_dlpack")
     short = original.dtype if _is_bfloat16(original) else None
+    # else JAX takes the first of its devices
+    place = {"device": original.device} if root in ("jax", "jaxlib") else {}
 
     def convert(result: Array) -> Any:
-        array = library.from_dlpack(result) if foreign else result  # type: ignore[union-attr]
+        array = library.from_dlpack(result, **place) if foreign else result  # type: ignore[union-attr]
         if short is None or result.dtype != np.float32:
             return array
         return array.to(short) if hasattr(array, "to") else array.astype(short)

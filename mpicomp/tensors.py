@@ -72,8 +72,11 @@ class Tensor:
         if self.xp is not np:
             device = self.xp.cuda.runtime.getDevice()
             return self.xp.ndarray, self.shape, self.dtype, True, device
-        is_torch = self.kind == f"{self.dtype} of torch"
-        plain = sys.modules["torch"].Tensor if is_torch else np.ndarray
+        plain: Any = None  # the class of no array
+        if self.kind == f"{self.dtype} of numpy":
+            plain = np.ndarray
+        elif self.kind == f"{self.dtype} of torch":
+            plain = sys.modules["torch"].Tensor
         return plain, self.shape, self.dtype, True
 
     def new(self) -> Array:
@@ -89,16 +92,15 @@ class Tensor:
         if array is None:
             return self.new()
         values = self._checked(self.name, array)
-        if values is not array:
-            is_leaf = getattr(array, "is_leaf", False)
-            if is_leaf and getattr(array, "requires_grad", False):
-                raise TypeError(
-                    f"{self.name} is a parameter, not a gradient: pass its .grad"
-                )
-            if described(array) != self.kind:
-                raise TypeError(
-                    f"{self.name} is {described(array)}: expected {self.kind} as in the first step"
-                )
+        is_leaf = getattr(array, "is_leaf", False)
+        if is_leaf and getattr(array, "requires_grad", False):
+            raise TypeError(
+                f"{self.name} is a parameter, not a gradient: pass its .grad"
+            )
+        if described(array) != self.kind:
+            raise ValueError(
+                f"{self.name} is {described(array)}: expected {self.kind} as in the first step"
+            )
         return flat(contiguous(values))
 
     def writable(

@@ -163,6 +163,7 @@ class GradientExchange:
         self.statistics: Statistics | None = None  # of the last step
         # of the first step, which compiles and connects, and of all others
         self._totals: list[Statistics] = []
+        self._is_on_one_node = False  # all ranks of the last step share memory
         self._layout = Layout(
             compressor=self.compressor,
             feedback=self.feedback,
@@ -397,7 +398,13 @@ class GradientExchange:
         itemsize = next(
             (tensor.dtype.itemsize for tensor in self.buckets[0].tensors), 0
         )
-        return report(self._totals, self.skipped, self.comm, itemsize)
+        return report(
+            self._totals,
+            self.skipped,
+            self._rank_and_size["ranks"],
+            itemsize,
+            is_on_one_node=self._is_on_one_node,
+        )
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's exchange: arrays by name, which np.savez can store.
@@ -584,6 +591,7 @@ class GradientExchange:
             self.steps += 1
             self._changes = []
             self._record(step.close())
+            self._is_on_one_node = step.is_on_one_node
         else:
             self.skipped += 1
         return step

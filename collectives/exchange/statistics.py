@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from operator import add
-from typing import Any, NamedTuple
-
-from collectives.runtime.link import link_if_any
+from typing import NamedTuple
 
 
 class Statistics(NamedTuple):
@@ -46,32 +44,39 @@ class Statistics(NamedTuple):
         return Statistics(*map(add, self[:-1], other[:-1]))
 
 
-def report(totals: Sequence[Statistics], skipped: int, comm: Any, size: int) -> str:
+def report(
+    totals: Sequence[Statistics],
+    skipped: int,
+    ranks: int,
+    size: int,
+    *,
+    is_on_one_node: bool,
+) -> str:
     """Return lines to print: the averages of exchanges on this rank, compared with a dense allreduce.
 
-    totals: of the exchange that includes compilation and connections, which is left out
-    unless it is the only one, and of all others. skipped: the number of exchanges that
-    were skipped. size: bytes of a value. Dense: 2 (P-1)/P n v bytes for n values of v
-    bytes.
+    Calls nothing of MPI, which may be finalized.
+
+    Args:
+        totals: of the exchange that includes compilation and connections, which is left
+            out unless it is the only one, and of all others.
+        skipped: the number of exchanges that were skipped.
+        ranks: the number of ranks P. Dense: 2 (P-1)/P n v bytes for n values of v bytes.
+        size: bytes of a value.
+        is_on_one_node: all ranks share memory.
     """
     more = f" ({skipped} more skipped)" if skipped else ""
     if not totals:
         return f"no exchange yet{more}"
     total = totals[-1]
-    link = link_if_any(comm)
-    ranks = comm.size
     kept = total.steps
     what = "the first exchange"
     if len(totals) > 1:
         what = f"{kept} exchange{'s' * (kept > 1)} after the first"
     dense = 2 * (ranks - 1) * total.length * size // ranks
     share = f" ({total.wire_nbytes / dense:.3%})" if dense else ""
-    is_on_one_node = link is not None and len({*link.nodes}) == 1 < ranks
-    fewer = (
-        "; between nodes entries are coded in fewer"
-        if is_on_one_node and total.density < 1
-        else ""
-    )
+    fewer = ""
+    if is_on_one_node and ranks > 1 and total.density < 1:
+        fewer = "; between nodes entries are coded in fewer"
     times = total.compress_seconds, total.communicate_seconds, total.restore_seconds
     compress, communicate, restore = (
         f"{1e3 * seconds / kept:.3f}" for seconds in times

@@ -337,9 +337,14 @@ class Step:
             self.undo()
         clear_frames(error.__traceback__)
 
+    @property
+    def is_on_one_node(self) -> bool:
+        """Whether all ranks share memory."""
+        return self._link is not None and len(self._link.by_node) == 1
+
     def close(self) -> Statistics:
         """Return the statistics of a step that was kept and counted; a subclass may raise here, on all ranks."""
-        link = self._link or link_if_any(self._comm)
+        link = self._link = self._link or link_if_any(self._comm)
         total = reduce(Statistics.plus, self._statistics)
         return Statistics(
             *total[:5],

@@ -214,12 +214,15 @@ def traffic(comm: Any) -> Traffic:
     Raises:
         TypeError: `comm` is no communicator.
         ValueError: `comm` is not in use.
+        RuntimeError: after MPI.Finalize.
 
     >>> before = traffic(comm)
     >>> total = sparse_allreduce(TopK(k=2).compress(gradient), comm)
     >>> traffic(comm).nbytes >= before.nbytes
     True
     """
+    if mpi().Is_finalized():
+        raise RuntimeError("traffic after MPI.Finalize(): expected a call before it")
     link = link_if_any(comm)
     return Traffic() if link is None else replace(link.traffic)
 

@@ -129,10 +129,15 @@ class Feedback(Configured):
         this one turns it, the spare residual, into the next residual.
         A method that forgets old entries does so in `correct`, as
         `ErrorFeedback(decay=...)` does. Raises RuntimeError without a `correct` before,
-        ValueError for another length, OverflowError if the result leaves the range of
-        its dtype.
+        TypeError if it returned another array than the spare residual, ValueError for
+        another length, OverflowError if the result leaves the range of its dtype.
         """
         self._check_staged(corrected.size, sent, rejected)
+        if corrected is not self._spares.get("residual"):
+            raise TypeError(
+                f"correct() of {type(self).__name__} returned an array that is not kept, so all that is not sent would "
+                'be lost: fill the buffer self._spare("residual"), and return that'
+            )
         kernels = kernels_for(corrected)
         kernels.scatter_add(corrected, sent.indices, sent.values, sign=-1)
         if rejected is not None:

@@ -150,7 +150,6 @@ def test_gradients_of_torch_are_taken_as_they_come():
         tensor.untyped_storage().resize_(0)
     for gradient in (
         plain,
-        plain.numpy(),
         plain.clone().requires_grad_() * 1,
         plain.t().contiguous().t(),
     ):
@@ -158,6 +157,7 @@ def test_gradients_of_torch_are_taken_as_they_come():
         assert (type(mean), mean.tolist()) == (torch.Tensor, plain.tolist())
     for gradient, message in (
         (plain.bfloat16(), "is bfloat16 of torch: expected float32 of torch"),
+        (plain.numpy(), "is float32 of numpy: expected float32 of torch as in the"),
         (plain.t(), r"of shape \(2, 3\): expected float32 of shape \(3, 2\)"),
         (torch.nn.Parameter(plain), "is a parameter, not a gradient"),
         (freed.view(3, 2), "no memory of its own"),
@@ -167,3 +167,33 @@ def test_gradients_of_torch_are_taken_as_they_come():
             exchange({"a": gradient})
     with pytest.raises(ValueError, match="not C-contiguous"):
         exchange({"a": plain}, out={"a": plain.t().contiguous().t()})
+
+
+def kinds_of_torch():
+    """Return arrays of PyTorch and NumPy that have the same values."""
+    torch = pytest.importorskip("torch")
+    plain = torch.arange(6.0)
+    return {
+        "float32 of torch": plain,
+        "bfloat16 of torch": plain.bfloat16(),
+        "float32 of numpy": plain.numpy(),
+        "float32 of copying": Copied(plain.numpy()),
+    }
+
+
+@pytest.mark.parametrize("form", [lambda it: it, lambda it: [it], lambda it: {"a": it}])
+def test_a_torch_tensor_stays_one_in_later_steps(form):
+    """The kind of the first step, also where the values need no conversion."""
+    kinds = kinds_of_torch()
+    for kind, first in kinds.items():
+        exchange = GradientExchange(MPI.COMM_SELF, Dense(), small=0)
+        exchange(form(first))
+        for other, later in kinds.items():
+            if other == kind:
+                exchange(form(later))
+                continue
+            with pytest.raises(
+                ValueError, match=f"is {other}: expected {kind} as in the first step"
+            ):
+                exchange(form(later))
+        assert exchange.steps == 2

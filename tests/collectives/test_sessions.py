@@ -31,6 +31,35 @@ def test_a_communicator_of_a_session_works_and_is_freed(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+AFTER_MPI = """
+import numpy as np
+from mpi4py import MPI
+from collectives import GradientExchange, SupportPlan, traffic
+from mpicomp import TopK
+
+comm = MPI.COMM_WORLD
+exchange = GradientExchange(comm, TopK(0.5))
+unused = GradientExchange(comm, TopK(0.5))
+for step in range(2):
+    exchange(np.arange(5000.0))
+plan = SupportPlan.union(TopK(0.5).compress(np.arange(4.0)), comm)
+shown = [exchange.report(), unused.report(), repr(plan), exchange.residual_norm]
+MPI.Finalize()
+assert [exchange.report(), unused.report(), repr(plan), exchange.residual_norm] == shown
+try:
+    traffic(comm)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_what_a_rank_knows_is_shown_after_mpi_has_ended(tmp_path):
+    (tmp_path / "shown.py").write_text(AFTER_MPI)
+    done = mpirun(2, "shown.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("traffic after MPI.Finalize(): expected a call") == 2
+
+
 STATE_AFTER_MPI = """
 import numpy as np
 from mpi4py import MPI

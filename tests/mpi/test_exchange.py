@@ -147,3 +147,26 @@ def test_a_failed_call_holds_neither_the_gradient_nor_the_vector(comm):
         assert alive() is None
     finally:
         gc.enable()
+
+
+class Foreign:
+    """An array of another library, as far as the array interface goes."""
+
+    def __init__(self, array):
+        self.dtype = array.dtype
+        self.__array_interface__ = array.__array_interface__
+        self.array = array
+
+
+@pytest.mark.parametrize("kinds", [(Foreign, np.asarray), (np.asarray, Foreign)])
+def test_another_kind_of_array_on_one_rank_is_refused_on_all(comm, kinds):
+    first, other = kinds
+    exchange = GradientExchange(comm, TopK(k=5))
+    exchange(first(gradients(comm.rank, 0)))
+    for turn in range(comm.size):
+        kind = other if comm.rank == turn else first
+        error = ValueError if comm.rank == turn else CollectiveError
+        with pytest.raises(error, match=r"gradient is float32 of \w+: expected"):
+            exchange(kind(gradients(comm.rank, 1)))
+    exchange(first(gradients(comm.rank, 1)))
+    assert exchange.steps == 2

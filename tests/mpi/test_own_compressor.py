@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives import CollectiveError, GradientExchange
-from mpicomp import Compressor, MomentumCorrection
+from mpicomp import Compressor, Dense, Feedback, MomentumCorrection, TopK
 from mpicomp.compressors.common import at_positions, finite_vector
 
 pytestmark = pytest.mark.small_groups
@@ -138,3 +138,50 @@ def test_a_compressor_cannot_write_to_what_it_is_passed(comm, argument):
     with pytest.raises(ValueError, match="read-only"):
         exchange(gradient)
     assert gradient.tolist() == [1] * 5
+
+
+class Returning(Feedback):
+    """Correct a gradient, and return an array that `kind` names in place of the spare residual."""
+
+    def __init__(self, kind="spare"):
+        super().__init__()
+        self.kind = kind
+
+    def correct(self, *gradient):
+        self._stage(gradient)
+        spare = self._spare("residual")
+        np.add(self._arrays["residual"], self._joined(gradient), out=spare)
+        return {
+            "spare": spare,
+            "new": spare.copy(),
+            "view": spare[:],
+            "gradient": gradient[0],
+            "kept": self._arrays["residual"],
+        }[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["new", "view", "gradient", "kept"])
+@pytest.mark.parametrize(
+    "settings", [{"compressor": TopK(k=2)}, {"bits": 4}, {"compressor": Dense()}]
+)
+def test_a_feedback_that_returns_another_array_is_refused_on_all_ranks(
+    comm, kind, settings
+):
+    """What is not sent would be lost. Also where one rank alone does, and in a later step."""
+    gradient = np.arange(1, 9, dtype=np.float32)
+    exchange = GradientExchange(comm, feedback=Returning(), **settings)
+    exchange(gradient)
+    before = exchange.state_dict()
+    for who in {0, comm.size - 1}:
+        mine = comm.rank == who
+        exchange.feedback.kind = kind if mine else "spare"
+        with pytest.raises(
+            TypeError if mine else CollectiveError,
+            match="returned an array that is not kept",
+        ):
+            exchange(gradient)
+        exchange.feedback.kind = "spare"
+        for name, array in exchange.state_dict().items():
+            np.testing.assert_array_equal(array, before[name])
+    exchange(gradient)
+    assert exchange.steps == 2
