@@ -7,14 +7,14 @@
     python benchmarks/threads.py --json docs/results/threads.json
     mpirun -n 4 python -m mpi4py benchmarks/few_bits.py --json docs/results/quantised-4.json             # and on 2
     python benchmarks/cold.py --json docs/results/cold.json
-    python benchmarks/race/race.py --json docs/results/race.json         # benchmarks/race/README.md has all of these
-    mpirun -n 4 python -m mpi4py benchmarks/race/hook.py --json docs/results/hook.json
+    python experiments/race/race.py --json experiments/results/race.json    # experiments/race/README.md has all
+    mpirun -n 4 python -m mpi4py experiments/race/hook.py --json experiments/results/hook.json
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
-    python benchmarks/every_step/simulate.py --json docs/results/every_step.json     # and map.json: README.md there
-    mpirun -n 4 python -m mpi4py benchmarks/training/train.py ...  # docs/contributing/accuracy.md: all of it
+    python experiments/every_step/simulate.py --json experiments/results/every_step.json   # README.md there: map.json
+    mpirun -n 4 python -m mpi4py experiments/training/train.py ...  # docs/contributing/accuracy.md: all of it
     make gpu-evidence                                                    # on a machine with a GPU
     python benchmarks/gpu_costs.py --architecture sm_90 --json docs/results/gpu_costs.json
-    python benchmarks/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9 E10    # and so benchmarks/papers/README.md
+    python experiments/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9 E10    # and so experiments/papers/README.md
     python benchmarks/doc_tables.py
 
 Each table is between two comments that name it; the rest of its page is left alone.
@@ -39,8 +39,13 @@ from mpicomp_bench.explain import explained
 from mpicomp_bench.methods import METHODS
 
 sys.path += [
-    str(pathlib.Path(__file__).parent / name)
-    for name in ("", "race", "every_step", "papers")
+    str(pathlib.Path(__file__).parents[1] / name)
+    for name in (
+        "benchmarks",
+        "experiments/race",
+        "experiments/every_step",
+        "experiments/papers",
+    )
 ]
 
 import cells
@@ -55,6 +60,7 @@ from tables import table as of_experiment
 ROOT = pathlib.Path(__file__).parent.parent
 
 RESULTS = ROOT / "docs" / "results"
+STUDIES = ROOT / "experiments" / "results"
 # of `make gpu-evidence` on an H200
 EVIDENCE = ROOT / "docs" / "gpu_evidence" / "2026-11-27-0c91573a30a2.json"
 MPIS = {"exchange": "Open MPI", "exchange-impi-rt": "Intel MPI"}
@@ -84,7 +90,8 @@ VALUES = ["all tensors", "normal", "Laplace", "t(3)"]  # that are quantised
 
 def loaded(name: str) -> dict[str, Any]:
     """Return a file of results."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    folder = RESULTS if (RESULTS / f"{name}.json").exists() else STUDIES
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return found
 
 
@@ -412,7 +419,7 @@ def local_steps(which: str) -> list[str]:
 
 def paper(name: str) -> list[str]:
     """Return the table of an experiment on the claims of the papers."""
-    file = RESULTS / "papers" / f"{name}.json"
+    file = STUDIES / "papers" / f"{name}.json"
     found: list[str] = of_experiment(
         name, loaded(f"papers/{name}")["rows"] if file.exists() else []
     )
@@ -528,7 +535,7 @@ TABLES = {
         "quantisers": quantisers,
         "gains": gains,
     },
-    "benchmarks/race/README.md": {
+    "experiments/race/README.md": {
         "race-linear": partial(race, "linear"),
         "race": partial(race, "constant"),
     },
@@ -538,14 +545,14 @@ TABLES = {
         "E10": partial(paper, "E10"),
         "every_step": partial(every_step, "summary"),
     },
-    "benchmarks/every_step/README.md": {
+    "experiments/every_step/README.md": {
         "methods": methods,
         "every_step": partial(every_step, "table"),
         "map": partial(local_steps, "table"),
         "fewer-bits": partial(local_steps, "fewer_bits"),
         "map-trainings": partial(local_steps, "trainings"),
     },
-    "benchmarks/papers/README.md": {
+    "experiments/papers/README.md": {
         name: partial(paper, name)
         for name in ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8")
     },

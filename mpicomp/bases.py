@@ -11,7 +11,7 @@ no product is fused with a sum.
 
 Differences from the paper: chunks of the flat vector, not tiles of tensors; the basis
 of Walsh and Hadamard, which needs no products, and loses as little
-(benchmarks/every_step has the cosine transform).
+(experiments/every_step has the cosine transform).
 """
 
 from collections.abc import Callable, Iterator, Sequence

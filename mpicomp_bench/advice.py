@@ -2,7 +2,7 @@
 
 That time is steps x (computing + compression + messages). Steps: how many a method
 needs for the progress of one dense step with the same optimiser and the batches of all
-ranks, the mean over the models of the simulation of benchmarks/every_step; fewer than one
+ranks, the mean over the models of the simulation of experiments/every_step; fewer than one
 count as one, as a lead on small models is no reason to expect it on others. With other
 ranks or local steps they grow as on the small model of its map, and for a model as small
 they are those of the map. Compression: seconds measured
@@ -96,7 +96,7 @@ class Training(NamedTuple):
 
 @lru_cache(maxsize=1)
 def measured() -> dict[str, Any]:
-    """Return what was measured, as benchmarks/every_step/condense.py wrote it."""
+    """Return what was measured, as experiments/every_step/condense.py wrote it."""
     found: dict[str, Any] = json.loads(
         Path(__file__).with_name("measured.json").read_text()
     )

@@ -9,6 +9,7 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"
+TRAINING = TESTS.parent / "experiments" / "training"
 # that call most kernels for all formats: half of all tests
 FOR_ALL_FORMATS = [
     *(TESTS / "cuda").glob("test_*.py"),
@@ -25,7 +26,7 @@ FOR_ALL_FORMATS = [
     ),
 ]
 # whose modules import each other
-sys.path += [str(BENCHMARKS), str(BENCHMARKS / "training")]
+sys.path += [str(BENCHMARKS), str(TRAINING)]
 # a first call compiles: time is no verdict
 settings.register_profile("house", deadline=None, print_blob=True)
 settings.load_profile("house")

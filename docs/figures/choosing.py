@@ -5,7 +5,7 @@
 
 The chart and the table of what to take are those of `mpicomp explain --train`; the
 tables of one exchange are those of `mpicomp explain`; the losses are those of
-docs/results/every_step.json.
+experiments/results/every_step.json.
 """
 
 import json
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [
     str(ROOT),
     str(Path(__file__).parent),
-    str(ROOT / "benchmarks" / "every_step"),
+    str(ROOT / "experiments" / "every_step"),
     str(ROOT / "benchmarks"),
 ]
 import losses as losses_of
@@ -104,7 +104,9 @@ def draw_losses() -> None:
     from style import target
 
     rows = of(
-        json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"],
+        json.loads((ROOT / "experiments" / "results" / "every_step.json").read_text())[
+            "rows"
+        ],
         steps=STEPS,
     )
     panels = []

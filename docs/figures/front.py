@@ -1,4 +1,4 @@
-"""Draw the figure of the front page from the results of benchmarks/race.
+"""Draw the figure of the front page from the results of experiments/race.
 
 python docs/figures/front.py          # needs matplotlib; writes front.svg beside this file
 """
@@ -12,7 +12,9 @@ from style import save
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [
     str(ROOT),
-    *(str(ROOT / "benchmarks" / name) for name in ("", "race", "every_step")),
+    str(ROOT / "benchmarks"),
+    str(ROOT / "experiments" / "race"),
+    str(ROOT / "experiments" / "every_step"),
 ]
 from losses import of
 from rendering import look_of
@@ -34,7 +36,9 @@ SHOWN = {
 if __name__ == "__main__":
     from matplotlib.figure import Figure
 
-    rows = json.loads((ROOT / "docs" / "results" / "race.json").read_text())["rows"]
+    rows = json.loads((ROOT / "experiments" / "results" / "race.json").read_text())[
+        "rows"
+    ]
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     panels = figure.subplots(1, len(RATES), sharey=True)
     for axes, (rate, link) in zip(panels, RATES.items(), strict=True):

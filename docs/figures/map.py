@@ -1,6 +1,6 @@
 """Draw map.svg of docs/slow_links.md: the loss of local steps by ranks, and by the bits that a rank sends.
 
-python docs/figures/map.py  # needs matplotlib; from docs/results/map.json
+python docs/figures/map.py  # needs matplotlib; from experiments/results/map.json
 """
 
 import json
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [
     str(ROOT),
     str(ROOT / "benchmarks"),
-    str(ROOT / "benchmarks" / "every_step"),
+    str(ROOT / "experiments" / "every_step"),
 ]
 import cells
 from cells import Cell, local
@@ -104,7 +104,7 @@ def kinds() -> Iterator[tuple[str, list[Cell]]]:
 
 
 if __name__ == "__main__":
-    file = ROOT / "docs" / "results" / "map.json"
+    file = ROOT / "experiments" / "results" / "map.json"
     trained = json.loads(file.read_text())["rows"]
     stays, grows, second = (by_ranks(trained, *each) for each in kinds())
     draw([[stays, grows], [second, by_bits(trained)]], target("map"))

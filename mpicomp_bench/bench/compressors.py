@@ -129,7 +129,7 @@ def rows(options: Options, comm: Any) -> Iterator[Row]:
 
 @FileType
 def captured_file(path: Path) -> dict[str, Array]:
-    """Return the vectors of floats in an npz file, by name, as benchmarks/training/train.py --capture writes them."""
+    """Return the vectors of floats in an npz file, by name, as experiments/training/train.py --capture writes them."""
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file}
@@ -265,7 +265,7 @@ def add_options(parser: Any) -> None:
         "distributions of the values: ",
         choices=list(FAMILIES),
     )
-    about = "gradients of benchmarks/training/train.py --capture, repeated to --length (the distributions)"
+    about = "gradients of experiments/training/train.py --capture, repeated to --length (the distributions)"
     parser.add_argument("--captured", type=captured_file, metavar="FILE", help=about)
     add_list(
         parser,

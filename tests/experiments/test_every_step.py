@@ -1,4 +1,4 @@
-"""The rules of benchmarks/every_step: what P gradients do to the parameters, by every method."""
+"""The rules of experiments/every_step: what P gradients do to the parameters, by every method."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ from mpicomp import TopK
 from mpicomp_bench.methods import construct, outer_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDER = ROOT / "benchmarks" / "every_step"
+FOLDER = ROOT / "experiments" / "every_step"
 
 
 @pytest.fixture
@@ -180,7 +180,9 @@ def test_the_committed_rows_are_those_of_the_plan_and_of_known_methods(rules):
     from plan import KEY, plan
 
     rows, planned = (
-        json.loads((ROOT / "docs" / "results" / "every_step.json").read_text())["rows"],
+        json.loads((ROOT / "experiments" / "results" / "every_step.json").read_text())[
+            "rows"
+        ],
         plan(),
     )
     assert len(set(planned)) == len(planned)
@@ -194,7 +196,9 @@ def test_every_cell_of_the_map_has_dense_training_with_its_batch(rules):
     import cells
     from plan import KEY
 
-    rows = json.loads((ROOT / "docs" / "results" / "map.json").read_text())["rows"]
+    rows = json.loads((ROOT / "experiments" / "results" / "map.json").read_text())[
+        "rows"
+    ]
     assert len({tuple(row[name] for name in KEY) for row in rows}) == len(rows)
     assert all(rules.made(row["method"], row["optimizer"]) for row in rows)
     for cell in cells.cells(rows):

@@ -1,4 +1,4 @@
-"""Networks and data of benchmarks/training: gradients against finite differences, files as packages have them."""
+"""Networks and data of experiments/training: gradients against finite differences, files as packages have them."""
 
 import numpy as np
 import pytest

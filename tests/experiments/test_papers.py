@@ -1,4 +1,4 @@
-"""The experiments of benchmarks/papers: commands parse, an interrupted one continues, figures are drawn."""
+"""The experiments of experiments/papers: commands parse, an interrupted one continues, figures are drawn."""
 
 import json
 import pathlib
@@ -17,8 +17,8 @@ from mpicomp import TopK
 from mpicomp_bench import COMMANDS, parser
 from mpicomp_bench.bench.compressors import COMPRESSORS
 
-PAPERS = pathlib.Path(__file__).parents[2] / "benchmarks" / "papers"
-RESULTS = PAPERS.parent.parent / "docs" / "results" / "papers"
+PAPERS = pathlib.Path(__file__).parents[2] / "experiments" / "papers"
+RESULTS = PAPERS.parent.parent / "experiments" / "results" / "papers"
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,9 @@ def compared(monkeypatch):
 
 
 def test_every_command_is_known_and_stands_once(compared):
-    from experiments import COMPARED, EXPERIMENTS, TRAIN
     from figures import FIGURES
+
+    from experiments import COMPARED, EXPERIMENTS, TRAIN
 
     compressors = parser(COMMANDS.values())
     known = {
@@ -105,6 +106,7 @@ def test_committed_rows_are_those_of_the_experiment_and_have_a_figure(
     file, tmp_path, monkeypatch
 ):
     import figures
+
     from experiments import EXPERIMENTS
 
     grids, rows = [], json.loads(file.read_text())["rows"]

@@ -1,10 +1,10 @@
-"""The race of benchmarks/race: rows become tables. It trains in tests/pytorch/test_scripts.py."""
+"""The race of experiments/race: rows become tables. It trains in tests/pytorch/test_scripts.py."""
 
 import pathlib
 
 import pytest
 
-RACE = pathlib.Path(__file__).parents[2] / "benchmarks" / "race"
+RACE = pathlib.Path(__file__).parents[2] / "experiments" / "race"
 
 
 @pytest.fixture(autouse=True)

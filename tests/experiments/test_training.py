@@ -1,4 +1,4 @@
-"""benchmarks/training on one rank in this process, and on two under mpirun."""
+"""experiments/training on one rank in this process, and on two under mpirun."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The race of benchmarks/race and the simulation of benchmarks/every_step, with PyTorch."""
+"""The race of experiments/race and the simulation of experiments/every_step, with PyTorch."""
 
 import json
 import pathlib
@@ -9,14 +9,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
 from jobs import mpirun  # noqa: E402
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 
 
 @pytest.fixture(autouse=True)
 def beside(monkeypatch):
     """Let the modules of both import each other, as when one of them is the script."""
     for name in ("race", "every_step"):
-        monkeypatch.syspath_prepend(str(BENCHMARKS / name))
+        monkeypatch.syspath_prepend(str(EXPERIMENTS / name))
 
 
 def test_a_step_of_the_simulation_is_one_of_the_race():
@@ -80,7 +80,7 @@ def test_the_race_trains_with_both_optimisers(tmp_path):
         )
         methods = "--methods", "few-bits-4", "local-few-bits-5", "in-basis-two-bit-8"
         arguments = *sizes, f"--optimizer={optimizer}", *methods, f"--json={file}"
-        done = mpirun(2, BENCHMARKS / "race" / "rank.py", *arguments, timeout=300)
+        done = mpirun(2, EXPERIMENTS / "race" / "rank.py", *arguments, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = json.loads(file.read_text())
         assert [row["optimizer"] for row in rows] == [optimizer, optimizer, "sgd"]

@@ -14,8 +14,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from blocks import bound
 from commands import left
-from test_pages import bound
 
 from collectives import gtopk_allreduce, quantised_allreduce
 from collectives.planning.choice import Case
@@ -255,11 +255,11 @@ def by_method(found):
 
 
 def test_the_steps_and_copies_of_methods_are_those_that_were_measured(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "every_step"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "every_step"))
     import condense
 
     assert condense.FILE.read_text() == condense.text(), (
-        "run benchmarks/every_step/condense.py"
+        "run experiments/every_step/condense.py"
     )
     for methods in advice.measured()["methods"].values():
         assert methods["dense"]["steps"] == 1
@@ -267,7 +267,7 @@ def test_the_steps_and_copies_of_methods_are_those_that_were_measured(monkeypatc
 
 
 def test_steps_are_worth_what_dense_training_gains_by_more_of_them(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "every_step"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "every_step"))
     import condense
     from losses import LONG_STEPS, STEPS
 
@@ -290,7 +290,7 @@ def test_steps_are_worth_what_dense_training_gains_by_more_of_them(monkeypatch):
 
 def test_a_gap_of_the_map_is_worth_the_steps_of_its_own_text(monkeypatch):
     """Half of what more steps gain on each text, and as much on any ranks for 4 bits in every step."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "every_step"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "every_step"))
     import cells
     import condense
     from losses import LONG_STEPS, STEPS
@@ -535,10 +535,12 @@ def test_the_lines_of_a_method_name_what_there_is(name):
 
 
 def test_what_is_advised_is_near_the_best_of_every_race(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "race"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "race"))
     from results import by_learning_rate, final, settings
 
-    rows = json.loads((ROOT / "docs" / "results" / "race.json").read_text())["rows"]
+    rows = json.loads((ROOT / "experiments" / "results" / "race.json").read_text())[
+        "rows"
+    ]
     judged = 0
     for (_, batch, schedule, hosts, rate, delay, _), trained in settings(rows).items():
         links = (
@@ -612,10 +614,12 @@ def test_what_is_advised_is_near_the_best_of_every_cell_of_the_map(
     monkeypatch, optimizer
 ):
     """Of a model of that size, for links and steps of many kinds."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "every_step"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "every_step"))
     import cells
 
-    rows = json.loads((ROOT / "docs" / "results" / "map.json").read_text())["rows"]
+    rows = json.loads((ROOT / "experiments" / "results" / "map.json").read_text())[
+        "rows"
+    ]
     size = advice.measured()["map"]["parameters"]
     taken = []
     for cell in cells.cells(rows):
@@ -636,7 +640,7 @@ def test_what_is_advised_is_near_the_best_of_every_cell_of_the_map(
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_what_is_advised_is_near_the_best_of_larger_models(monkeypatch, optimizer):
     """Of methods whose steps are alike on both models: no answer is near the best of two that differ."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "every_step"))
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "every_step"))
     import condense
 
     alike = [
