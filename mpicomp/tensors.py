@@ -8,8 +8,9 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,18 +28,43 @@ from mpicomp.arrays import (
 
 ALONE = "gradient"  # the name of one array, and of the segment of a list
 
-# the forms, as errors name them
-ARRAY = "one array"
-LIST = "a list of arrays"
-DICT = "arrays by name"
+
+class Form(StrEnum):
+    """The form of a gradient; its text is that of errors."""
+
+    ARRAY = "one array"
+    LIST = "a list of arrays"
+    DICT = "arrays by name"
+
+
+ARRAY = Form.ARRAY
+LIST = Form.LIST
+DICT = Form.DICT
+
+
+class Kind(NamedTuple):
+    """The dtype and the library of an array of the caller."""
+
+    dtype: str
+    library: str
+
+    @classmethod
+    def of(cls, array: Any) -> "Kind":
+        """Return the kind of an array."""
+        library = type(array).__module__.partition(".")[0]
+        dtype = str(getattr(array, "dtype", "")).rpartition(".")[2]
+        return cls(dtype, library)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of {self.library}"
 
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
     """The description of a tensor from the first step; constant, and equal to itself alone.
 
-    dtype: in which it is exchanged. xp: the module that makes its arrays. kind: the
-    library and the dtype of the caller's arrays, as text. wrap: converts one to them.
+    dtype: in which it is exchanged. xp: the module that makes its arrays. kind: that of
+    the caller's arrays. wrap: converts one to them.
     places: "numpy" or "cupy", where it is on each rank; of named tensors.
     """
 
@@ -46,7 +72,7 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: Dtype
     xp: Any
-    kind: str
+    kind: Kind
     wrap: Callable[[Array], Any]
     places: tuple[str, ...] = ()
 
@@ -63,8 +89,8 @@ class Tensor:
     @cached_property
     def is_copied(self) -> bool:
         """Whether `wrap` may return a copy: of bfloat16, or of another library, as JAX copies what is not aligned."""
-        dtype, _, library = self.kind.partition(" of ")
-        return dtype == "bfloat16" or library not in ("numpy", "cupy", "torch")
+        libraries = "numpy", "cupy", "torch"
+        return self.kind.dtype == "bfloat16" or self.kind.library not in libraries
 
     @cached_property
     def facts(self) -> tuple[Any, ...]:
@@ -73,9 +99,9 @@ class Tensor:
             device = self.xp.cuda.runtime.getDevice()
             return self.xp.ndarray, self.shape, self.dtype, True, device
         plain: Any = None  # the class of no array
-        if self.kind == f"{self.dtype} of numpy":
+        if self.kind == (str(self.dtype), "numpy"):
             plain = np.ndarray
-        elif self.kind == f"{self.dtype} of torch":
+        elif self.kind == (str(self.dtype), "torch"):
             plain = sys.modules["torch"].Tensor
         return plain, self.shape, self.dtype, True
 
@@ -97,9 +123,10 @@ class Tensor:
             raise TypeError(
                 f"{self.name} is a parameter, not a gradient: pass its .grad"
             )
-        if described(array) != self.kind:
+        kind = Kind.of(array)
+        if kind != self.kind:
             raise ValueError(
-                f"{self.name} is {described(array)}: expected {self.kind} as in the first step"
+                f"{self.name} is {kind}: expected {self.kind} as in the first step"
             )
         return flat(contiguous(values))
 
@@ -183,14 +210,7 @@ def _values(name: str, array: Any) -> Array:
         raise TypeError(f"{name}: {error}") from error
 
 
-def described(array: Any) -> str:
-    """Return the dtype of an array and its library, as text."""
-    library = type(array).__module__.partition(".")[0]
-    dtype = str(getattr(array, "dtype", "")).rpartition(".")[2]
-    return f"{dtype} of {library}"
-
-
-def describe(arrays: ByName, form: str) -> list[Tensor]:
+def describe(arrays: ByName, form: Form) -> list[Tensor]:
     """Return a description of each array; raises TypeError or ValueError for arrays that cannot be exchanged."""
     if not isinstance(arrays, Mapping):
         raise TypeError(
@@ -216,7 +236,7 @@ def describe(arrays: ByName, form: str) -> list[Tensor]:
                 values.shape,
                 values.dtype,
                 namespace(values),
-                described(array),
+                Kind.of(array),
                 kind_of(array),
             )
         )

@@ -40,7 +40,7 @@ from mpicomp.compressors.base import set_back
 from mpicomp.errors import warn
 from mpicomp.feedback import ErrorFeedback, Feedback
 from mpicomp.settings import SetOnce, to_choice, to_integer
-from mpicomp.tensors import DICT
+from mpicomp.tensors import DICT, Form
 
 
 class GradientExchange:
@@ -173,7 +173,7 @@ class GradientExchange:
             basis=basis,
             reduction=summing,
         )
-        self._form: str | None = None  # of the gradients, once it is known
+        self._form: Form | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
         # of the named tensors in the buckets, before any were held
         self._order: list[str] = []
@@ -568,7 +568,7 @@ class GradientExchange:
     @defer_interrupt
     def _run(
         self,
-        form: str,
+        form: Form,
         results: str,
         error: Exception | None = None,
         *,
@@ -627,7 +627,7 @@ class GradientExchange:
                 step.end(error)
             raise
 
-    def _register(self, form: str, arrays: ByName) -> None:
+    def _register(self, form: Form, arrays: ByName) -> None:
         self._buckets = self._layout.buckets(form, arrays, self.comm)
         names = [name for bucket in self._buckets for name in bucket.names_of_tensors]
         self._form = form

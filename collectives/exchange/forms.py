@@ -7,10 +7,10 @@ from typing import Any
 
 from collectives.exchange.names import canonical
 from mpicomp.arrays import ByName
-from mpicomp.tensors import ALONE, ARRAY, DICT, LIST
+from mpicomp.tensors import ALONE, ARRAY, DICT, LIST, Form
 
 
-def by_name(gradient: Any) -> tuple[str, dict[str, Any]]:
+def by_name(gradient: Any) -> tuple[Form, dict[str, Any]]:
     """Return the form of a gradient, and its arrays by name."""
     if isinstance(gradient, Mapping):
         return DICT, dict(gradient)
@@ -21,14 +21,14 @@ def by_name(gradient: Any) -> tuple[str, dict[str, Any]]:
     return ARRAY, {ALONE: gradient}
 
 
-def in_form(form: str, results: dict[str, Any], names: ByName) -> Any:
+def in_form(form: Form, results: dict[str, Any], names: ByName) -> Any:
     """Return results by name in a form; a list in the order of `names`."""
     if form == DICT:
         return results
     return [results[name] for name in names] if form == LIST else results[ALONE]
 
 
-def check_same_form(form: str, arrays: ByName, first: str, names: Set[str]) -> None:
+def check_same_form(form: Form, arrays: ByName, first: Form, names: Set[str]) -> None:
     """Raise TypeError, KeyError or ValueError for gradients of another form or with other names than the first ones."""
     if form != first:
         raise TypeError(
@@ -55,7 +55,7 @@ def _remedy(name: str, names: Collection[str]) -> str:
 
 
 def outs_by_name(
-    out: Any, form: str, arrays: ByName, names: Set[str]
+    out: Any, form: Form, arrays: ByName, names: Set[str]
 ) -> dict[str, Any]:
     """Return the output buffers by name; raises TypeError or ValueError unless their form is that of the gradients.
 

@@ -37,7 +37,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback
 from mpicomp.state import check_object
-from mpicomp.tensors import ALONE, DICT, Tensor, describe
+from mpicomp.tensors import ALONE, DICT, Form, Tensor, describe
 
 # Bytes of a bucket: in host memory they are for the caches, and short messages start
 # early in a backward pass. On a device a bucket takes the host as long as a GPU takes to
@@ -112,7 +112,7 @@ class Layout:
                 "Dense() of a function, or a collective of sparse vectors such as sparse_allreduce"
             )
 
-    def buckets(self, form: str, arrays: ByName, comm: Any) -> list[Bucket]:
+    def buckets(self, form: Form, arrays: ByName, comm: Any) -> list[Bucket]:
         """Return the buckets of this rank's tensors, in the order in which they start.
 
         The ranks compare tensors and settings first. Raises this rank's error on it,
@@ -139,7 +139,7 @@ class Layout:
             return self.named(members)
 
     def _described(
-        self, form: str, arrays: ByName, parts: list[tuple[Tensor, Compressor]]
+        self, form: Form, arrays: ByName, parts: list[tuple[Tensor, Compressor]]
     ) -> dict[str, dict[str, str]]:
         """Return what the ranks compare, and where tensors are; append each, and a compressor for it, to `parts`."""
         if is_choice(self.compressor) and form != DICT:
@@ -153,7 +153,7 @@ class Layout:
                 compressor = self._compressor(tensor)
             parts.append((tensor, compressor))
             # bfloat16 is exchanged as float32
-            text = f"{tensor.kind.partition(' ')[0]} of shape {tensor.shape}"
+            text = f"{tensor.kind.dtype} of shape {tensor.shape}"
             # of a tensor that is sent whole no votes are counted
             if self.reduction.average == CONTRIBUTORS:
                 is_whole = isinstance(compressor.chain()[-1], Dense)
