@@ -9,6 +9,7 @@ from collectives.allgather import sparse_allgather, sparse_iallgather
 from collectives.allreduce import sparse_allreduce, sparse_iallreduce
 from collectives.calls.call import Sum
 from collectives.calls.recovery import agree, shrink
+from collectives.calls.replicas import check_replicas
 from collectives.compressed import compressed_allreduce, compressed_iallreduce
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.exchange import GradientExchange
@@ -51,6 +52,7 @@ __all__ = [
     "Traffic",
     "agree",
     "average_residuals",
+    "check_replicas",
     "compressed_allreduce",
     "compressed_iallreduce",
     "configure",

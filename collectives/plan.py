@@ -13,7 +13,8 @@ from collectives.calls.call import Call, Sum
 from collectives.calls.collective import collective
 from collectives.dense import mpi, outlined
 from collectives.runtime.engine import Request
-from mpicomp.arrays import digest, like, read_only, to_array
+from mpicomp.arrays import like, read_only, to_array
+from mpicomp.digests import digest
 from mpicomp.vector import SparseVector
 
 

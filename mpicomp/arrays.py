@@ -13,7 +13,6 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from hashlib import blake2b
 from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
@@ -112,7 +111,7 @@ def sparse_remedy(array: Any) -> str | None:
 
 def is_array(array: Any) -> bool:
     """Return whether this is an array of a kind that `to_array` accepts, whatever its dtype, device and state."""
-    if isinstance(array, np.ndarray):
+    if isinstance(array, np.ndarray) or on_device(array):
         return True
     # the last one of JAX, also of arrays that it traces
     interfaces = "__array_interface__", "__cuda_array_interface__", "__dlpack_device__"
@@ -451,15 +450,6 @@ def read_fields(buffer: Any, form: struct.Struct) -> tuple[Any, ...]:
     if type(buffer) is np.ndarray or not on_device(buffer):
         return form.unpack_from(buffer)
     return form.unpack(to_numpy(buffer[: form.size]).data)
-
-
-def digest(*arrays: Array) -> str:
-    """Return a hash of the dtypes, shapes and bits of arrays."""
-    bits = blake2b(digest_size=8)
-    for array in arrays:
-        bits.update(repr((str(array.dtype), array.shape)).encode())
-        bits.update(np.ascontiguousarray(to_numpy(array)).data)
-    return bits.hexdigest()
 
 
 def read_only(array: Array) -> Array:

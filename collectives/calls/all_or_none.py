@@ -8,16 +8,16 @@ reaches all ranks.
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from collectives.calls import recovery
 from collectives.calls.call import NOTHING, Call
 from collectives.calls.collective import collective
+from collectives.calls.positions import Position, check_positions
 from collectives.faults import ulfm
 from collectives.faults.errors import CollectiveError
-from collectives.faults.state import differing
 from collectives.runtime.group import Group
 from collectives.runtime.link import link_if_any
 from collectives.runtime.messages import Steps
@@ -60,7 +60,7 @@ def check_same(what: str, texts: list[dict[str, str]]) -> None:
 
 @contextmanager
 def all_or_none(
-    comm: Any, operation: str, position: Callable[[], str] = str
+    comm: Any, operation: str, position: Callable[[], Position] = Position
 ) -> Iterator[None]:
     """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
 
@@ -69,7 +69,7 @@ def all_or_none(
     raise CollectiveError. All blocks must have started the same collectives. A rank
     that is interrupted, as by a second Ctrl-C, does not wait: the others raise once it
     calls the library again. operation: the name in errors. position: returns, after the
-    block, what this rank is about to complete; at different places all raise
+    block, what this rank is about to complete; where ranks differ in it all raise
     CollectiveError.
     """
     error: Exception | None = None
@@ -80,7 +80,9 @@ def all_or_none(
     except BaseException as interrupt:
         with suppress(CollectiveError):  # the communicator may be in no use any more
             if not ulfm.survives():
-                _raise_together.nonblocking(contributed(interrupt), comm, operation, "")
+                _raise_together.nonblocking(
+                    contributed(interrupt), comm, operation, Position()
+                )
         raise
     # in the agreement itself, which is MPI's sum and no exchange of messages
     link = link_if_any(comm)
@@ -97,12 +99,12 @@ def all_or_none(
             f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
         )
     if not same:
-        _raise_apart(operation, gather_objects(here, comm, operation))
+        _compare(operation, gather_objects(here[:2], comm, operation), here.remedy)
 
 
 @collective()
 def _raise_together(
-    error: Exception | None, comm: Any, operation: str, position: str
+    error: Exception | None, comm: Any, operation: str, position: Position
 ) -> Call[None]:
     return Call(
         NOTHING, comm, own={"error": error, "position": position}, operation=operation
@@ -111,11 +113,11 @@ def _raise_together(
 
 @_raise_together.algorithm(compares_calls=True)
 def _agree(
-    vector: SparseVector, group: Group, error: Exception | None, position: str
+    vector: SparseVector, group: Group, error: Exception | None, position: Position
 ) -> Steps[None]:
-    """Sum failures and places by MPI, which is faster than messages; ranks send texts only where there is a reason.
+    """Sum failures and positions by MPI, which is faster than messages; ranks send texts only where there is a reason.
 
-    Places t of f ranks are equal if and only if f times the sum of t^2 is the square of
+    Positions t of f ranks are equal if and only if f times the sum of t^2 is the square of
     their sum.
     """
     digest = _digest(position)
@@ -127,9 +129,8 @@ def _agree(
     if failed:
         group.fail(error)
     if group.size * square != linear * linear:
-        _raise_apart(
-            group.signature["operation"], (yield from group.gather_objects(position))
-        )
+        everyone = yield from group.gather_objects(position[:2])
+        _compare(group.signature["operation"], everyone, position.remedy)
 
 
 def catch_up(
@@ -159,17 +160,15 @@ def miss(error: Exception, attempts: int, comm: Any, operation: str) -> None:
             gather_objects.nonblocking(error, comm, operation)
 
 
-def _digest(position: str) -> int:
+def _digest(position: Position) -> int:
     """Return 24 bits of a hash: the sum of squares over 2^14 ranks has 62."""
-    return zlib.crc32(position.encode()) >> 8
+    return zlib.crc32(repr(position).encode()) >> 8
 
 
-def _raise_apart(operation: str, positions: list[str]) -> NoReturn:
-    """Raise CollectiveError that names which ranks are at which position."""
-    raise CollectiveError(
-        f"{operation}: ranks are out of step: {differing(enumerate(positions))}: load states of one step on all "
-        "ranks, call the same methods on all, and make and step exchanges in the same order on all"
-    )
+def _compare(operation: str, everyone: list[list[Any]], remedy: str) -> None:
+    """Raise CollectiveError if ranks differ in states or digests; without digests of a rank they need not."""
+    positions = [Position(state, digests, remedy) for state, digests in everyone]
+    check_positions(operation, positions)
 
 
 def contributed(error: BaseException) -> Exception:

@@ -16,7 +16,8 @@ from collectives.faults.errors import CheckError
 from collectives.faults.state import differing
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import check_finite, digest
+from mpicomp.arrays import check_finite
+from mpicomp.digests import joint_digest
 from mpicomp.vector import SparseVector
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ def _weighed(
             is_vector = isinstance(part, SparseVector)
             arrays += [part.indices, part.values] if is_vector else [part]
         # those of MPI's own sum may differ between ranks
-        bits = None if is_array and not own else digest(*arrays)
+        bits = None if is_array and not own else joint_digest(arrays)
         masses = {
             "same": total_mass(map(mass, same)),
             "own": total_mass(map(mass, own)),

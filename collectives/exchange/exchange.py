@@ -18,6 +18,8 @@ from collectives.calls.all_or_none import (
     gather_objects,
     outcome_of,
 )
+from collectives.calls.positions import Position
+from collectives.calls.replicas import EVERY, REMEDY, Comparison
 from collectives.exchange.checkpoint import (
     load_whole_state,
     restored_on_error,
@@ -181,6 +183,7 @@ class GradientExchange:
         self._held: list[Bucket] = []  # of tensors that `hold` leaves out
         self._kind_of_step = CheckedStep if checking.is_enabled() else Step
         self._step: Step | None = None  # the one under way
+        self._comparison = Comparison(dict, EVERY, REMEDY)  # of no parameters
         # of the exchanges on this communicator, in the order in which they were made
         self.comm, self._rank_and_size, self._number = place_on(comm)
 
@@ -378,6 +381,30 @@ class GradientExchange:
             points |= bucket.ahead(points)
         return in_form(form, points, points)
 
+    def compare_replicas(
+        self,
+        parameters: Callable[[], Any],
+        every: int = EVERY,
+        remedy: str = REMEDY,
+    ) -> None:
+        """Compare the parameters of the ranks at the next step, and at every `every`-th one. All ranks call it.
+
+        It reads the parameters once in such a step, and sends no further message: their
+        digests are part of the agreement on the step. If they differ, the step is
+        undone, and all ranks raise CollectiveError, which names the ranks and the first
+        tensor.
+
+        Args:
+            parameters: Called in such a step; returns what `check_replicas` accepts,
+                or an empty dict on a rank that is not to be compared.
+            every: Steps from one comparison to the next, at least 1.
+            remedy: A sentence at the end of the error.
+
+        Example:
+            >>> exchange.compare_replicas(lambda: parameters)
+        """
+        self._comparison = Comparison(parameters, every, remedy)
+
     @property
     def residual_norm(self) -> float:
         """The Euclidean norm of this rank's residuals, except those in place; takes a pass over them."""
@@ -440,6 +467,7 @@ class GradientExchange:
             self.buckets, state, self._settings(), same_settings=same_settings
         )
         self._changes = ["load_state_dict"]
+        self._comparison.begin()
 
     @defer_interrupt
     def hold(self, names: Iterable[str], changed: Iterable[str] = ()) -> set[str]:
@@ -581,11 +609,16 @@ class GradientExchange:
                     self._register(form, step.arrays)
                 here = f"step {self.steps} of exchange {self._number}"
                 changes = [f"after {call}" for call in self._changes]
-                state = [here, *changes, *settings]
-                step.run(self._buckets, results, state, error)
+                state = ", ".join([here, *changes, *settings])
+                position = outcome_of(self._comparison.position, state, self.steps)
+                if isinstance(position, Exception):
+                    error = error or position
+                    position = Position(state)
+                step.run(self._buckets, results, position, error)
         finally:
             error = None  # it and this frame hold each other
         self._step = None
+        self._comparison.end_step()
         self.finite = step.is_kept
         if step.is_kept:
             self.steps += 1

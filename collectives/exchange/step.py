@@ -21,6 +21,7 @@ from collectives.calls.all_or_none import (
     miss,
     outcome_of,
 )
+from collectives.calls.positions import Position
 from collectives.exchange.layout import Layout
 from collectives.exchange.reduction import (
     OPERATION,
@@ -102,19 +103,18 @@ class Step:
         self,
         buckets: Sequence[Bucket],
         form: str,
-        state: Sequence[str],
+        here: Position,
         error: Exception | None = None,
     ) -> None:
         """Keep the step on all ranks; or raise on all, or skip it on all.
 
-        form: of the results, "dense", "sparse" or "vectors". state: texts that are
-        compared between ranks, such as the number of the step. error: of this rank,
-        which raises it.
+        form: of the results, "dense", "sparse" or "vectors". here: compared between
+        ranks, such as the number of the step. error: of this rank, which raises it.
         """
         is_kept = False
 
-        def position() -> str:
-            return ", ".join(state if is_kept else [*state, "skipped"])
+        def position() -> Position:
+            return here if is_kept else here._replace(state=f"{here.state}, skipped")
 
         try:
             with all_or_none(self._comm, OPERATION, position):

@@ -33,7 +33,6 @@ there is no weight decay in the outer step; a round at rate 0 discards its progr
 the residuals.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from inspect import isroutine
 from typing import Any
@@ -43,14 +42,16 @@ from numpy.typing import NDArray
 
 from collectives.calls import checking
 from collectives.calls.all_or_none import check_same, gather_results
+from collectives.calls.positions import check_digests
+from collectives.calls.replicas import EVERY, digests_of
 from collectives.exchange import GradientExchange
 from collectives.exchange.forms import by_name, in_form
 from collectives.exchange.names import canonical_names
-from collectives.faults.errors import CheckError, CollectiveError
 from collectives.faults.interrupts import defer_interrupt
 from collectives.local_steps.redistribution import EXCHANGE, is_in_flight
 from collectives.runtime import staging
-from mpicomp.arrays import Array, ByName, digest, read_only, to_numpy
+from mpicomp.arrays import Array, ByName, read_only, to_numpy
+from mpicomp.digests import joint_digest
 from mpicomp.replica import Replica, copy_from_host, untied
 from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
 from mpicomp.state import (
@@ -65,6 +66,10 @@ from mpicomp.tensors import ARRAY
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
 TABLE = "settings"  # the key of the loop's settings in a state
 HELD = "held"  # the key of the parameters that were left out, in a state
+OTHER_PARAMETERS = (
+    "Expected the same values at the start: broadcast rank 0's, as by comm.Bcast(array, root=0), and make a new "
+    "exchange and loop. To resume within a round, make the loop first, and then load its state and the parameters"
+)
 OTHER_LOOP = (
     "make the loop with the settings that were saved, or load with same_settings=False"
 )
@@ -99,6 +104,9 @@ class OuterLoop:
             optimiser.
         nesterov: likewise.
         delay: steps computed while an exchange is in flight, 0 <= delay < every.
+        check_every: rounds from one comparison of the anchors of all ranks to the next; the
+            first round has one. The digests are part of the agreement of a round, without
+            further messages.
 
     Attributes:
         exchange: as passed.
@@ -135,6 +143,7 @@ class OuterLoop:
         momentum: float = 0.0,
         nesterov: bool = False,
         delay: int = 0,
+        check_every: int = EVERY,
     ) -> None:
         if not isinstance(exchange, GradientExchange):
             raise TypeError(
@@ -145,7 +154,6 @@ class OuterLoop:
         self.rounds = 0  # that were kept
         self._rate = 0.0
         self._in_flight = False  # an exchange was started, and is not finished
-        self._checked = checking.is_enabled()
         self._parameters = parameters
         self._held: set[str] = set()  # frozen parameters, which the exchange leaves out
         self._trained: set[str] = set()  # those that required a gradient at the start
@@ -153,10 +161,12 @@ class OuterLoop:
         # for each parameter the first one with the same memory: tied ones count once
         self._first: dict[str, str] = {}
         self._replicas: list[Replica] = []
+        self._check_every = EVERY
 
         def settings() -> dict[str, str]:
             self.every = to_integer("every", every)
             self.delay = to_integer("delay", delay, 0)
+            self._check_every = to_integer("check_every", check_every)
             self.rate = rate
             self.momentum = to_number("momentum", momentum, least=0, below=1)
             self.nesterov = to_bool("nesterov", nesterov)
@@ -169,11 +179,12 @@ class OuterLoop:
                 if getattr(current[name], "requires_grad", False)
             }
             trained = {f"parameter {name}": "trained" for name in self._trained}
-            return self._settings() | trained
+            compared = {"check_every": repr(self._check_every)}
+            return self._settings() | trained | compared
 
-        def copy_parameters() -> str:
+        def copy_parameters() -> dict[str, str]:
             self._replicas = self._new_replicas()
-            return self._digest()
+            return digests_of(self._anchors())
 
         check_same(f"settings of {OPERATION}", self._gather(settings))
         current = self._named_parameters()
@@ -184,7 +195,13 @@ class OuterLoop:
                 if name == first
             }
         )
-        self._check_anchors(self._gather(copy_parameters))
+        digests = dict(enumerate(self._gather(copy_parameters)))
+        check_digests(f"{OPERATION}: ", digests, OTHER_PARAMETERS)
+        exchange.compare_replicas(
+            self._anchors,
+            1 if checking.is_enabled() else self._check_every,
+            OTHER_PARAMETERS,
+        )
 
     @property
     def rate(self) -> float:
@@ -202,11 +219,7 @@ class OuterLoop:
         Evaluate and save this model within a round, at the end of training, and with a
         delay at any step: the parameters of each rank contain its own progress.
         """
-        anchors = {
-            name: view
-            for replica in self._replicas
-            for name, view in replica.by_tensor(replica.anchor).items()
-        }
+        anchors = self._anchors()
         views = {name: read_only(anchors[first]) for name, first in self._first.items()}
         return in_form(self._form, views, views)
 
@@ -364,7 +377,7 @@ class OuterLoop:
                 "count": str(loaded["count"]),
                 "in flight": str(is_in_flight(loaded)),
                 "tensors left out": str(sorted(loaded[HELD])),
-                "anchor": digest(*anchors),
+                "anchor": joint_digest(anchors),
             }
 
         try:
@@ -435,24 +448,13 @@ class OuterLoop:
     def _gather(self, call: Callable[[], Any]) -> list[Any]:
         return gather_results(call, self.exchange.comm, OPERATION)
 
-    def _digest(self) -> str:
-        return digest(*[replica.anchor for replica in self._replicas])
-
-    def _check_anchors(self, digests: list[str]) -> None:
-        """Raise on all ranks if their digests of the anchor differ; names the minority."""
-        usual = Counter(digests).most_common(1)[0][0]
-        odd = [rank for rank, digest in enumerate(digests) if digest != usual]
-        if odd and self.rounds:
-            raise CheckError(
-                f"{checking.VARIABLE}: after round {self.rounds} the anchor of ranks {odd} differs from that of the "
-                "other ranks: expected the same rate on all ranks, and nothing else that writes to it"
-            )
-        if odd:
-            raise CollectiveError(
-                f"the parameters of ranks {odd} differ from those of the other ranks: expected the same values at the "
-                "start; broadcast rank 0's, as by comm.Bcast(array, root=0), and make a new exchange and loop. To "
-                "resume within a round, make the loop first, and then load its state and the parameters"
-            )
+    def _anchors(self) -> dict[str, Array]:
+        """Return the anchor by name; of tied parameters once."""
+        return {
+            name: view
+            for replica in self._replicas
+            for name, view in replica.by_tensor(replica.anchor).items()
+        }
 
     def _start(self) -> None:
         """Start the exchange of this round's pseudo-gradients."""
@@ -463,8 +465,6 @@ class OuterLoop:
 
     def _subtract(self) -> set[str]:
         """Compute this round's pseudo-gradients, and return the frozen parameters."""
-        if self._checked or not self.rounds:
-            self._check_anchors(self._gather(self._digest))
         try:
             parameters = self._named_parameters()
             for replica in self._replicas:

@@ -14,7 +14,13 @@ from collectives.exchange import GradientExchange
 from collectives.exchange.names import canonical_names
 from mpicomp.arrays import ByName
 from mpicomp.feedback import ErrorFeedback
+from mpicomp.settings import to_integer
 from mpicomp.state import check_names
+
+OTHER_PARAMETERS = (
+    "Expected the same bits on all ranks: the same torch.manual_seed or checkpoint on all, and no step of an optimiser "
+    "on other gradients than those of a backward pass of the attached model"
+)
 
 # the name of a parameter, itself and its gradient
 Parts = list[tuple[str, Any, Any]]
@@ -110,6 +116,7 @@ class Handle:
         parameters: ModelParameters,
         scaler: Any,
         remedy: str,
+        check_every: int,
     ) -> None:
         self.exchange = exchange
         # a disabled one is none
@@ -129,13 +136,11 @@ class Handle:
         self._own_error: Exception | None = None
         # by the exchange in this step, on all ranks
         self._raised: Exception | None = None
+        exchange.compare_replicas(self._compared, check_every, OTHER_PARAMETERS)
         try:
             # the order of the backward pass
             self.exchange.register(
-                {
-                    name: local_shard(parameter.detach())
-                    for name, parameter in reversed(parameters.registered.items())
-                }
+                dict(reversed(shards_of(parameters.registered).items()))
             )
         except RuntimeError as error:
             raise RuntimeError(
@@ -176,6 +181,12 @@ class Handle:
     def __reduce__(self) -> Any:
         """Copy and pickle as a function that does nothing: a copy of the model has no hook, and may be attached."""
         return getattr, (nullcontext(), "__exit__")
+
+    def _compared(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters by name; none on a rank that has joined, and takes no steps."""
+        if not self._in_pass:
+            return {}
+        return shards_of(self._parameters.registered)
 
     def _check_interrupted(self) -> None:
         """Raise RuntimeError if an error interrupted the last backward pass; in a pass it returns."""
@@ -366,10 +377,13 @@ def comm_of(exchange: Any) -> Any:
     return exchange.comm
 
 
-def check_settings(exchange: GradientExchange, scaler: Any) -> dict[str, str]:
+def check_settings(
+    exchange: GradientExchange, scaler: Any, check_every: int
+) -> dict[str, str]:
     """Return the settings of `attach` and `attach_fsdp` that must be the same on all ranks.
 
-    Raises TypeError or ValueError for a bad scaler, and for residuals in place.
+    Raises TypeError or ValueError for a bad scaler or `check_every`, and for residuals
+    in place.
     """
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(
@@ -381,7 +395,10 @@ def check_settings(exchange: GradientExchange, scaler: Any) -> dict[str, str]:
             f"the feedback of the exchange is {feedback!r}, and .grad receives the mean: expected one with a residual "
             "of its own, such as ErrorFeedback()"
         )
-    return {"scaler": "one that is enabled" if is_scaling(scaler) else "none"}
+    return {
+        "scaler": "one that is enabled" if is_scaling(scaler) else "none",
+        "check_every": str(to_integer("check_every", check_every)),
+    }
 
 
 def is_scaling(scaler: Any) -> bool:
@@ -424,3 +441,10 @@ def trainable(model: Any) -> dict[str, Any]:
 def local_shard(tensor: Any) -> Any:
     """Return this rank's shard of a DTensor; other tensors, and None, as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shards_of(parameters: ByName) -> dict[str, Any]:
+    """Return this rank's shards of parameters by name, without gradients."""
+    return {
+        name: local_shard(parameter.detach()) for name, parameter in parameters.items()
+    }

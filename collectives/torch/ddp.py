@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from collectives.calls.all_or_none import check_same, gather_results
+from collectives.calls.replicas import EVERY
 from collectives.exchange import GradientExchange
 from collectives.faults.state import named_ranks
 from collectives.torch.common import (
@@ -51,6 +52,7 @@ def attach(
     *,
     clip: float | None = None,
     scaler: Any = None,
+    check_every: int = EVERY,
 ) -> "DDPHandle":
     """Exchange the gradients of a DistributedDataParallel model through `exchange`, in place of DDP's allreduce.
 
@@ -76,6 +78,9 @@ def attach(
         scaler: the `torch.amp.GradScaler` that scaled the loss. Gradients are divided by the
             scale before the exchange and multiplied after it, so that `clip` and residuals do
             not depend on it.
+        check_every: steps from one comparison of the parameters of all ranks to the next; the
+            first step has one. The digests are part of the agreement on a step, without further
+            messages; if they differ, the step raises CollectiveError on all ranks.
 
     Returns:
         A `Handle` for checkpoints. Its `norm` is that of this rank's last gradient before it was
@@ -100,7 +105,7 @@ def attach(
         limit = (
             None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
         )
-        settings = check_settings(exchange, scaler)
+        settings = check_settings(exchange, scaler, check_every)
         return {
             "settings": settings | {"clip": repr(limit)},
             "rank": dist.get_rank(),
@@ -114,7 +119,8 @@ def attach(
     )
     check_same("arguments of attach", [answer["settings"] for answer in everyone])
     (ddp,) = parts_of(model, DistributedDataParallel)
-    return DDPHandle(ddp, exchange, None if clip is None else float(clip), scaler)
+    limit = None if clip is None else float(clip)
+    return DDPHandle(ddp, exchange, limit, scaler, check_every)
 
 
 _ANEW = (
@@ -138,6 +144,7 @@ class DDPHandle(Handle):
         exchange: GradientExchange,
         clip: float | None,
         scaler: Any,
+        check_every: int,
     ) -> None:
         inside = _reduced(model)
         registered = {
@@ -146,7 +153,7 @@ class DDPHandle(Handle):
             if parameter in inside
         }
         known = ModelParameters(model.module, registered, "attach", _ANEW)
-        super().__init__(exchange, known, scaler, _ANEW)
+        super().__init__(exchange, known, scaler, _ANEW, check_every)
         self._ddp = model
         self._views = model.gradient_as_bucket_view
         self._may_skip = model.find_unused_parameters or model.static_graph

@@ -12,7 +12,6 @@ Invariant: a parameter without a gradient on this rank counts as zero; if its me
 not zero, `.grad` is set to the mean.
 """
 
-import hashlib
 import math
 import warnings
 from collections import Counter
@@ -26,8 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import _find_tensors
 
 from collectives.calls.all_or_none import check_same, gather_results
+from collectives.calls.positions import check_digests
+from collectives.calls.replicas import EVERY, digests_of
 from collectives.exchange import GradientExchange
 from collectives.torch.common import (
+    OTHER_PARAMETERS,
     Handle,
     ModelParameters,
     check_settings,
@@ -37,13 +39,18 @@ from collectives.torch.common import (
     named,
     parts_of,
     raise_after_backward,
+    shards_of,
     trainable,
 )
 from collectives.torch.start import check_launcher
 
 
 def attach_fsdp(
-    model: FSDPModule, exchange: GradientExchange, *, scaler: Any = None
+    model: FSDPModule,
+    exchange: GradientExchange,
+    *,
+    scaler: Any = None,
+    check_every: int = EVERY,
 ) -> "FSDPHandle":
     """Exchange the gradient shards of an FSDP2 model between its replicas (hybrid sharding), through `exchange`.
 
@@ -58,6 +65,8 @@ def attach_fsdp(
         exchange: a new one, over the ranks that have the same shard in all replicas.
         scaler: as in `attach`. A skipped step is one of the ranks with one shard: an infinity
             in another shard skips that alone.
+        check_every: as in `attach`: this rank's shards are compared with those of the other
+            replicas.
 
     Returns:
         A `Handle` for checkpoints.
@@ -81,15 +90,17 @@ def attach_fsdp(
         check_unattached(model)
         return {
             "shard": shard,
-            "arguments of attach_fsdp": check_settings(exchange, scaler),
-            "parameters, by torch.manual_seed or a checkpoint": _digests(model),
+            "arguments of attach_fsdp": check_settings(exchange, scaler, check_every),
+            "digests": digests_of(shards_of(named(model))),
         }
 
     everyone = gather_results(check, comm, "attach_fsdp")
+    digests = {rank: answer.pop("digests") for rank, answer in enumerate(everyone)}
     for what in everyone[0]:
         check_same(what, [answer[what] for answer in everyone])
+    check_digests("attach_fsdp: ", digests, OTHER_PARAMETERS)
     _warn_of_others(model)
-    return FSDPHandle(model, exchange, scaler)
+    return FSDPHandle(model, exchange, scaler, check_every)
 
 
 _ANEW = (
@@ -108,11 +119,15 @@ class FSDPHandle(Handle):
     """
 
     def __init__(
-        self, model: FSDPModule, exchange: GradientExchange, scaler: Any
+        self,
+        model: FSDPModule,
+        exchange: GradientExchange,
+        scaler: Any,
+        check_every: int,
     ) -> None:
         parameters = trainable(model)
         known = ModelParameters(model, parameters, "attach_fsdp", _ANEW)
-        super().__init__(exchange, known, scaler, _INTERRUPTED)
+        super().__init__(exchange, known, scaler, _INTERRUPTED, check_every)
         self._modules = parts_of(model, FSDPModule)
         self._calls = Counter[Any]()  # of modules in forward passes, since the last end
         self._taken: dict[Any, Any] = {}  # the gradients of this backward pass, and
@@ -268,16 +283,6 @@ def check_unattached(model: Any) -> None:
                 raise ValueError(
                     "the model is already attached: use the handle that attach_fsdp has returned; or call its remove()"
                 )
-
-
-def _digests(model: Any) -> dict[str, str]:
-    """Return a hash of the bits of this rank's shard of each parameter, by name."""
-    digests = {}
-    for name, parameter in named(model).items():
-        shard = local_shard(parameter.detach()).cpu().contiguous().reshape(-1)
-        bits = shard.view(torch.uint8).numpy()
-        digests[name] = f"of SHA-256 {hashlib.sha256(bits).hexdigest()[:8]}"
-    return digests
 
 
 def _warn_of_others(model: Any) -> None:

@@ -9,7 +9,6 @@ from cases import RandomK, is_last, through_a_file
 from devices import cupy_for_tests
 
 from collectives import (
-    CheckError,
     CollectiveError,
     GradientExchange,
     OuterLoop,
@@ -273,7 +272,7 @@ def test_models_that_did_not_start_alike_are_named(comm):
     parameters["bias"][3] += comm.rank == odd
     with pytest.raises(
         CollectiveError,
-        match=rf"the parameters of ranks \[{odd}\] differ .* broadcast rank 0's",
+        match=rf"the parameters of rank {odd} differ .* in 1 of 2 tensors; the first is 'bias'.* broadcast rank 0's",
     ):
         made(comm, parameters=parameters)
 
@@ -288,8 +287,8 @@ def test_the_debug_mode_compares_the_anchors_each_round(comm, fresh, monkeypatch
         loop._replicas[0].anchor[0] += 1
     learn(parameters, comm.rank, 8)
     with pytest.raises(
-        CheckError,
-        match=rf"after round 3 the anchor of ranks \[{comm.size - 1}\] differs",
+        CollectiveError,
+        match=rf"the parameters of rank {comm.size - 1} differ .* the first is 'weight'",
     ):
         loop.step()
 
@@ -941,5 +940,5 @@ def test_ranks_that_restart_with_other_parameters_raise(comm):
     loop = OuterLoop(GradientExchange(comm, bits=4), parameters, every=1)
     parameters["weight"][0] = comm.rank == comm.size - 1
     loop.restart()
-    with pytest.raises(CollectiveError, match=r"the parameters of ranks .* differ"):
+    with pytest.raises(CollectiveError, match=r"the parameters of rank .* differ"):
         loop.step()

@@ -483,7 +483,7 @@ def test_replicas_that_start_with_other_parameters_are_refused(world, mesh, dtyp
         return
     with pytest.raises(
         CollectiveError,
-        match=r"the same parameters, by torch.manual_seed.*: 'middle.bias' is .* on rank 0, and .* on rank 1",
+        match=r"of rank 1 differ .*; the first is 'middle.bias': .* on rank 0; .* the same torch.manual_seed",
     ):
         attach_fsdp(model, exchange)
     with torch.no_grad():

@@ -9,7 +9,7 @@ Importing this package imports CuPy.
 ``selection``   the magnitudes above a threshold
 ``segments``    the largest magnitudes of each segment, or of chunks of it; of a sum in the pass that computes it
 ``bins``        the entries of bins that reach the bin's maximum
-``statistics``  sums over a gradient, in one read
+``statistics``  sums over a gradient, in one read; a checksum
 ``fitting``     thresholds of fitted distributions: sums, and what exceeds them
 ``merging``     sums of sparse vectors, and copies between sparse and dense
 ``coding``      indices as bitmaps, indices and values in few bits, without loss
@@ -58,6 +58,7 @@ from mpicomp.kernels.device.segments import (
 )
 from mpicomp.kernels.device.selection import all_below, raise_not_finite
 from mpicomp.kernels.device.statistics import (
+    checksum,
     sides,
     with_magnitudes,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "add_parts",
     "add_scaled",
     "all_below",
+    "checksum",
     "clear",
     "consecutive",
     "decoder",

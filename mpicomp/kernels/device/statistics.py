@@ -1,4 +1,4 @@
-"""Sums over a gradient in one read, in float64 and in the order of the host's."""
+"""Sums over a gradient in one read, in float64 and in the order of the host's; and a checksum of an array."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,11 +18,19 @@ from mpicomp.kernels.device.compiling import (
 )
 from mpicomp.kernels.device.segments import running_totals
 from mpicomp.kernels.host.bits import FORMATS
-from mpicomp.kernels.host.statistics import LLOYD_ROUNDS, Sides, added_sides
+from mpicomp.kernels.host.statistics import (
+    HALF,
+    LLOYD_ROUNDS,
+    LOW,
+    STEP,
+    Sides,
+    added_sides,
+)
 
 SUM_TILE = 16384  # values that a block of threads adds up
 SUMS = 4  # of a tile
 _LEVELS = 5
+_WORDS = 1 << 24  # of which `checksum` keeps a copy
 _FOUND = 10  # words of a segment, `Lloyd` in statistics.cu; the levels are behind two
 
 
@@ -40,6 +48,18 @@ def sides(values: Array, threshold: float) -> Sides:
         rows,
     )
     return added_sides(values.size, rows.get())
+
+
+def checksum(words: Array) -> int:
+    """Return 64 bits that depend on the values and the order of words, as `mpicomp.kernels.host.checksum` does."""
+    total = cupy.zeros(1, np.uint64)
+    for first in range(0, words.size, _WORDS):
+        piece = words[first : first + _WORDS]
+        mixed = cupy.arange(first + 1, first + 1 + piece.size, dtype=np.uint64)
+        mixed *= STEP
+        mixed += piece
+        total += ((mixed & LOW) * (mixed >> HALF)).sum(dtype=np.uint64)
+    return int(total.get()[0])
 
 
 def with_magnitudes(

@@ -10,7 +10,7 @@ number. Input arrays may be read-only.
 
 ``selection``     the largest magnitudes, and those above a threshold
 ``segments``      the largest magnitudes of each segment of a vector, or of chunks of it
-``statistics``    sums over a gradient, in one read
+``statistics``    sums over a gradient, in one read; a checksum
 ``fitting``       thresholds of fitted distributions: sums, and what exceeds them
 ``merging``       sums of sparse vectors, and copies between sparse and dense
 ``streaming``     passes over dense vectors that are longer than the cache
@@ -57,6 +57,7 @@ from mpicomp.kernels.host.selection import (
 )
 from mpicomp.kernels.host.statistics import (
     Sides,
+    checksum,
     sides,
     with_magnitudes,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "add_parts",
     "add_scaled",
     "all_below",
+    "checksum",
     "clear",
     "consecutive",
     "decoder",

@@ -1,4 +1,4 @@
-"""Sums over a gradient in one read, in float64 and in a fixed order."""
+"""Sums over a gradient in one read, in float64 and in a fixed order; and a checksum of an array."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +20,12 @@ _PIECE = 64 * _BLOCK  # values converted at a time, of float16
 
 LLOYD_ROUNDS = 20  # at most
 _LONG = 1 << 21  # values
+
+
+# of `checksum`: what the key of a word is times its position, and the bits of its lower half
+STEP = np.uint64(0x9E3779B97F4A7C15)
+LOW = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
 
 
 class Sides(NamedTuple):
@@ -51,6 +57,23 @@ def sides(values: Array, threshold: float, *, threads: int | None = None) -> Sid
         step=_BLOCK,
     )
     return added_sides(values.size, np.concatenate(parts))
+
+
+def checksum(words: Array, *, threads: int | None = None) -> int:
+    """Return 64 bits that depend on the values and the order of `words` (1-d uint64), in one read.
+
+    The sum over i, modulo 2^64, of the product of both halves of words[i] + (i + 1) STEP
+    (the NH hash of J. Black et al., UMAC, CRYPTO 1999, with keys that are public). Each
+    part of the vector adds to it, so the result does not depend on the threads.
+    """
+    words = as_writable(words)
+
+    def total_of(first: int, end: int) -> Array:
+        total = np.empty(1, np.uint64)
+        _checksum(words[first:end], np.uint64(first + 1), total)
+        return total
+
+    return int(np.add.reduce(in_pieces(total_of, words.size, threads))[0])
 
 
 def by_lloyd(
@@ -168,6 +191,16 @@ def _add_sides(values, threshold, lanes, rows):  # type: ignore[no-untyped-def]
         below, beyond, largest, above = _sides_of(block, threshold, lanes)
         row = rows[first // _BLOCK]
         row[0], row[1], row[2], row[3] = below, beyond, largest, above
+
+
+@jit
+def _checksum(words, first, total):  # type: ignore[no-untyped-def]
+    """Write the checksum of words, the first of which has the number `first`, counted from 1."""
+    added = np.uint64(0)
+    for i in range(words.size):
+        mixed = words[i] + (np.uint64(i) + first) * STEP
+        added += (mixed & LOW) * (mixed >> HALF)
+    total[0] = added
 
 
 @jit
