@@ -116,7 +116,7 @@ class Collective(Generic[P, T]):
             return start(self, args, kwargs, to_sum)
 
         update_wrapper(begin, self.call)
-        begin.__name__ = start.__qualname__ = self.name.replace("_", "_i", 1)
+        begin.__name__ = begin.__qualname__ = self.name.replace("_", "_i", 1)
         _, heading, rest = cleandoc(self.call.__doc__ or "").partition("Args:\n")
         arguments, *_ = rest.split("\n\n")
         begin.__doc__ = (

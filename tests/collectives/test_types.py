@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from collectives.calls.collective import COLLECTIVES
+from collectives.calls.start import start
 from mpicomp.codec import CODECS
 
 RIGHT = """
@@ -72,3 +73,10 @@ def test_the_literals_are_the_names_that_are_declared(name):
             assert sorted(get_args(parameters[argument].annotation)) == sorted(
                 known[argument]
             )
+
+
+def test_a_nonblocking_form_has_its_own_name_and_a_start_leaves_others_alone():
+    for name, collective in COLLECTIVES.items():
+        form = collective.nonblocking
+        assert form.__name__ == form.__qualname__ == name.replace("_", "_i", 1)
+    assert start.__qualname__ == "start"
