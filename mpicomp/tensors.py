@@ -64,8 +64,9 @@ class Tensor:
     """The description of a tensor from the first step; constant, and equal to itself alone.
 
     dtype: in which it is exchanged. xp: the module that makes its arrays. kind: that of
-    the caller's arrays. wrap: converts one to them.
-    places: "numpy" or "cupy", where it is on each rank; of named tensors.
+    the caller's arrays. wrap: converts one to them. places: "numpy" or "cupy", where it
+    is on each rank; bucket_nbytes: of a bucket with it and with others, at most; both of
+    named tensors.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Tensor:
     kind: Kind
     wrap: Callable[[Array], Any]
     places: tuple[str, ...] = ()
+    bucket_nbytes: float = 0
 
     @cached_property
     def size(self) -> int:

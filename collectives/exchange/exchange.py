@@ -75,8 +75,9 @@ class GradientExchange:
             of compressor and collective; the rounding error is the next residual.
         small: named tensors with fewer values are sent dense; by default 1024, and 0 in a
             basis and for dense sums.
-        bucket_nbytes: bytes of the gradients in one message, about; by default 2^25, and 2^30
-            if all tensors are on a device on all ranks.
+        bucket_nbytes: bytes of the gradients in one message, about. By default 2^25; between
+            nodes fewer, by latency and rate of the links, so that what is sent after the last
+            gradient is short; 2^30 for tensors that are on a device on all ranks.
         nonfinite: "raise" raises on all ranks if a gradient of any rank contains NaN or an
             infinity. "skip" skips the step on all ranks, which takes one more pass over the
             gradients: residuals do not change, and all means are zero (empty with

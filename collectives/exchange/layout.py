@@ -9,7 +9,8 @@ The rules, in the order in which they apply:
 3. A bucket contains tensors of one dtype in one memory, on each rank, up to about
    `bucket_nbytes`; a tensor is never divided. Each is a segment of the bucket's vector:
    its entries compete with each other only. Tensors of other dtypes may come between
-   those of a bucket.
+   those of a bucket. By default the bytes follow from the links between nodes: what is
+   sent last, after the last gradient, is short (`Links.bucket_nbytes`).
 4. Buckets start in the order of their last tensors, in which they become complete.
 
 One array, or the arrays of a list, are one bucket of one segment.
@@ -28,8 +29,11 @@ from collectives.calls.all_or_none import (
     gather_objects,
     outcome_of,
 )
+from collectives.calls.first_call import link_of
 from collectives.exchange.checkpoint import load_whole_state, whole_state
 from collectives.exchange.reduction import CONTRIBUTORS, OPERATION, Reduction
+from collectives.planning.links import Links
+from collectives.runtime.link import Link
 from mpicomp.arrays import ByName
 from mpicomp.bases import Basis
 from mpicomp.bucket import Bucket
@@ -39,11 +43,13 @@ from mpicomp.feedback import Feedback
 from mpicomp.state import check_object
 from mpicomp.tensors import ALONE, DICT, Form, Tensor, describe
 
-# Bytes of a bucket: in host memory they are for the caches, and short messages start
-# early in a backward pass. On a device a bucket takes the host as long as a GPU takes to
-# read 1 to 2 GB, so shorter ones let the GPU wait.
+# Bytes of a bucket, at most: in host memory they are for the caches. On a device a bucket
+# takes the host as long as a GPU takes to read 1 to 2 GB, so shorter ones let the GPU
+# wait.
 _HOST_NBYTES = 2**25
 _DEVICE_NBYTES = 2**30
+# of the bytes of a dense array, about: as by 4 bits of float32
+_CODED = 1 / 8
 
 # of the name and the shape of a tensor
 Choose = Callable[[str, tuple[int, ...]], Compressor]
@@ -69,7 +75,7 @@ class _Members:
 class Layout:
     """The settings of an exchange, and its buckets; see the module. Those of named tensors have copies of the parts.
 
-    bucket_nbytes: None for a number by the memory of the tensors.
+    bucket_nbytes: None for a number by the links, and the memory of the tensors.
     """
 
     compressor: Compressor | Choose
@@ -131,17 +137,20 @@ class Layout:
             if form != DICT:
                 return [self.alone([tensor for tensor, _ in parts])]
             here = {pair[0].name: pair for pair in parts}
+            link = link_of(comm)
             members = []
             for name in everyone[0]["tensors"]:
                 tensor, compressor = here[name]
                 places = tuple([answer["places"][name] for answer in everyone])
-                members.append((replace(tensor, places=places), compressor))
+                tensor = replace(tensor, places=places)
+                most = self._most(tensor, everyone[0]["fractions"][name], link)
+                members.append((replace(tensor, bucket_nbytes=most), compressor))
             return self.named(members)
 
     def _described(
         self, form: Form, arrays: ByName, parts: list[tuple[Tensor, Compressor]]
-    ) -> dict[str, dict[str, str]]:
-        """Return what the ranks compare, and where tensors are; append each, and a compressor for it, to `parts`."""
+    ) -> dict[str, dict[str, Any]]:
+        """Return what the ranks compare, and what sizes buckets; append each tensor, and a compressor, to `parts`."""
         if is_choice(self.compressor) and form != DICT:
             raise TypeError(
                 f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
@@ -169,6 +178,10 @@ class Layout:
             "tensors": tensors,
             "settings": texts | {"gradients": form},
             "places": {tensor.name: tensor.xp.__name__ for tensor, _ in parts},
+            "fractions": {
+                tensor.name: compressor.chain()[-1].fraction
+                for tensor, compressor in parts
+            },
         }
 
     def alone(self, tensors: Sequence[Tensor]) -> Bucket:
@@ -199,20 +212,30 @@ class Layout:
         for number, (tensor, compressor) in enumerate(members):
             shared = tensor.size < self.small, tensor.dtype, tensor.places
             last = filling.get(shared)
-            if last is None or last.nbytes + tensor.nbytes > self._most(tensor):
+            if last is None or last.nbytes + tensor.nbytes > tensor.bucket_nbytes:
                 last = filling[shared] = _Members()
                 buckets.append(last)
             last.add(tensor, compressor, number)
         buckets.sort(key=lambda one: (one.tensors[0].size < self.small, one.number))
         return [self._bucket(one) for one in buckets]
 
-    def _most(self, tensor: Tensor) -> float:
-        """Return the bytes of a bucket with a tensor, at most, unless it has no other."""
+    def _most(self, tensor: Tensor, fraction: float | None, link: Link) -> float:
+        """Return the bytes of a bucket with a tensor, at most; the same on all ranks.
+
+        fraction: of its values that are selected, as rank 0 expects.
+        """
         if tensor.size < self.small:
             return math.inf
         if self.bucket_nbytes is not None:
             return self.bucket_nbytes
-        return _HOST_NBYTES if "numpy" in tensor.places else _DEVICE_NBYTES
+        if "numpy" not in tensor.places:
+            return _DEVICE_NBYTES
+        # inside a node, or by a function of the user's own, nothing is hidden
+        if self.reduction.is_own or len(link.by_node) == 1:
+            return _HOST_NBYTES
+        sent = _CODED if self.reduction.declared.takes_arrays else fraction
+        links: Links = link.choice
+        return min(links.bucket_nbytes(sent or 0.0, link.size), _HOST_NBYTES)
 
     def rearranged(
         self,

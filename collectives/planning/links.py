@@ -31,6 +31,11 @@ MESSAGE, MERGED = 8e-6, 3e-9  # of a further message of a round, and of a merged
 LATENCY_INSIDE, BYTE_INSIDE = 15e-6, 1.5e-10  # of a round, and of a byte, inside a node
 # of a round, for each further rank that shares a core: the others wait for it
 SWITCH = 50e-6
+# Of a bucket of an exchange: seconds of the host, and how many times as long its messages
+# take; bytes for each rank, with which headers are at most 2 % of messages of one bit.
+BUCKET = 4e-4
+WORTH = 25
+SHORTEST_MESSAGE = 20_000
 STEP = 10.0  # measured figures are rounded to powers of it
 SHORT_TRIPS, TRIPS = 20, 3  # round trips of a short message, and of each longer one
 LONG_ENOUGH = 1e-3  # seconds of a message from which no longer one is sent
@@ -68,6 +73,16 @@ class Links:
             ranks / self.rate,
             MERGED * self.crowding,
         )
+
+    def bucket_nbytes(self, sent: float, ranks: int) -> float:
+        """Return the bytes of a bucket of gradients, of each of which so many bytes are sent; infinite for 0.
+
+        A further bucket costs its messages' headers, a round, and the host's time: so
+        that messages take `WORTH` times as long.
+        """
+        start = max(self.latency, BUCKET)
+        nbytes = max(WORTH * start * self.rate, ranks * SHORTEST_MESSAGE)
+        return nbytes / sent if sent else math.inf
 
     def inside(self) -> Constants:
         """Return the constants of messages inside a node; a further message takes half as long as a round."""

@@ -73,6 +73,11 @@ class Compressor(Configured):
     density: float | None = None
     """The fraction of the entries to select, for compressors that take one; `WarmUp` changes it."""
 
+    @property
+    def fraction(self) -> float | None:
+        """The fraction of the entries of a long vector that are selected, about; None if it is not known before."""
+        return self.density
+
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the selected entries of a vector.
 

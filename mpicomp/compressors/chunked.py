@@ -52,6 +52,10 @@ class ChunkedTopK(TopK):
                 f"k is {k} and chunk is {chunk}: expected k <= chunk; k=chunk sends every entry"
             )
 
+    @property
+    def fraction(self) -> float:
+        return self.k / self.chunk
+
     @staticmethod
     @lru_cache(maxsize=256)
     def rows(bounds: tuple[int, ...], k: Any, chunk: Any) -> Rows:

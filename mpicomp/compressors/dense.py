@@ -15,6 +15,8 @@ class Dense(SegmentedCompressor):
     [0.5, -3.0, 0.25, 2.0]
     """
 
+    fraction = 1.0
+
     def select(
         self,
         corrected: Array,
