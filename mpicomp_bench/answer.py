@@ -48,12 +48,12 @@ TOO_FAST = (
     "a GPU give --memory 1000."
 )
 NEWTON_SCHULZ = (
-    "Muon's arithmetic is not added: --step has to be that of a step with Muon, which takes 5 m / B of forward and "
-    "backward pass for matrices with a smaller side m and B tokens of a rank and step."
+    "--step has to include Muon: it adds about 5 m / B of the cost of forward and backward pass, for matrices with a "
+    "smaller side m and B tokens of a rank in a step."
 )
 OVERLAPS = (
-    "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if its sums are hidden "
-    "behind the backward pass as far as possible, {chosen} {seconds:.3g} s. Time both."
+    "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if DistributedDataParallel "
+    "hides them behind the backward pass as far as possible, {chosen} {seconds:.3g} s. Time both."
 )
 START = """\
 Start: mpirun -n RANKS --bind-to none python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch
@@ -141,8 +141,11 @@ def answer(rows: list[Row], training: Training) -> str:
         return f"Keep: {chosen} ({method(chosen).text}{why})"
     other, times = best_alternative(rows, chosen)
     own = seconds_of(rows)[chosen]
-    hidden = f"{least_overlapped(rows)['overlapped'] / own:.2g} times if PyTorch's sums overlap"
-    return f"Take: {chosen} ({method(chosen).text}); as predicted {times:.2g} times as fast as {other} ({hidden})"
+    hidden = least_overlapped(rows)
+    overlapped = f"{hidden['overlapped'] / own:.2g} times as fast as {hidden['method']} if PyTorch's sums overlap fully"
+    return (
+        f"Take: {chosen} ({method(chosen).text}); as predicted {times:.2g} times as fast as {other}, and {overlapped}"
+    )
 
 
 def least_overlapped(rows: list[Row]) -> Row:
@@ -161,17 +164,15 @@ def best_alternative(rows: list[Row], chosen: str) -> tuple[str, float]:
 
 
 def report(training: Training) -> str:
-    """Return conditions and answer, the table, the lines, and what all rests on."""
+    """Return answer and conditions, the table, the lines, and what all rests on."""
     rows = ranked(training)
     table = StringIO()
     show(rows, COLUMNS, table)
     chosen = recommended(rows, training)
-    parts = [
-        *(fill(each, WIDTH) for each in conditions(rows, training)),
-        answer(rows, training),
-        "",
-        table.getvalue(),
-    ]
+    said = [fill(each, WIDTH) for each in conditions(rows, training)]
+    # What was never measured is said before what to take.
+    said.insert(0 if training.is_measured else 1, fill(answer(rows, training), WIDTH))
+    parts = [*said, "", table.getvalue()]
     printed = [("Lines", chosen)]
     first = rows[0]["method"]
     if training.nodes > 1 and not training.is_measured and first not in NOT_OURS:

@@ -39,10 +39,11 @@ outer = outer_loop(network, exchange, {outer})
 """
 ADAMW = "optimizer = torch.optim.AdamW(network.parameters(), {rate:g} * learning_rate)  # or yours\n"
 MUON = """\
+# the matrices of the layers: no embedding, and not the head, here the last Linear
 *hidden, head = [each.weight for each in network.modules() if isinstance(each, torch.nn.Linear)]
 others = [each for each in network.parameters() if all(each is not weight for weight in hidden)]
-# learning_rate is that of dense Muon: try 2, 4 and 8 times AdamW's
-# on a CPU without bfloat16 (see mpicomp info): new_muon of examples/muon.py, 4 to 27 times as fast
+# learning_rate is that of dense Muon: try 2, 4 and 8 times AdamW's rate
+# on a CPU without bfloat16 (see mpicomp info) take new_muon of examples/muon.py, which is faster there
 muon = torch.optim.Muon(
     hidden, {rate:g} * learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
 )

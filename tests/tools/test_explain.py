@@ -561,6 +561,35 @@ def test_what_is_advised_is_near_the_best_of_every_race(monkeypatch):
     assert judged >= 3
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_nothing_is_recommended_that_wins_less_than_a_twentieth_over_what_is_simpler(
+    monkeypatch, optimizer
+):
+    """Over the grid of docs/choosing.md, and between its points."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "figures"))
+    from choosing import TRAININGS
+
+    simpler = [advice.DENSE, advice.ALONE, *advice.THEIRS[1:], advice.FEW_BITS]
+    taken = set()
+    for (parameters, ranks, computing, memory), rate in product(
+        TRAININGS.values(), np.geomspace(1e7, 1e9, 41)
+    ):
+        about = advice.Training(
+            ranks, parameters, computing, links_of(f"{rate / 1e3:.0f}kbit")
+        )
+        about = about._replace(memory=memory, optimizer=optimizer)
+        rows = advice.ranked(about)
+        chosen = advice.recommended(rows, about)
+        seconds = advice.seconds_of(rows)
+        # dense sums and one node alone are equally simple
+        first = 2 if chosen in simpler[:2] else 0
+        before = simpler[: simpler.index(chosen)] if chosen in simpler else simpler
+        gains = [seconds[name] / seconds[chosen] for name in before[first:]]
+        assert all(gain > advice.PAYS for gain in gains), (about, chosen)
+        taken.add(chosen)
+    assert len(taken) > 3
+
+
 def test_steps_grow_with_ranks_and_local_steps_as_on_the_map(capsys):
     def steps(method, ranks, *more):
         found = advised(
