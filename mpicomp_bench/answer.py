@@ -52,8 +52,8 @@ NEWTON_SCHULZ = (
     "smaller side m and B tokens of a rank in a step."
 )
 OVERLAPS = (
-    "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if DistributedDataParallel "
-    "hides them behind the backward pass as far as possible, {chosen} {seconds:.3g} s. Time both."
+    "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if DDP hides "
+    "them behind the backward pass as far as possible, {chosen} {seconds:.3g} s. Time both."
 )
 START = """\
 Start: mpirun -n RANKS --bind-to none python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch
@@ -142,10 +142,8 @@ def answer(rows: list[Row], training: Training) -> str:
     other, times = best_alternative(rows, chosen)
     own = seconds_of(rows)[chosen]
     hidden = least_overlapped(rows)
-    overlapped = f"{hidden['overlapped'] / own:.2g} times as fast as {hidden['method']} if PyTorch's sums overlap fully"
-    return (
-        f"Take: {chosen} ({method(chosen).text}); as predicted {times:.2g} times as fast as {other}, and {overlapped}"
-    )
+    overlapped = f"{hidden['overlapped'] / own:.2g} times as fast as {hidden['method']} if DDP hides its sums"
+    return f"Take: {chosen} ({method(chosen).text}); predicted {times:.2g} times as fast as {other}, and {overlapped}"
 
 
 def least_overlapped(rows: list[Row]) -> Row:
