@@ -23,6 +23,7 @@ from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import sum_of_share
 from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import Steps
+from collectives.runtime.progress import continue_on_callers_thread
 from mpicomp.arrays import negated, read_only
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import check_compressor, check_selected
@@ -112,6 +113,7 @@ def split_allgather(
     share = yield from sum_of_share(
         vector, group, equal_bounds(vector.length, group.size)
     )
+    yield from continue_on_callers_thread()  # the compressor may be the user's
     with group.raise_on_all():
         kept = compressed(
             share, *own_share(vector.length, group.rank, group.size), second

@@ -15,6 +15,7 @@ from collectives.calls.collective import collective
 from collectives.runtime import staging
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
+from collectives.runtime.progress import continue_on_callers_thread
 from mpicomp.arrays import converted, like, namespace, on_device, to_array
 from mpicomp.vector import SparseVector
 
@@ -88,5 +89,7 @@ def mpi(
     total = staging.pinned_like(mine) if on_device(like) else np.empty_like(mine)
     yield from group.compare_calls()
     yield from group.reduce(mine, total)
-    total = staging.to_device(total) if on_device(like) else total
+    if on_device(like):
+        yield from continue_on_callers_thread()
+        total = staging.to_device(total)
     return converted(total, vector.dtype).reshape(array.shape)

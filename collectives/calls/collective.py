@@ -13,7 +13,7 @@ An algorithm is read with this file, `Group` and `mpicomp.vector` alone:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from inspect import cleandoc, signature
 from typing import Any, Generic, ParamSpec, TypeVar, get_args
 
@@ -95,6 +95,8 @@ class Collective(Generic[P, T]):
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
         self.name = call.__name__
+        # Code of the user runs inside calls only, never beside the user's computation.
+        self.is_of_library = _is_of_library(call)
         # The signature shows the result, and not the Call.
         shown = signature(call)
         (result,) = get_args(shown.return_annotation) or (Any,)
@@ -113,7 +115,7 @@ class Collective(Generic[P, T]):
         """Return the nonblocking form, whose result is a `Sum` if `to_sum` converts it."""
 
         def begin(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return start(self, args, kwargs, to_sum)
+            return start(self, args, kwargs, to_sum).in_background()
 
         update_wrapper(begin, self.call)
         begin.__name__ = begin.__qualname__ = self.name.replace("_", "_i", 1)
@@ -156,6 +158,7 @@ class Collective(Generic[P, T]):
                 yield from self.declaration.compare(group)
                 return (yield from function(vector, group, **arguments))
 
+            self.is_of_library &= _is_of_library(function)
             run = function if compares_calls else compared
             self.algorithms[name or function.__name__] = run
             return function
@@ -165,4 +168,11 @@ class Collective(Generic[P, T]):
     def auto(self, function: Algorithm) -> Algorithm:
         """Declare the algorithm of "auto"."""
         self.automatic = function
+        self.is_of_library &= _is_of_library(function)
         return function
+
+
+def _is_of_library(function: Callable[..., Any]) -> bool:
+    if isinstance(function, partial):
+        function = function.func
+    return function.__module__.startswith("collectives.")

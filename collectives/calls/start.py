@@ -19,6 +19,7 @@ from collectives.runtime.engine import Request
 from collectives.runtime.group import Group
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
+from collectives.runtime.progress import continue_on_callers_thread
 from mpicomp.arrays import DTYPE_NAMES
 from mpicomp.codec import CODECS
 from mpicomp.errors import kept
@@ -66,8 +67,8 @@ def start(
             codec=call.codec,
             like=vector.values,
         )
-        if link.lost:
-            group.contribute(CollectiveError(link.take_lost()))
+        if lost := link.take_lost():
+            group.contribute(CollectiveError(lost))
         steps: Any = None  # a rank with an error runs none
         if group.error is None:
             try:
@@ -84,7 +85,7 @@ def start(
             steps = _converted(steps, call.finish)
         if to_sum is not None:
             steps = _converted(steps, to_sum)
-        return own.start(steps, group)
+        return own.start(steps, group, unattended=collective.is_of_library)
 
 
 def _contributed(call: Call[Any], vector: SparseVector) -> Any:
@@ -134,4 +135,6 @@ def _signature(
 
 
 def _converted(steps: Steps[Any], convert: Callable[[Any], Any]) -> Steps[Any]:
-    return convert((yield from steps))
+    result = yield from steps
+    yield from continue_on_callers_thread()
+    return convert(result)

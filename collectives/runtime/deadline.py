@@ -41,7 +41,7 @@ def send_notices(faults: Faults, notice: str, abandoned: list[Pending]) -> None:
         try:
             if rank != comm.rank:
                 abandoned.append(
-                    Sending(*send_pieces(comm, message, rank, notice_tag(comm)))
+                    Sending(*send_pieces(comm, message, rank, notice_tag()))
                 )
         except Exception as error:
             if not ulfm.is_failure(error):
@@ -55,7 +55,7 @@ def has_notice(faults: Faults, status: "MPI.Status | None" = None) -> bool:
 
     comm = faults.comm
     try:
-        return bool(comm.Iprobe(MPI.ANY_SOURCE, notice_tag(comm), status))
+        return bool(comm.Iprobe(MPI.ANY_SOURCE, notice_tag(), status))
     # a rank died: what waits for it raises, or the deadline passes
     except MPI.Exception as error:
         if not ulfm.is_failure(error):
@@ -69,7 +69,7 @@ def receive_notice(faults: Faults) -> bool:
     if not has_notice(faults, status):
         return False
     comm = faults.comm
-    arrival = Arrival(comm, status.Get_source(), notice_tag(comm))
+    arrival = Arrival(comm, status.Get_source(), notice_tag())
     arrival.wait()
     faults.receive(arrival.source, arrival.buffer.tobytes().decode())
     return True

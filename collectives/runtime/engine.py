@@ -8,6 +8,9 @@ between two rounds of polling: with more ranks than cores, ranks that poll witho
 pause starve each other.
 
 The operations in flight belong to the process, as in MPI, and so does the timeout.
+
+While no thread of the user is inside the library, `progress` has its thread advance
+them. One lock passes the state of this module between the two.
 """
 
 import math
@@ -16,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
 
 from collectives.faults import ulfm
@@ -31,7 +34,9 @@ from collectives.runtime import deadline
 from collectives.runtime.group import Group
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps, mpi
+from collectives.runtime.progress import Look, Progress
 from collectives.runtime.waiting import initial_timeout, seconds
+from mpicomp.arrays import on_device
 
 T = TypeVar("T")
 
@@ -65,7 +70,9 @@ class Request(Generic[T]):
     2
     """
 
-    def __init__(self, steps: Steps[T], group: Group, engine: "Engine") -> None:
+    def __init__(
+        self, steps: Steps[T], group: Group, engine: "Engine", *, unattended: bool
+    ) -> None:
         self._steps = steps
         self._engine = engine
         self._group = group
@@ -76,6 +83,14 @@ class Request(Generic[T]):
         self._result: T
         self._error: Exception | None = None
         self.done = False
+        # whether it may advance without a call: a device is used inside calls only
+        self.unattended = unattended and not on_device(group.like)
+
+    def in_background(self) -> "Request[T]":
+        """Have it advance while the rank computes, from now on; return it."""
+        if not self.done:
+            self._engine.progress.wake()
+        return self
 
     def test(self) -> bool:
         """Advance every operation in flight without waiting; return whether this one has ended, also by an error."""
@@ -222,15 +237,23 @@ class Engine:
         # the communicators on which other ranks may wait for this one
         self._known: set[Faults] = set()
         self.timeout = initial_timeout()
+        # held by the thread of the user that is inside the library
         self._one_thread = Lock()
+        # held by who works on the operations: that thread, or the one of `progress`;
+        # again by a handler of a signal that frees a communicator
+        self._turn = RLock()
+        self.progress = Progress(self.look)
         self._refusal = _TWO_THREADS
         self._is_funneled = False  # only MPI's main thread may call it
 
-    def start(self, steps: Steps[T], group: Group) -> Request[T]:
-        """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
+    def start(self, steps: Steps[T], group: Group, *, unattended: bool) -> Request[T]:
+        """Start a collective; raises the error of a finished communicator (`state.Faults`).
+
+        unattended: it runs no code of the user.
+        """
         link = group.link
         faults = link.faults
-        request = Request(steps, group, self)
+        request = Request(steps, group, self, unattended=unattended)
         if self._listens(link) and not faults.finished and deadline.has_notice(faults):
             self.give_up(faults, request.waits())
         if faults.finished:
@@ -253,9 +276,15 @@ class Engine:
             self.check_thread()
         if not self._one_thread.acquire(False):
             raise RuntimeError(self._refusal)
+        try:
+            self._turn.acquire()
+        except BaseException:  # of a signal's handler
+            self._one_thread.release()
+            raise
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self._turn.release()
         self._one_thread.release()
 
     def check_thread(self) -> None:
@@ -273,6 +302,7 @@ class Engine:
     def refuse_forked(self) -> None:
         """Refuse all calls, in the child process of a rank."""
         self._refusal = _FORKED
+        self._turn = RLock()  # the thread that held it may not exist here
         self._one_thread.acquire(False)  # for ever
 
     def finish(self, request: Request[Any], signals: Deferred) -> None:
@@ -408,8 +438,9 @@ class Engine:
 
     def error_of(self, faults: Faults, waits: Waits) -> CollectiveError:
         """Return the error of a call on a finished communicator; await notices first if this rank has only answered."""
-        self._await_notices(faults, waits)
-        return faults.error()
+        with self._turn:
+            self._await_notices(faults, waits)
+            return faults.error()
 
     def _await_notices(self, faults: Faults, waits: Waits) -> None:
         """Receive the notices of the other ranks, until all awaited ones have arrived or the time is up."""
@@ -438,10 +469,13 @@ class Engine:
 
     def end_all(self, faults: Faults) -> None:
         """End all operations on the communicator with these faults, which is finished."""
-        for request in self._in_flight:
-            if request.link.faults is faults:
-                request.fail(faults.error())
-        self._in_flight = [request for request in self._in_flight if not request.done]
+        with self._turn:
+            for request in self._in_flight:
+                if request.link.faults is faults:
+                    request.fail(faults.error())
+            self._in_flight = [
+                request for request in self._in_flight if not request.done
+            ]
 
     def know(self, faults: Faults) -> None:
         """Answer the ranks that wait on a communicator, until `faults` is finished, while this rank waits elsewhere."""
@@ -462,19 +496,38 @@ class Engine:
 
     def freed(self, link: Link) -> None:
         """End the operations in flight on a communicator that is being freed; MPI frees it later."""
-        self._known.discard(link.faults)
-        left = [request for request in self._in_flight if request.link is link]
-        if left:
-            link.faults.free(left[0].operation)
-            self.end_all(link.faults)
+        with self._turn:
+            self._known.discard(link.faults)
+            self._discarding = [
+                group for group in self._discarding if group.link is not link
+            ]
+            left = [request for request in self._in_flight if request.link is link]
+            if left:
+                link.faults.free(left[0].operation)
+                self.end_all(link.faults)
 
-    def advance(self) -> bool:
-        """Advance every operation that can advance, and return whether one did."""
+    def look(self) -> Look:
+        """Advance the operations in flight that need no call; on the thread of `progress`, so it raises nothing."""
+        if not any([request.unattended for request in self._in_flight]):
+            return Look.NOTHING_IN_FLIGHT
+        if self._one_thread.locked() or not self._turn.acquire(False):
+            return Look.USER_INSIDE
+        try:
+            moved = self.advance(unattended=True)
+        except BaseException:  # what ended an operation is kept in its request
+            moved = True
+        finally:
+            self._turn.release()
+        return Look.MOVED if moved else Look.NOTHING_MOVED
+
+    def advance(self, *, unattended: bool = False) -> bool:
+        """Advance every operation that can advance, and return whether one did. unattended: those that need no call."""
         try:
             moved = False
             for request in self._in_flight:
-                moved |= request.advance()
-            for group in self._discarding:
+                if request.unattended or not unattended:
+                    moved |= request.advance()
+            for group in () if unattended else self._discarding:
                 group.discard()
             return moved
         finally:

@@ -84,21 +84,20 @@ class Link:
         self.traffic = Traffic()
         # the numbers of operations that are to call MPI's own collectives, in order
         self.queue: list[int] = []
-        self._tags = notice_tag(duplicate)
+        self._tags = notice_tag()
         self._next_tag = 0
         self.faults = Faults(self.rank, self.size, duplicate)
-        self.lost = ""  # see `lose`
+        # at most one text, see `lose`; by several threads, so it is taken in one operation
+        self._lost: list[str] = []
 
     def lose(self, text: str) -> None:
         """Remember that this rank has no result of an operation that the others may have: it is out of step."""
         if self.size > 1:
-            self.lost = self.lost or text
+            self._lost = self._lost or [text]
 
     def take_lost(self) -> str:
         """Return the text of `lose`, once: the next operation then raises on all ranks; empty if nothing was lost."""
-        text = self.lost
-        self.lost = ""
-        return text
+        return self._lost.pop() if self._lost else ""
 
     def take_tag(self) -> int:
         """Return the tag of the next operation; all ranks start operations in the same order, so their tags agree."""

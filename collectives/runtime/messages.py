@@ -187,9 +187,10 @@ class Arrival(Pending):
             staging.copy_in(self.buffer[piece], self.copy[piece])
 
 
-def notice_tag(comm: "MPI.Comm") -> int:
+@cache
+def notice_tag() -> int:
     """Return the highest tag, which is of notices (`collectives.runtime.deadline`): MPI promises at least 32767."""
-    return int(comm.Get_attr(mpi().TAG_UB) or 32767)
+    return int(mpi().COMM_WORLD.Get_attr(mpi().TAG_UB) or 32767)
 
 
 def send_size(

@@ -1,0 +1,181 @@
+"""Progress: a thread of the process that advances operations in flight while the rank computes.
+
+It runs where MPI was initialised with MPI_THREAD_MULTIPLE, as its calls of MPI run
+beside those of the user, and starts with the first operation that is left in flight.
+It does the engine's work only: `continue_on_callers_thread` keeps code of the user, and
+work on a device, off it. An error is kept in the request, and raised where the user
+waits for it. Signals are delivered to other threads.
+
+The pause between two looks grows with the time in which nothing moves: messages that
+take long need few looks, and a rank that computes keeps its core.
+"""
+
+import atexit
+import os
+import time
+from _thread import start_new_thread
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from signal import SIG_BLOCK, Signals, pthread_sigmask, valid_signals
+from threading import Event, Lock, local
+
+import numpy as np
+
+from collectives.runtime.messages import Pending, Steps, mpi
+from mpicomp.errors import warn
+from mpicomp.settings import to_choice
+
+VARIABLE = "MPICOMP_PROGRESS"  # "0": off. Ranks may differ in it
+_FATAL = {Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGFPE, Signals.SIGILL}
+
+
+class Look(Enum):
+    """What the thread found when it looked at the operations in flight; the longest pause after it, in seconds."""
+
+    MOVED = 5e-5
+    NOTHING_MOVED = 1e-3
+    USER_INSIDE = 5e-3
+    NOTHING_IN_FLIGHT = 4e-3
+
+
+_SHORTEST = Look.MOVED.value
+_GROWTH = (
+    1.25  # of a pause: what arrives is noticed late by at most a quarter of the wait
+)
+_REST = (
+    0.2  # seconds without an operation in flight after which the thread waits for one
+)
+
+
+class _Here(local):
+    """Of each thread: whether it is the one of `Progress`."""
+
+    is_helper = False
+
+
+_here = _Here()
+
+
+class Progress:
+    """The thread, started by the first `wake`, until `stop`.
+
+    look: advances what is in flight, unless a thread of the user is inside the library;
+    raises nothing.
+    """
+
+    def __init__(self, look: Callable[[], Look]) -> None:
+        self._look = look
+        self._is_idle = True  # it waits for `wake`
+        self._work = Event()
+        self._is_prepared = False
+        self._is_stopped = False
+        self._alone = Lock()  # held by the thread as long as it lives
+        # held during a look: a process is not forked, and MPI not ended, within one
+        self._looking = Lock()
+
+    def wake(self) -> None:
+        """Notify the thread that an operation was left in flight."""
+        if self._is_idle and not self._is_stopped:
+            self._work.set()
+            if not self._alone.locked():
+                self._start()
+
+    def stop(self) -> None:
+        """End the thread, at the end of Python or of MPI; operations then advance inside calls only."""
+        self._is_stopped = True
+        self._work.set()
+        if not _here.is_helper:
+            with self._looking:  # later looks do nothing
+                pass
+
+    def _start(self) -> None:
+        if reason_off() is not None:
+            self._is_stopped = True
+            return
+        if not self._is_prepared:
+            self._prepare()
+        try:
+            # `threading.Thread` waits for the thread, for ever if that has no memory
+            start_new_thread(self._run, ())
+        except RuntimeError as error:  # the next operation tries again
+            warn(f"{error}: messages move inside calls of the library only", depth=3)
+
+    def _prepare(self) -> None:
+        """Have the end of Python and of MPI stop the thread, and no process be forked within a look."""
+        self._is_prepared = True
+        atexit.register(self.stop)
+        # MPI_Finalize frees COMM_SELF first
+        key = mpi().Comm.Create_keyval(delete_fn=lambda *given: self.stop())
+        mpi().COMM_SELF.Set_attr(key, self)
+        os.register_at_fork(
+            before=self._looking.acquire,
+            after_in_parent=self._looking.release,
+            after_in_child=self._looking.release,
+        )
+
+    def _run(self) -> None:
+        if not self._alone.acquire(False):
+            return
+        _here.is_helper = True
+        pthread_sigmask(SIG_BLOCK, valid_signals() - _FATAL)
+        with np.errstate(all="ignore"):  # as in a step; ranges are checked instead
+            while not self._is_stopped:
+                with suppress(MemoryError):
+                    self._serve()
+
+    def _serve(self) -> None:
+        """Wait for an operation, and attend to those in flight until nothing has been for some time."""
+        self._work.wait()
+        self._is_idle = False
+        self._work.clear()
+        self._attend()
+        self._is_idle = True
+        # An operation may have been started before `wake` could see that.
+        if self._looked() is not Look.NOTHING_IN_FLIGHT:
+            self._work.set()
+
+    def _attend(self) -> None:
+        """Look again and again, until nothing has been in flight for some time."""
+        pause = _SHORTEST
+        rested = 0.0
+        while rested < _REST and not self._is_stopped:
+            look = self._looked()
+            is_busy = look is not Look.NOTHING_IN_FLIGHT
+            rested = 0.0 if is_busy else rested + pause
+            if look is Look.MOVED:
+                pause = _SHORTEST
+            time.sleep(pause)
+            pause = min(pause * _GROWTH, look.value)
+
+    def _looked(self) -> Look:
+        with self._looking:
+            return Look.NOTHING_IN_FLIGHT if self._is_stopped else self._look()
+
+
+def continue_on_callers_thread() -> Steps[None]:
+    """Continue inside a call: what follows runs code of the user, or works on a device."""
+    if _here.is_helper:
+        yield (Pending(lambda: not _here.is_helper),)
+
+
+def is_wanted() -> bool:
+    """Return whether the environment allows the thread; ValueError for another value than 0 and 1."""
+    setting = os.environ.get(VARIABLE) or "1"
+    return bool(
+        to_choice(f"the environment variable {VARIABLE}", setting, ("0", "1")) == "1"
+    )
+
+
+def reason_off() -> str | None:
+    """Return why operations advance inside calls only; None if they advance while the rank computes."""
+    if not is_wanted():
+        return f"{VARIABLE} is 0"
+    names = ("SINGLE", "FUNNELED", "SERIALIZED")
+    levels = {getattr(mpi(), f"THREAD_{name}"): name for name in names}
+    if level := levels.get(mpi().Query_thread()):
+        return (
+            f"MPI was initialised with MPI_THREAD_{level}: mpi4py.rc.thread_level = "
+            '"multiple" before MPI is imported turns it on'
+        )
+    return None
