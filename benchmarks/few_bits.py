@@ -26,8 +26,9 @@ from mpi4py import MPI
 from collectives import GradientExchange, quantised_allreduce
 from mpicomp.arrays import Array
 from mpicomp.codec import few_bits_message
-from mpicomp.coded import CodedSum, Uncoded, shares
-from mpicomp.few_bits import FewBits
+from mpicomp.coded import CodedSum
+from mpicomp.correction import Correction
+from mpicomp.few_bits import FewBits, coder, first_blocks, shares
 from mpicomp_bench.bench.exchange import TENSORS, length_of, tensors_of
 from mpicomp_bench.bench.quantised import SUITE
 from mpicomp_bench.files import check_files, new_file
@@ -76,9 +77,9 @@ def parts(
     array: Array, comm: Any, bits: int, block: int, out: tuple[Array, Array]
 ) -> dict[str, Call]:
     """Return what a rank does in the direct algorithm, as calls on their own; the messages by MPI's collectives."""
-    uncoded = Uncoded([array], out[1])
-    write = uncoded.coder(bits, block)
-    ranges = shares(0, uncoded.blocks(block), comm.size)
+    correction = Correction([array], out[1])
+    write = coder(correction, bits, block)
+    ranges = shares(0, first_blocks(correction.sizes, block)[-1], comm.size)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
 
     def coded(rank: int, terms: Sequence[FewBits] = ()) -> FewBits:
@@ -105,7 +106,7 @@ def parts(
             coded, comm.rank, [coded_shares[comm.rank]] * len(others)
         ),
         f"{bits} bits: write the sum": partial(
-            CodedSum(coded_shares, uncoded.sizes).write, out[0]
+            CodedSum(coded_shares, correction.sizes).write, out[0]
         ),
         f"{bits} bits: as many bytes by MPI": messages,
     }

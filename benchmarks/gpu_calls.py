@@ -41,8 +41,9 @@ from mpicomp import (  # noqa: E402
     TopK,
 )
 from mpicomp.codec import CODECS, decode, encode, few_bits_message  # noqa: E402
-from mpicomp.coded import CodedSum, Uncoded  # noqa: E402
-from mpicomp.few_bits import BITS  # noqa: E402
+from mpicomp.coded import CodedSum  # noqa: E402
+from mpicomp.correction import Correction  # noqa: E402
+from mpicomp.few_bits import BITS, coder  # noqa: E402
 
 Call = Callable[[], Any]
 Rows = Iterator[tuple[str, float, Callable[[], Call]]]  # name, least bytes, set-up
@@ -279,13 +280,13 @@ def few_bits(cupy: Any, values: Any) -> Rows:
 def quantising(values: Any, errors: Any, bits: int) -> Call:
     """Return a call that codes values in few bits, and writes their errors."""
     into = few_bits_message(values.size, bits, BLOCK, values)
-    return partial(Uncoded([values], errors).coder(bits, BLOCK), into)
+    return partial(coder(Correction([values], errors), bits, BLOCK), into)
 
 
 def dequantising(values: Any, out: Any, bits: int) -> Call:
     """Return a call that decodes values in few bits to `out`, whose memory is that of the errors before."""
     into = few_bits_message(values.size, bits, BLOCK, values)
-    coded = Uncoded([values], out).coder(bits, BLOCK)(into)
+    coded = coder(Correction([values], out), bits, BLOCK)(into)
     total = CodedSum([coded], [values.size])
     return lambda: total.writer([out])()
 

@@ -21,9 +21,10 @@ from mpicomp.arrays import Array
 from mpicomp.codec import Coding, decode, encode, few_bits_message, plain, quick
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
 from mpicomp.codec.values import offsets_of
-from mpicomp.coded import CodedSum, Uncoded
+from mpicomp.coded import CodedSum
 from mpicomp.compressors import TopK
-from mpicomp.few_bits import BITS
+from mpicomp.correction import Correction
+from mpicomp.few_bits import BITS, coder
 from mpicomp.kernels import host
 from mpicomp.vector import SparseVector
 from mpicomp_bench.bench.data import FAMILIES
@@ -352,7 +353,7 @@ def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
 
     for bits in BITS:
         room = few_bits_message(values.size, bits, 256, values)
-        coded = Uncoded([values], out).coder(bits, 256)(room)
+        coded = coder(Correction([values], out), bits, 256)(room)
         arrays, others = (
             (coded.codes, coded.scales),
             (coded.codes.copy(), coded.scales.copy()),

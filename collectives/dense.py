@@ -20,7 +20,7 @@ from mpicomp.arrays import converted, like, namespace, on_device, to_array
 from mpicomp.vector import SparseVector
 
 
-@collective(Sum, takes_arrays=True)
+@collective(Sum, takes=np.ndarray)
 def dense_allreduce(array: Any, comm: "Comm") -> Call[Any]:
     """Sum an array over all ranks by MPI's own allreduce, the baseline.
 

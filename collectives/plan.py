@@ -8,6 +8,8 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from collectives.allreduce import sparse_allreduce
 from collectives.calls.call import Call, Sum
 from collectives.calls.collective import collective
@@ -18,7 +20,7 @@ from mpicomp.digests import digest
 from mpicomp.vector import SparseVector
 
 
-@collective(promise=Sum, takes_arrays=True)
+@collective(promise=Sum, takes=np.ndarray)
 def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
     entries = plan.indices.size
 

@@ -39,8 +39,17 @@ from mpicomp.arrays import (
     writable_vector,
 )
 from mpicomp.codec import few_bits_message, join_few_bits
-from mpicomp.coded import CodedSum, Uncoded, in_parts, shares
-from mpicomp.few_bits import BITS, BLOCKS, FewBits
+from mpicomp.coded import CodedSum
+from mpicomp.correction import Correction, in_parts
+from mpicomp.few_bits import (
+    BITS,
+    BLOCKS,
+    FewBits,
+    coder,
+    first_blocks,
+    position,
+    shares,
+)
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
 
@@ -57,8 +66,7 @@ def decoded_sum(result: tuple[CodedSum, Array]) -> Sum:
 
 @collective(
     with_rejected,
-    takes_arrays=True,
-    takes_uncoded=True,
+    takes=Correction,
     promise=decoded_sum,
     compare=compare_by_doubling,
     checks={
@@ -134,21 +142,21 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
     """
     contribution = call.contribution
     out = call.own["out"]
-    if isinstance(contribution, Uncoded):
-        uncoded = contribution
+    if isinstance(contribution, Correction):
+        correction = contribution
     else:
         values = contiguous(to_values(contribution))
         flat = values.reshape(-1)
         room, rejected = _outputs(out, flat)
-        uncoded = Uncoded([flat], rejected)
-    widened = uncoded.widened()
+        correction = Correction([flat], rejected)
+    widened = correction.widened()
 
     def finish(result: Result) -> Any:
         total, errors = result
-        if widened is not uncoded:
-            uncoded.errors[...] = converted(errors, uncoded.dtype)
-        if uncoded is contribution:
-            return total, uncoded.errors
+        if widened is not correction:
+            correction.out[...] = converted(errors, correction.out.dtype)
+        if correction is contribution:
+            return total, correction.out
         total.write(room)
         if out is not None:
             return out
@@ -157,10 +165,10 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
             like(rejected.reshape(values.shape), original=contribution),
         )
 
-    call.own = {"uncoded": widened}
+    call.own = {"correction": widened}
     call.finish = finish
-    size = uncoded.errors.size
-    return SparseVector.empty(size, uncoded.dtype, like=uncoded.errors)
+    errors = correction.out
+    return SparseVector.empty(errors.size, errors.dtype, like=errors)
 
 
 def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
@@ -192,35 +200,35 @@ def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
 
 @quantised_allreduce.auto
 def auto(
-    vector: SparseVector, group: Group, bits: int, block: int, uncoded: Uncoded
+    vector: SparseVector, group: Group, bits: int, block: int, correction: Correction
 ) -> Steps[Result]:
     """Run the algorithm that `collectives.planning.choice` takes for length and bits."""
     name = algorithm_for("quantised_allreduce", vector, group, vector.length, bits=bits)
     run = quantised_allreduce.algorithms[name]
-    return run(vector, group, bits=bits, block=block, uncoded=uncoded)
+    return run(vector, group, bits=bits, block=block, correction=correction)
 
 
 @quantised_allreduce.algorithm(compares_calls=True)
 def direct(
-    vector: SparseVector, group: Group, bits: int, block: int, uncoded: Uncoded
+    vector: SparseVector, group: Group, bits: int, block: int, correction: Correction
 ) -> Steps[Result]:
     """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
     parts = yield from shares_of_sum(
-        uncoded,
-        (0, uncoded.blocks(block)),
+        correction,
+        (0, first_blocks(correction.sizes, block)[-1]),
         bits,
         block,
         group,
         short=vector.dtype == np.float16,
     )
-    total = CodedSum(parts, uncoded.sizes)
+    total = CodedSum(parts, correction.sizes)
     if not total.is_finite:  # on all ranks: they have the same codes
-        yield from raise_not_finite(uncoded, group)
-    return total, uncoded.errors
+        yield from raise_not_finite(correction, group)
+    return total, correction.out
 
 
 def shares_of_sum(
-    uncoded: Uncoded,
+    correction: Correction,
     blocks: tuple[int, int],
     bits: int,
     block: int,
@@ -233,16 +241,16 @@ def shares_of_sum(
     blocks: the first, and the one after the last, of those to sum. short: decoded
     values are exact in float16. A block of the sum is not finite if one of any rank is.
     """
-    write = uncoded.coder(bits, block, short=short)
+    write = coder(correction, bits, block, short=short)
 
     def code(share: tuple[int, int], others: Sequence[FewBits] = ()) -> FewBits:
         size = (share[1] - share[0]) * block
-        room = few_bits_message(size, bits, block, uncoded.errors, line=LINE)
+        room = few_bits_message(size, bits, block, correction.out, line=LINE)
         return write(room, others, share)
 
     ranges = shares(*blocks, group.size)
     parts = [code(share) for rank, share in enumerate(ranges) if rank != group.rank]
-    parts.insert(group.rank, few_bits_message(0, bits, block, uncoded.errors))
+    parts.insert(group.rank, few_bits_message(0, bits, block, correction.out))
     received = yield from group.all_to_all(parts)
     others = [theirs for rank, (theirs, _) in enumerate(received) if rank != group.rank]
     first, end = ranges[group.rank]
@@ -258,38 +266,40 @@ def shares_of_sum(
     return vectors_of((yield from group.all_to_all([share] * group.size)))
 
 
-def raise_not_finite(uncoded: Uncoded, group: Group) -> Steps[None]:
+def raise_not_finite(correction: Correction, group: Group) -> Steps[None]:
     """Raise ValueError on a rank with a value that is not finite, and CollectiveError on the others.
 
     Without one the sum is out of range, and nothing is raised. In a block that is not
     finite the errors, which may have replaced the values, are the values.
     """
     with group.raise_on_all():
-        uncoded.check(uncoded.values())
+        correction.check(correction.values())
     yield from group.compare_calls()
 
 
 @quantised_allreduce.algorithm()
 def node_lanes(
-    vector: SparseVector, group: Group, bits: int, block: int, uncoded: Uncoded
+    vector: SparseVector, group: Group, bits: int, block: int, correction: Correction
 ) -> Steps[Result]:
     """Reduce-scatter values inside each node, sum every share over the nodes in few bits, gather it inside each node.
 
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes
     own no share.
     """
-    values = uncoded.values()
+    sizes = correction.sizes
+    errors = correction.out
+    values = correction.values()
     with group.raise_on_all():
-        uncoded.check(values)
+        correction.check(values)
     node = group.node()
-    lanes = shares(0, uncoded.blocks(block), min(map(len, group.nodes)))
-    spans = [slice(*[uncoded.position(end, block) for end in lane]) for lane in lanes]
+    lanes = shares(0, first_blocks(sizes, block)[-1], min(map(len, group.nodes)))
+    spans = [slice(*[position(end, sizes, block) for end in lane]) for lane in lanes]
     # a vector of one row is sent as it is
     index = np.zeros_like(values, np.int32, shape=1)
     parts = [SparseVector.trusted(index, values[None, span], 1) for span in spans]
     absent = [vector] * (node.size - len(lanes))
     received = yield from node.all_to_all(parts + absent)
-    uncoded.errors[...] = 0
+    errors[...] = 0
     share = few_bits_message(0, bits, block, values, line=LINE)
     if node.rank < len(lanes):
         total = np.empty_like(values)
@@ -298,7 +308,7 @@ def node_lanes(
         for part, _ in received:
             kernels_for(own).add(own, part.values[0], own)
         shared = yield from shares_of_sum(
-            Uncoded(in_parts(total, uncoded.sizes), uncoded.errors),
+            Correction(in_parts(total, sizes), errors),
             lanes[node.rank],
             bits,
             block,
@@ -308,4 +318,4 @@ def node_lanes(
         share = join_few_bits(shared, line=LINE)
     everywhere = yield from node.all_to_all([share] * node.size)
     coded = vectors_of(everywhere[: len(lanes)])
-    return CodedSum(coded, uncoded.sizes), uncoded.errors
+    return CodedSum(coded, sizes), errors

@@ -90,8 +90,10 @@ def train(problem, method, steps, *, two_way, batch, seed, period=None):
         for place, rank in enumerate(ranks):
             rejected = np.zeros(LENGTH)
             rejected[share(place)] = (total - kept)[share(place)]
-            rank.prepare_residual(*vectors[place], SparseVector.from_dense(rejected))
-            rank.commit()
+            keep = rank.prepare_residual(
+                *vectors[place], SparseVector.from_dense(rejected)
+            )
+            keep()
         if period and (step + 1) % period == 0:
             average_residuals(ranks)
         x = x - unit(ranks) * kept / RANKS
@@ -108,15 +110,16 @@ def share(rank):
 
 
 def compressed(feedback, gradient, rank, two_way):
-    """Return the vector to send, and what is sent; with `two_way` all of a rank's own share, and K entries outside."""
-    corrected = feedback.correct(gradient)
+    """Return what may be sent, and what is sent; with `two_way` all of a rank's own share, and K entries outside."""
+    correction = feedback.correct(gradient)
+    corrected = correction.add()
     outside = corrected.copy()
     if two_way:
         outside[share(rank)] = 0
     sent = TopK(k=K).compress(outside).to_dense()
     if two_way:
         sent[share(rank)] = corrected[share(rank)]
-    return corrected, SparseVector.from_dense(sent)
+    return correction, SparseVector.from_dense(sent)
 
 
 def average_residuals(ranks):

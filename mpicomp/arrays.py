@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
 Dtype = np.dtype[Any]
+Write = Callable[[], None]  # what a commit does: allocates nothing, cannot fail
 ByName = Mapping[str, Any]  # arrays, parameters, states or settings
 
 VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))

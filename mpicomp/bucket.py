@@ -4,7 +4,8 @@ A named tensor is a segment of its own: its entries compete with each other only
 list, or one array, is one segment.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from operator import is_
@@ -15,6 +16,8 @@ import numpy as np
 from mpicomp.arrays import (
     Array,
     ByName,
+    Write,
+    address,
     adjacent,
     check_finite,
     concatenated,
@@ -30,17 +33,16 @@ from mpicomp.arrays import (
     widened_values,
 )
 from mpicomp.bases import Basis, Coefficients, runs
-from mpicomp.coded import CodedSum, Uncoded
+from mpicomp.coded import CodedSum
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.base import Summands
 from mpicomp.compressors.selection import Selection
-from mpicomp.feedback import Feedback
+from mpicomp.correction import Correction
+from mpicomp.feedback import Feedback, InPlaceErrorFeedback
 from mpicomp.tensors import ALONE, Tensor, plain_vectors
 from mpicomp.vector import SparseVector, check_range
 
 Mean = SparseVector | Array | CodedSum
 Written = CodedSum | Coefficients | SparseVector  # by its `writer`
-Write = Callable[[], None]  # allocates nothing, and cannot fail
 
 
 class Bucket:
@@ -66,6 +68,8 @@ class Bucket:
         self.feedback = feedback
         self.dense = dense
         self.basis = basis
+        # the gradients' own arrays hold the residual
+        self.in_place = isinstance(feedback, InPlaceErrorFeedback)
         self.bounds = [0, *accumulate(sizes_of(tensors))]
         self.length = self.bounds[-1]  # in values
         is_alone = list(names) == [ALONE]
@@ -77,32 +81,45 @@ class Bucket:
         self._buffer: Array | None = None
 
     def correct(
-        self, vectors: list[Array], *, by_tensor: bool = False
-    ) -> tuple[Array, Summands | None]:
-        """Return the vector to compress, the gradients plus the residual, and what it is the sum of.
+        self, vectors: list[Array], arrays: ByName, takes: type[Any] = SparseVector
+    ) -> Correction:
+        """Return what may be sent of the gradients, which `vectors` returned of arrays by name.
 
-        vectors: the gradients, by `Feedback.vectors`. by_tensor: of a list, the tensors are
-        parts of the sum, not its segment. See `Feedback.summands`.
+        takes: what is to be summed; see `payload`.
         """
         if self.basis is not None:
             # coefficients of float16 may be out of its range
             vectors = [widened_values(vector) for vector in vectors]
-            by_tensor = False
-        if len(self.names) == 1 and not by_tensor:
+        is_by_tensor = self.in_place or (takes is Correction and self.basis is None)
+        if len(self.names) == 1 and not is_by_tensor:
             joined = adjacent(vectors)
             if joined is None:
                 joined = self._buffer = concatenated(vectors, self._buffer)
             vectors = [joined]
-        return self.feedback.summands(*vectors, basis=self.basis)
+        correction = self.feedback.correct(*vectors, basis=self.basis)
+        out = correction.out
+        if takes is Correction and address(out) == address(vectors[0]):
+            out = np.empty_like(out)  # for the errors
+        check = partial(self.check_corrected, arrays)
+        return replace(correction, out=out, check=check)
 
-    def uncoded(
-        self,
-        corrected: Array,
-        summands: Summands | None,
-        check: Callable[[Array], None],
-    ) -> Uncoded:
-        """Return what `correct` returned, by tensor, as values to be coded: tensors begin new blocks."""
-        return self.feedback.uncoded(corrected, summands)._replace(check=check)
+    def payload(
+        self, correction: Correction, takes: type[Any], share: tuple[int, int]
+    ) -> Any:
+        """Return what is sent: selected entries (a SparseVector), all values (an array), or these to be coded.
+
+        takes: the type of it. share: see `Selection.select`.
+        """
+        if takes is SparseVector:
+            return self.selection.select(correction, share)
+        if takes is Correction:
+            if self.basis is None or correction.residual is None:
+                return correction
+            parts = views_between(correction.add(), self.edges)
+            return replace(correction, parts=parts, residual=None)
+        values = correction.add()
+        self.selection.check_finite(values)
+        return values
 
     def check_corrected(self, arrays: ByName, corrected: Array) -> None:
         """Raise ValueError that names a value of a gradient that is not finite, OverflowError if only a sum is not."""
@@ -140,15 +157,30 @@ class Bucket:
     ) -> tuple[list[Array], dict[str, Array]]:
         """Return the gradients as vectors, and the output buffers of `outputs`, which may be the gradients.
 
-        See `Feedback.vectors`. On a device they may have the shapes of the tensors:
-        kernels take them as vectors.
+        Vectors are views where possible; zeros for a tensor without a gradient. On a
+        device they may have the shapes of the tensors: kernels take them as vectors.
         """
+        if self.in_place:
+            return self._homes(arrays), self.outputs(outs)
         plain = plain_vectors(self.tensors, arrays)
-        vectors = self.feedback.vectors(self.tensors, arrays, plain)
+        vectors = plain or [
+            tensor.flatten(arrays.get(tensor.name)) for tensor in self.tensors
+        ]
         names = self.names_of_tensors
         if plain and all(map(is_, map(arrays.get, names), map(outs.get, names))):
             return vectors, dict(zip(names, plain, strict=True))
         return vectors, self.outputs(outs)
+
+    def _homes(self, arrays: ByName) -> list[Array]:
+        """Return the gradients as writable vectors; raises ValueError for one that cannot hold the residual."""
+        for tensor in self.tensors:
+            if arrays.get(tensor.name) is None:
+                raise ValueError(
+                    f"{tensor.name} has no gradient, whose array holds the residual (in_place): pass zeros"
+                )
+        return [
+            tensor.writable(arrays[tensor.name], tensor.name) for tensor in self.tensors
+        ]
 
     def outputs(self, outs: ByName) -> dict[str, Array]:
         """Return the output buffers, by tensor name, as writable vectors; raises TypeError or ValueError for others."""

@@ -1,12 +1,19 @@
-"""Consecutive values of a dense vector in few bits: what a message of `quantised_allreduce` has."""
+"""All values of a vector in few bits: their payload, how blocks divide a vector, and how a correction is coded.
 
+A block begins anew at each part of a vector, such as a tensor. Codes and scales:
+`mpicomp.kernels.host.few_bits`; the message: `mpicomp.codec`.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from mpicomp.arrays import Array, Dtype
+from mpicomp.arrays import Array, Dtype, kernels_for
+from mpicomp.correction import Correction
 
 BITS = (8, 4, 2, 1)
 BLOCKS = tuple(1 << power for power in range(5, 17))  # values that share a scale
@@ -41,6 +48,52 @@ class FewBits:
     def blocks(self) -> int:
         """The number of blocks."""
         return -(-self.size // self.block)
+
+
+def coder(
+    correction: Correction, bits: int, block: int, *, short: bool = False
+) -> Callable[..., FewBits]:
+    """Return a function that writes the values of a correction in few bits, and their errors to its buffer.
+
+    Its arguments: `into`, which it returns, as `few_bits_message` of `mpicomp.codec`
+    makes it; others, which it adds in order to the values: as many, in as many bits and
+    blocks; and blocks, the first, and the one after the last, by default all. short:
+    the decoded values are float16 numbers. The error of a value in a block that is not
+    finite is the value.
+    """
+    encode = kernels_for(correction.out).encoder(
+        correction.parts,
+        correction.residual,
+        bits,
+        block,
+        correction.out,
+        decay=correction.decay,
+        short=short,
+    )
+
+    def code(
+        into: FewBits,
+        others: Sequence[FewBits] = (),
+        blocks: tuple[int, int] | None = None,
+    ) -> FewBits:
+        terms = [(other.codes, other.scales) for other in others]
+        encode(into.codes, into.scales, terms, blocks)
+        return into
+
+    return code
+
+
+def shares(first: int, end: int, count: int) -> list[tuple[int, int]]:
+    """Divide the blocks from `first` to before `end` into consecutive ranges, each given by its first and its end."""
+    bounds = [first + (end - first) * share // count for share in range(count + 1)]
+    return [*pairwise(bounds)]
+
+
+def position(number: int, sizes: tuple[int, ...], block: int) -> int:
+    """Return the position of the first value of a block; the number of values for the block after the last."""
+    starts = first_blocks(sizes, block)
+    part = bisect_right(starts, number) - 1
+    return sum(sizes[:part]) + (number - starts[part]) * block
 
 
 @lru_cache(maxsize=256)

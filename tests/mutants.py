@@ -131,15 +131,15 @@ MUTANTS = [
     Mutant(
         "settle: what a collective rejects is lost",
         "collectives/exchange/step.py",
-        "prepare_residual(corrected, sent, received.rejected)\n",
-        "prepare_residual(corrected, sent, None)\n",
+        "prepare_residual(correction, sent, received.rejected)\n",
+        "prepare_residual(correction, sent, None)\n",
         f"{ON_RANKS} tests/mpi/test_conservation.py",
     ),
     Mutant(
         "segments: entries of several tensors compete",
         "mpicomp/compressors/selection.py",
-        "vector = run.compressor.select(values, run.bounds, own)",
-        "vector = run.compressor.select(values, [0, run.bounds[-1]], own)",
+        "vector = run.compressor.select(own, run.bounds)",
+        "vector = run.compressor.select(own, [0, run.bounds[-1]])",
         f"{ON_RANKS} tests/mpi/test_named.py",
     ),
 ]

@@ -44,8 +44,8 @@ class Declaration:
 
     to_sum: for a collective that gives every rank the sum: returns its result as a
     `Sum`. counting: the arguments with which it counts votes; none if it cannot.
-    takes_arrays: sums dense arrays, not vectors. takes_uncoded: takes `mpicomp.few_bits.Uncoded` as well, and then
-    returns the sum in few bits. own_share(length, rank, size): returns the first index and the end of the
+    takes: what it sums: SparseVector; np.ndarray, dense arrays; or these and Correction, of which it returns the sum
+    in few bits. own_share(length, rank, size): returns the first index and the end of the
     range that a rank sums itself, and so does not send.
 
     promise: returns an algorithm's result as a `Sum` that the debug mode checks: the
@@ -59,8 +59,7 @@ class Declaration:
 
     to_sum: ToSum | None = None
     counting: dict[str, Any] = field(default_factory=dict)
-    takes_arrays: bool = False
-    takes_uncoded: bool = False
+    takes: type[Any] = SparseVector
     own_share: Callable[[int, int, int], tuple[int, int]] = no_share
     promise: ToSum | None = None
     compare: Callable[[Group], Steps[None]] = Group.compare_calls
@@ -72,6 +71,11 @@ class Declaration:
         if self.promised and not declared.name.startswith("_"):
             COLLECTIVES[declared.name] = declared
         return declared
+
+    @property
+    def takes_arrays(self) -> bool:
+        """Whether it sums all values of dense arrays."""
+        return self.takes is not SparseVector
 
     @property
     def promised(self) -> ToSum | None:

@@ -90,8 +90,10 @@ def start(
 
 def _contributed(call: Call[Any], vector: SparseVector) -> Any:
     """Return what a call adds to the sum: a vector, or an array."""
-    uncoded = call.own.get("uncoded")
-    return call.own.get("array", vector) if uncoded is None else uncoded.values()
+    correction = call.own.get("correction")
+    if correction is not None:
+        return correction.values()
+    return call.own.get("array", vector)
 
 
 def _failed_call(

@@ -5,6 +5,7 @@ over the ranks of (c - e) is s; for a method that keeps nothing c - e is the sen
 the rejected entries. All values are finite, and compressors change no input.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from collectives.faults.errors import CheckError
 from mpicomp.arrays import Array, to_numpy
 from mpicomp.bucket import Bucket
 from mpicomp.coded import CodedSum
-from mpicomp.compressors.base import write_sum
 from mpicomp.errors import prefix
 from mpicomp.vector import SparseVector
 
@@ -32,23 +32,22 @@ class CheckedStep(Step):
         # by bucket: the vector to compress, the masses, and the caller's residual arrays
         self._expected: dict[Bucket, Array] = {}
         self._accounts: dict[Bucket, dict[str, Any]] = {}
-        self._written: dict[Bucket, list[Array]] = {}
+        self._homes: dict[Bucket, Sequence[Array]] = {}
 
     def _prepare(self, bucket: Bucket, reduction: Reduction) -> Started:
         if not self._skips:
             bucket.check_finite(self.arrays, ValueError)
         vectors, _ = bucket.vectors(self.arrays, {})
-        vector, summands = bucket.correct(vectors)
-        write_sum(summands, vector)
-        expected = vector.copy()
+        expected = bucket.correct(vectors, self.arrays).add().copy()
         self._expected[bucket] = expected
         prepared = super()._prepare(bucket, reduction)
-        _check_input(bucket, expected, prepared.corrected)
+        if not reduction.declared.takes_arrays:
+            _check_input(bucket, expected, prepared.correction.out)
         return prepared
 
     def _finished(self, started: Started, outcome: Any, form: str) -> None:
         bucket = started.bucket
-        dtype = started.corrected.dtype
+        dtype = started.correction.out.dtype
         received = started.reduction.received(outcome, bucket.length, dtype)
         sent = started.sent
         if not isinstance(sent, SparseVector):
@@ -67,7 +66,8 @@ class CheckedStep(Step):
             "bits": None,
             "fault": None,
         }
-        self._written[bucket] = bucket.feedback.written
+        if bucket.in_place:
+            self._homes[bucket] = started.correction.parts
         super()._finished(started, outcome, form)
 
     def end(self, error: BaseException) -> None:
@@ -96,8 +96,8 @@ class CheckedStep(Step):
         """
         account = self._accounts[bucket]
         residual = bucket.feedback.residual
-        if self._written[bucket]:
-            residual = np.concatenate(self._written[bucket])
+        if bucket in self._homes:
+            residual = np.concatenate(self._homes[bucket])
         if residual is not None:
             before = to_numpy(self._expected[bucket]).astype(np.float64)
             kept = to_numpy(residual)

@@ -34,9 +34,10 @@ from collectives.faults.errors import NotFiniteError, StepSkippedError
 from collectives.runtime import staging
 from collectives.runtime.engine import Request
 from collectives.runtime.link import link_if_any
-from mpicomp.arrays import Array, ByName, check_apart
-from mpicomp.bucket import Bucket, Mean, Write, signs
+from mpicomp.arrays import Array, ByName, Write, check_apart
+from mpicomp.bucket import Bucket, Mean, signs
 from mpicomp.compressors.base import Snapshot, restore
+from mpicomp.correction import Correction
 from mpicomp.errors import kept
 from mpicomp.vector import SparseVector, entries, from_all_values, split, widened
 
@@ -44,15 +45,15 @@ from mpicomp.vector import SparseVector, entries, from_all_values, split, widene
 class Started(NamedTuple):
     """A bucket whose sum was started.
 
-    corrected: the gradient with the residual added; the buffer for it, of what is still
-    to be coded. sent: by this rank, the selected entries, or all values; both None if
-    it failed, and contributed its error. buffers: for the mean, by tensor name.
-    outcome: a Request; or what a collective that blocks returned, or its error.
+    correction: of the gradient. sent: by this rank, the selected entries, or all
+    values; both None if it failed, and contributed its error. buffers: for the mean, by
+    tensor name. outcome: a Request; or what a collective that blocks returned, or its
+    error.
     """
 
     bucket: Bucket
     reduction: Reduction
-    corrected: Any = None
+    correction: Any = None
     sent: Any = None
     buffers: ByName = {}
     outcome: Any = None
@@ -60,7 +61,10 @@ class Started(NamedTuple):
     @property
     def written(self) -> list[Array]:
         """The caller's arrays that the step writes to once it is kept."""
-        return [*self.bucket.feedback.written, *self.buffers.values()]
+        written = [*self.buffers.values()]
+        if self.bucket.in_place and self.correction is not None:
+            written += self.correction.parts
+        return written
 
 
 class Step:
@@ -79,7 +83,8 @@ class Step:
         # the compressors' attributes before the step
         self.snapshots: list[Snapshot] = []
         self._outs: dict[str, Any] = {}
-        self._writes: list[Write] = []  # of the results, to the caller's arrays
+        # of the residuals, and of the results to the caller's arrays
+        self._writes: list[Write] = []
         self._comm = comm
         self._number = number
         self._reduction = layout.reduction
@@ -188,27 +193,18 @@ class Step:
     def _prepare(self, bucket: Bucket, reduction: Reduction) -> Started:
         """Return a bucket that is ready to be started: all that can fail before the sum."""
         declared = reduction.declared
-        selection = bucket.selection
-        self.snapshots += selection.snapshot()
+        self.snapshots += bucket.selection.snapshot()
         vectors, buffers = bucket.vectors(self.arrays, self._outs)
         if self._skips:
             bucket.check_finite(self.arrays, NotFiniteError)
-        corrected, summands = bucket.correct(vectors, by_tensor=declared.takes_uncoded)
-        check = partial(bucket.check_corrected, self.arrays)
-        sent: Any
+        correction = bucket.correct(vectors, self.arrays, declared.takes)
+        share = declared.own_share(bucket.length, self._comm.rank, self._comm.size)
         try:
-            if declared.takes_uncoded:
-                sent = bucket.uncoded(corrected, summands, check)
-            elif declared.takes_arrays:
-                sent = selection.all_values(corrected, summands)
-            else:
-                comm = self._comm
-                share = declared.own_share(bucket.length, comm.rank, comm.size)
-                sent = selection.select(corrected, summands, share)
+            sent = bucket.payload(correction, declared.takes, share)
         except ValueError:
-            check(corrected)
+            correction.check(correction.out)
             raise
-        return Started(bucket, reduction, corrected, sent, buffers)
+        return Started(bucket, reduction, correction, sent, buffers)
 
     def _finish(self, error: Exception | None, form: str) -> bool:
         """Wait for all sums, and prepare what is committed; raise the first error that is no skip.
@@ -258,13 +254,14 @@ class Step:
         bucket = started.bucket
         feedback = bucket.feedback
         reduction = started.reduction
-        corrected = started.corrected
+        correction = started.correction
+        dtype = correction.out.dtype
         sent = started.sent
         comm = self._comm
-        received = reduction.received(outcome, bucket.length, corrected.dtype)
+        received = reduction.received(outcome, bucket.length, dtype)
         try:
             mean = reduction.mean(
-                received, corrected.dtype, comm.size, bucket.selection.dense_ranges
+                received, dtype, comm.size, bucket.selection.dense_ranges
             )
             if form == "dense":
                 results, writes = bucket.dense_results(
@@ -282,10 +279,11 @@ class Step:
         if isinstance(mean, SparseVector):
             bucket.selection.observe(mean)
         if isinstance(sent, SparseVector):
-            feedback.prepare_residual(corrected, sent, received.rejected)
+            write = feedback.prepare_residual(correction, sent, received.rejected)
         else:
-            feedback.prepare_rejected(corrected, received.rejected)
-            sent = corrected
+            write = feedback.prepare_rejected(correction, received.rejected)
+            sent = correction.out
+        self._writes.append(write)
         first, end = reduction.declared.own_share(bucket.length, comm.rank, comm.size)
         size = entries(sent)
         others = size - (end - first)
@@ -317,8 +315,6 @@ class Step:
     def _commit(self, buckets: Sequence[Bucket]) -> None:
         """Commit all buckets and write to output buffers, complete on any stream of a device; cannot fail."""
         began = perf_counter()
-        for started in self.started:
-            started.bucket.feedback.commit()
         for write in self._writes:
             write()
         staging.complete([bucket.tensors[0].xp for bucket in buckets])
@@ -327,8 +323,6 @@ class Step:
     def undo(self) -> None:
         """Restore the compressors, and drop what was prepared and what holds errors."""
         restore(self.snapshots)
-        for started in self.started:
-            started.bucket.feedback.discard()
         self.started = []
 
     def end(self, error: BaseException) -> None:
@@ -360,7 +354,7 @@ def _sparse_results(started: Started, mean: Any, form: str) -> dict[str, Any]:
     """Return sparse means by tensor name, or nothing for "vectors"; raises ValueError for dense ones, and buffers."""
     bucket = started.bucket
     if form == "sparse" and (
-        bucket.basis is not None or started.reduction.declared.takes_uncoded
+        bucket.basis is not None or started.reduction.declared.takes is Correction
     ):
         what = (
             f"in the basis {bucket.basis!r} a mean"

@@ -50,6 +50,7 @@ def average_residuals(exchange: GradientExchange) -> None:
         )
     buckets = exchange.buckets
     error = None
+    writes = []
     with all_or_none(exchange.comm, OPERATION):
         for bucket in buckets:
             # an error is contributed to the other sums, for which the other ranks wait
@@ -61,14 +62,13 @@ def average_residuals(exchange: GradientExchange) -> None:
                     mean = np.empty_like(residual)
                     kernels_for(mean).quotient(total, exchange.comm.size, mean)
                     check_range(mean, "mean of the residuals")
-                    bucket.feedback.replace_residual(mean)
+                    writes.append(bucket.feedback.replace_residual(mean))
             except Exception as raised:
                 error = error or kept(raised)
         if error is not None:
             raise error
-    for bucket in buckets:
-        if bucket.feedback.residual is not None:
-            bucket.feedback.commit()
+    for write in writes:
+        write()
 
 
 def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from mpicomp import Compressor, ErrorFeedback, SparseVector
 from mpicomp.codec import encoded_nbytes, few_bits_message, smallest
-from mpicomp.coded import CodedSum, Uncoded, shares
+from mpicomp.coded import CodedSum
+from mpicomp.correction import Correction
+from mpicomp.few_bits import coder, first_blocks, position, shares
 
 Floats = NDArray[np.float32]
 Shapes = Sequence[tuple[int, ...]]
@@ -54,10 +56,10 @@ class FewBits:
             in_basis(self.basis, vector) + residual
             for vector, residual in zip(vectors, self.residuals, strict=True)
         ]
-        whole = Uncoded([total], total)
-        ranges = shares(0, whole.blocks(BLOCK), ranks)
+        sizes = (total.size,)
+        ranges = shares(0, first_blocks(sizes, BLOCK)[-1], ranks)
         for owner, blocks in enumerate(ranges):
-            start, end = (whole.position(number, BLOCK) for number in blocks)
+            start, end = (position(number, sizes, BLOCK) for number in blocks)
             parts = [values[start:end] for values in corrected]
             errors = [residual[start:end] for residual in self.residuals]
             pairs = [
@@ -68,11 +70,11 @@ class FewBits:
             form = self.bits, BLOCK
             size = end - start, *form, total
             others = [
-                Uncoded([part], error).coder(*form)(few_bits_message(*size))
+                coder(Correction([part], error), *form)(few_bits_message(*size))
                 for part, error in pairs
             ]
-            own = Uncoded([parts[owner]], errors[owner])
-            share = own.coder(*form)(few_bits_message(*size), others)
+            own = Correction([parts[owner]], errors[owner])
+            share = coder(own, *form)(few_bits_message(*size), others)
             CodedSum([share], [end - start]).write(total[start:end])
             sent += share.codes.nbytes + share.scales.nbytes
         if self.basis:
@@ -128,10 +130,9 @@ class Sparse:
     def selected(self, feedback: ErrorFeedback, vector: Floats) -> SparseVector:
         """Return the entries that a rank sends; its feedback keeps the others."""
         vector = in_basis(self.basis, vector)
-        corrected = feedback.correct(vector)
-        sent = self.compressor.compress(corrected, gradient=vector)
-        feedback.prepare_residual(corrected, sent)
-        feedback.commit()
+        correction = feedback.correct(vector)
+        sent = self.compressor.compress(correction.add(), gradient=vector)
+        feedback.prepare_residual(correction, sent)()
         return sent
 
     def rescale(self, factor: float) -> None:

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomp.arrays import Array, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands, known
+from mpicomp.arrays import kernels_for
+from mpicomp.compressors.base import SegmentedCompressor, known
+from mpicomp.correction import Correction
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 
@@ -53,21 +54,16 @@ class AdaComp(SegmentedCompressor):
     def __init__(self, bin_size: int = 50) -> None:
         self.bin_size = to_integer("bin_size", bin_size, 1, 16384)
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
+    def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         """Return the selected entries, of one magnitude in each segment; see `Compressor.select`.
 
         Raises ValueError without the new gradient, and if it has another size.
         """
-        if summands is None:
+        parts = correction.gradient
+        if parts is None:
             raise ValueError(_REMEDY)
-        summand = None if summands.residual is None else summands[:2]
+        corrected = correction.out
         sizes = np.diff(bounds)
-        parts = summands.coefficients
         for part, size in zip(parts, sizes.tolist(), strict=True):
             if part.size != size:
                 raise ValueError(
@@ -76,6 +72,11 @@ class AdaComp(SegmentedCompressor):
         kernels = kernels_for(corrected)
         bins = np.broadcast_to(self.bin_size, sizes.shape).tolist()
         entries, _ = kernels.entries_in_bins(
-            corrected, parts, bounds, bins, summand=summand
+            corrected,
+            parts,
+            bounds,
+            bins,
+            residual=correction.residual,
+            decay=correction.decay,
         )
         return known(corrected.size, bounds, entries)

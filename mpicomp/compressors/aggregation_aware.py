@@ -24,8 +24,8 @@ from mpicomp.arrays import (
     kernels_for,
     to_device_of,
 )
-from mpicomp.compressors.base import Summands
 from mpicomp.compressors.topk import TopK
+from mpicomp.correction import Correction
 from mpicomp.kernels import Selected
 from mpicomp.settings import to_choice, to_number
 from mpicomp.state import POSITIONS
@@ -102,23 +102,19 @@ class AggregationAware(TopK):
         """Clear the stored aggregate."""
         self._aggregate = None
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
+    def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         """Return the k entries of the largest scores in each segment; see `Compressor.select`.
 
         Exact top-k, and a choice among its entries and those of the history: no bonus
         lowers a score, so that no other entry is selected.
         """
         aggregate = self._aggregate
+        corrected = correction.out
         if aggregate is not None and aggregate.length != corrected.size:
             raise ValueError(
                 f"corrected has {corrected.size} values: expected {aggregate.length} as in the last aggregate"
             )
-        largest = super().select(corrected, bounds, summands)
+        largest = super().select(correction, bounds)
         if aggregate is None:
             return largest
         return self._chosen(largest, aggregate, corrected, bounds)

@@ -6,60 +6,23 @@ docs/contributing/own_compressor.md says what one of your own implements, with a
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpicomp.arrays import (
     Array,
     flat,
-    kernels_for,
-    on_device,
     read_only,
     to_vector,
 )
-from mpicomp.bases import Basis, coefficients_of
+from mpicomp.correction import Correction
 from mpicomp.kernels import Selected
 from mpicomp.state import ROWS, SHARED, Configured, check_object
 from mpicomp.vector import SparseVector, concatenate
 
 Snapshot = tuple[Configured, dict[str, Any]]
 """A compressor or a feedback, and its attributes."""
-
-
-class Summands(NamedTuple):
-    """What a vector is the sum of: ``scale * residual``, and a gradient.
-
-    residual: None if the vector has the sum already. parts: of the gradient, one for
-    each segment. basis: in which the parts are added; None for none.
-    """
-
-    residual: Array | None
-    scale: float
-    parts: Sequence[Array]
-    basis: Basis | None = None
-
-    def terms(self, out: Array, *, transforms: bool = False) -> Any:
-        """Return residual, scale and parts, which a kernel has still to add; None if `out` has the sum.
-
-        In a basis the sum is written here, unless the kernel transforms by
-        `Basis.walsh_chunk`, which is returned too.
-        """
-        if self.residual is None:
-            return None
-        terms = self.residual, self.scale, self.parts
-        basis = self.basis
-        if basis is None:
-            return terms
-        if transforms and basis.walsh_chunk and not on_device(out):
-            return *terms, basis.walsh_chunk
-        basis.add(*terms, out)
-        return None
-
-    @property
-    def coefficients(self) -> Sequence[Array]:
-        """The parts in the basis, computed anew."""
-        return coefficients_of(self.parts, self.basis)
 
 
 class Compressor(Configured):
@@ -100,27 +63,21 @@ class Compressor(Configured):
             f"{type(self).__name__} has no compress(corrected, *, gradient=None)"
         )
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
+    def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         """Return the entries selected in each segment of a vector, as one vector.
 
-        corrected: the vector to select from, 1-d, C-contiguous; not written to, unless
-        summands have a residual: then it is a buffer, which is first filled with their
-        sum, also if an error is raised after that. bounds: the first position of each
-        segment, and the length. summands: None if they are not known.
+        correction: the vector to select from, whose sum is written to its buffer, also
+        if an error is raised after that. bounds: the first position of each segment,
+        and the length.
 
         Raises the errors of `compress`. This one calls `compress` for each segment; see
         `SegmentedCompressor`.
         """
-        write_sum(summands, corrected)
-        given = None if summands is None else summands.coefficients
+        corrected = correction.add()
+        gradient = correction.gradient
         vectors = []
         for segment, (first, end) in enumerate(pairwise(bounds)):
-            part = None if given is None else read_only(flat(given[segment]))
+            part = None if gradient is None else read_only(flat(gradient[segment]))
             values = read_only(corrected[first:end])
             vector = self.compress(values, gradient=part)
             check_selected(vector, values, self)
@@ -165,20 +122,16 @@ class SegmentedCompressor(Compressor):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that `select` returns for one segment; see `Compressor.compress`."""
         dense = to_vector(corrected)
-        summands = None
-        if gradient is not None:
+        if gradient is None:
+            correction = Correction([dense], dense)
+        else:
             part = to_vector(gradient).astype(dense.dtype, copy=False)
-            summands = Summands(None, 1.0, [part])
-        return self.select(dense, [0, dense.size], summands)
+            correction = Correction([part], dense, shows_gradient=True)
+        return self.select(correction, [0, dense.size])
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
+    def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         raise NotImplementedError(
-            f"{type(self).__name__} has no select(corrected, bounds, summands=None)"
+            f"{type(self).__name__} has no select(correction, bounds)"
         )
 
     def extend(self, others: Sequence[Any]) -> None:
@@ -268,13 +221,6 @@ def restore(snapshots: Sequence[Snapshot]) -> None:
     for compressor, before in snapshots:
         vars(compressor).clear()
         vars(compressor).update(before)
-
-
-def write_sum(summands: Summands | None, out: Array) -> None:
-    """Write the sum to `out`, unless it has it already."""
-    terms = summands and summands.terms(out)
-    if terms is not None:
-        kernels_for(out).add_parts(*terms, out)
 
 
 def known(length: int, bounds: Sequence[int], entries: Selected) -> SparseVector:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from mpicomp.arrays import Array
-from mpicomp.compressors.base import SegmentedCompressor, Summands, write_sum
+from mpicomp.compressors.base import SegmentedCompressor
 from mpicomp.compressors.common import finite_vector
+from mpicomp.correction import Correction
 from mpicomp.vector import SparseVector
 
 
@@ -17,12 +17,6 @@ class Dense(SegmentedCompressor):
 
     fraction = 1.0
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
-        """Return all non-zero entries of `corrected`; see `Compressor.select`."""
-        write_sum(summands, corrected)
-        return SparseVector.from_dense(finite_vector(corrected))
+    def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
+        """Return all non-zero entries; see `Compressor.select`."""
+        return SparseVector.from_dense(finite_vector(correction.add()))

@@ -19,9 +19,9 @@ from mpicomp.arrays import Array, check_finite, converted, flat, kernels_for
 from mpicomp.compressors.base import (
     Compressor,
     SegmentedCompressor,
-    Summands,
     Wrapper,
 )
+from mpicomp.correction import Correction
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector, places_of
 
@@ -127,12 +127,7 @@ class Quantised(Wrapper, SegmentedCompressor):
         super().__init__(compressor)
         self.form = to_choice("form", form, [*_ROUNDINGS, *_MAGNITUDES])
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
+    def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         """Return the quantised entries; each segment has magnitudes of its own. See `Compressor.select`."""
-        vector = self.compressor.select(corrected, bounds, summands)
+        vector = self.compressor.select(correction, bounds)
         return quantise(vector, self.form, bounds)

@@ -1,6 +1,7 @@
 """The selection from a vector of segments, such as the tensors of a bucket, by the compressors of its runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -9,13 +10,12 @@ from mpicomp.arrays import Array, check_finite, kernels_for
 from mpicomp.compressors.base import (
     Compressor,
     Snapshot,
-    Summands,
     are_joinable,
     check_selected,
     join,
-    write_sum,
 )
 from mpicomp.compressors.dense import Dense
+from mpicomp.correction import Correction
 from mpicomp.errors import prefix
 from mpicomp.vector import SparseVector, concatenate, merge, split
 
@@ -40,7 +40,7 @@ class Selection:
     differ only in their `varying` settings are served by one object and one call.
 
     >>> two = Selection(["a", "b"], [0, 2, 4], [TopK(k=1), TopK(k=2)])
-    >>> two.select(gradient).indices.tolist(), len(two.runs)
+    >>> two.select(Correction([gradient], gradient)).indices.tolist(), len(two.runs)
     ([1, 2, 3], 1)
     """
 
@@ -76,10 +76,7 @@ class Selection:
         ]
 
     def select(
-        self,
-        corrected: Array,
-        summands: Summands | None = None,
-        share: tuple[int, int] = (0, 0),
+        self, correction: Correction, share: tuple[int, int] = (0, 0)
     ) -> SparseVector:
         """Return the entries selected in all segments, as one vector; errors name the segment.
 
@@ -87,43 +84,37 @@ class Selection:
         """
         first, end = share
         if first < end:
-            return self._select_outside(corrected, summands, first, end)
+            return self._select_outside(correction, first, end)
         vectors = []
         for run in self.runs:
-            values = corrected
-            own = summands
+            own = correction
             if len(self.runs) > 1:
-                values, own = self._of(run, corrected, summands)
+                span = slice(self.bounds[run.first], self.bounds[run.end])
+                own = correction.between(run.first, run.end, span)
             try:
-                vector = run.compressor.select(values, run.bounds, own)
-                check_selected(vector, values, run.compressor)
+                vector = run.compressor.select(own, run.bounds)
+                check_selected(vector, own.out, run.compressor)
             except Exception as error:
                 if run.end - run.first == 1:
                     prefix(error, self._prefixes[run.first])
                 elif isinstance(error, ValueError):
-                    self._check_segments(corrected, run.first, run.end)
+                    self._check_segments(correction.out, run.first, run.end)
                 raise
             vectors.append(vector)
         return concatenate(vectors) if len(vectors) > 1 else vectors[0]
 
     def _select_outside(
-        self, corrected: Array, summands: Summands | None, first: int, end: int
+        self, correction: Correction, first: int, end: int
     ) -> SparseVector:
         """Return all values of a range, and the entries selected outside of it: `select` sees zeros there."""
-        write_sum(summands, corrected)
+        corrected = correction.add()
         outside = corrected.copy()
         outside[first:end] = 0
-        selected = self.select(outside, summands and summands._replace(residual=None))
+        selected = self.select(replace(correction, out=outside, residual=None))
         self.check_finite(corrected)
         own = corrected[first:end]
         indices = kernels_for(own).consecutive(first, end, selected.indices.dtype)
         return merge(selected, SparseVector.trusted(indices, own, corrected.size))
-
-    def all_values(self, corrected: Array, summands: Summands | None) -> Array:
-        """Return the sum of the summands, all of which is sent; ValueError names a value that is not finite."""
-        write_sum(summands, corrected)
-        self.check_finite(corrected)
-        return corrected
 
     def observe(self, aggregate: SparseVector) -> None:
         """Pass each compressor its part of the mean; see `Compressor.observe`."""
@@ -154,19 +145,6 @@ class Selection:
         except ValueError:
             self._check_segments(vector, 0, len(self._prefixes))
             raise
-
-    def _of(
-        self, run: Run, corrected: Array, summands: Summands | None
-    ) -> tuple[Array, Summands | None]:
-        """Return the part of a vector that belongs to a run, and of what it is the sum of."""
-        span = slice(self.bounds[run.first], self.bounds[run.end])
-        if summands is None:
-            return corrected[span], None
-        residual = summands.residual
-        if residual is not None:
-            residual = residual[span]
-        parts = summands.parts[run.first : run.end]
-        return corrected[span], summands._replace(residual=residual, parts=parts)
 
     def _check_segments(self, vector: Array, first: int, end: int) -> None:
         """Raise ValueError that names the first of some segments with a value that is not finite, if one has."""

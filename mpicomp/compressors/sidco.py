@@ -40,11 +40,10 @@ from mpicomp.arrays import (
 )
 from mpicomp.compressors.base import (
     SegmentedCompressor,
-    Summands,
     known,
-    write_sum,
 )
 from mpicomp.compressors.common import counts_of, to_density
+from mpicomp.correction import Correction
 from mpicomp.kernels import Selected
 from mpicomp.settings import to_choice, to_integer
 from mpicomp.vector import SparseVector
@@ -128,16 +127,14 @@ class SIDCo(SegmentedCompressor):
         """Return the target number of entries of vectors of these lengths."""
         return counts_of(lengths, self.density, None)
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
+    def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         """Return the entries of each segment above its threshold, at least the largest; see `Compressor.select`."""
+        corrected = correction.out
+        summands = None
         if corrected.dtype == np.float16:  # which kernels do not add
-            write_sum(summands, corrected)
-            summands = None
+            correction.add()
+        else:
+            summands = correction.summands()
         kernels = kernels_for(corrected)
         plans = self._plans(np.diff(bounds), kernels.PLAN)
         entries = kernels.select_by_fits(
@@ -146,7 +143,7 @@ class SIDCo(SegmentedCompressor):
             plans,
             distribution=self.distribution,
             by_count=self.adaptation == "control",
-            summands=summands and summands.terms(corrected),
+            summands=summands,
         )
         is_exact = ~np.isfinite(plans["threshold"] + plans["total"])
         is_exact |= plans["above"] > plans["room"]

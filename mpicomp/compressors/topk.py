@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, check_finite, kernels_for
-from mpicomp.compressors.base import SegmentedCompressor, Summands, known
+from mpicomp.arrays import check_finite, kernels_for
+from mpicomp.compressors.base import SegmentedCompressor, known
 from mpicomp.compressors.common import Density, counts_of, hashable
+from mpicomp.correction import Correction
 from mpicomp.vector import SparseVector
 
 Rows = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -40,18 +41,13 @@ class TopK(Density, SegmentedCompressor):
     [1, 3]
     """
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
+    def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         """See `Compressor.select`."""
         settings = [hashable(vars(self)[name]) for name in self.varying]
         rows = self.rows(tuple(bounds), *settings)
-        terms = summands and summands.terms(corrected, transforms=True)
+        corrected = correction.out
         entries = kernels_for(corrected).largest_in_segments(
-            corrected, bounds, *rows, summands=terms
+            corrected, bounds, *rows, summands=correction.summands(in_walsh=True)
         )
         vector = known(corrected.size, bounds, entries)
         try:

@@ -6,14 +6,13 @@ Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep gradient compression
 
 from collections.abc import Sequence
 
-from mpicomp.arrays import Array
 from mpicomp.compressors.base import (
     Compressor,
     SegmentedCompressor,
-    Summands,
     Wrapper,
 )
 from mpicomp.compressors.common import to_density
+from mpicomp.correction import Correction
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
 
@@ -59,18 +58,13 @@ class WarmUp(Wrapper, SegmentedCompressor):
         self.calls = to_integer("calls", calls)
         self.step = 0
 
-    def select(
-        self,
-        corrected: Array,
-        bounds: Sequence[int],
-        summands: Summands | None = None,
-    ) -> SparseVector:
+    def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         """Select at the density of this step; see `Compressor.select`."""
         target = self.compressor.density
         stage = min(self.step // self.calls, len(self.densities) - 1)
         self.compressor.density = self.densities[stage]
         try:
-            vector = self.compressor.select(corrected, bounds, summands)
+            vector = self.compressor.select(correction, bounds)
         finally:
             self.compressor.density = target
         self.step += 1

@@ -1,9 +1,9 @@
 """The contract of a feedback method, and the arrays that outlive a step.
 
-A step calls `summands` (or `correct`), `prepare_residual` and `commit`, in this order; a step
-that fails ends anywhere before `commit`. Everything that can fail is in the first two,
-which write to spare buffers only, so a second `correct` returns the same result.
-`commit` swaps arrays with their spares: it allocates nothing and raises nothing.
+A step calls `correct` and `prepare_residual`, which returns a `Write`, and calls that if
+it is kept. Everything that can fail is in the first two, which write to spare buffers
+only, so a second `correct` returns the same result. The write swaps arrays with their
+spares: it allocates nothing and raises nothing.
 """
 
 import math
@@ -18,6 +18,7 @@ from mpicomp.arrays import (
     Array,
     ByName,
     Dtype,
+    Write,
     adjacent,
     concatenated,
     kernels_for,
@@ -30,11 +31,9 @@ from mpicomp.arrays import (
     views_between,
 )
 from mpicomp.bases import Basis, coefficients_of
-from mpicomp.coded import Uncoded
-from mpicomp.compressors.base import Summands
+from mpicomp.correction import Correction
 from mpicomp.settings import to_number
 from mpicomp.state import POSITIONS, Configured, Range, kind_of_array
-from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector, check_range, from_all_values
 
 Dtypes = dict[str, Dtype]
@@ -54,10 +53,10 @@ class Feedback(Configured):
     name: `repr` shows them, and saved states are compared by it. A method calls
 
     * in `__init__`: ``super().__init__()``, before anything else;
-    * in `correct`: `_stage`, which checks the gradient and allocates the arrays, of
-      zeros; `_joined` for the gradient as one vector; `_spare(name)` for the buffer of
-      the next `name`, which it fills for each array: `commit` swaps them. It returns the
-      spare residual.
+    * in `correct`: `_stage`, which checks the gradient, allocates the arrays, of zeros,
+      and returns the gradient's parts; `_joined` for these as one vector;
+      `_spare(name)` for the buffer of the next `name`, which it fills for each array.
+      It returns `_corrected` of the spare residual.
     """
 
     has_gradient_units: ClassVar[bool] = True
@@ -69,7 +68,6 @@ class Feedback(Configured):
     _kind: tuple[int, Dtype] | None
     _begun: bool  # a step was kept: the arrays are not just zeros
     _staged: bool  # `correct` was called, and `prepare_residual` was not
-    _prepared: tuple[str, ...]  # the arrays that `commit` swaps with their spares
 
     def __init__(self) -> None:
         # of the segments of the staged gradient; their first positions, and its length
@@ -77,116 +75,72 @@ class Feedback(Configured):
         self._bounds: list[int] = [0]
         self.reset()
 
-    def vectors(
-        self, tensors: Sequence[Tensor], arrays: ByName, plain: list[Array] | None
-    ) -> list[Array]:
-        """Return the gradients of tensors as vectors, views where possible; zeros for one without an array.
+    def correct(self, *gradient: Array, basis: Basis | None = None) -> Correction:
+        """Return what may be sent, the gradient plus the residual; changes no array that is kept.
 
-        plain: what `plain_vectors` returned of them.
-        """
-        return plain or [tensor.flatten(arrays.get(tensor.name)) for tensor in tensors]
-
-    def correct(self, *gradient: Array) -> Array:
-        """Return the vector to compress, the gradient plus the residual; changes no array that is kept.
-
-        gradient: its consecutive parts, vectors, one for each segment.
+        gradient: its consecutive parts, 1-d vectors, one for each segment. basis: in
+        which the residual is kept.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no correct(): expected a method of the class"
         )
 
-    def summands(
-        self, *gradient: Array, basis: Basis | None = None
-    ) -> tuple[Array, Summands | None]:
-        """Return the vector to compress, and what it is the sum of: with a residual there, a buffer for the sum.
-
-        basis: in which the gradient is added. This one returns `correct` of it, of
-        which no summands are known.
-        """
-        return self.correct(*coefficients_of(gradient, basis)), None
-
-    def uncoded(self, corrected: Array, summands: Summands | None) -> Uncoded:
-        """Return what `summands` returned as values to be coded, whose errors may replace it.
-
-        The parts of a gradient are coded apart.
-        """
-        terms = summands and summands.terms(corrected)
-        if terms is not None:
-            residual, scale, parts = terms
-            return Uncoded(parts, corrected, residual, scale)
-        errors = corrected
-        if not self._is_spare(corrected):
-            errors = np.empty_like(corrected)
-        parts = views_between(corrected, self._bounds)
-        return Uncoded(parts, errors)
-
     def prepare_residual(
-        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
-    ) -> None:
-        """Prepare to keep `corrected` less `sent`, the values that receivers decode, plus `rejected`.
+        self,
+        correction: Correction,
+        sent: SparseVector,
+        rejected: SparseVector | None = None,
+    ) -> Write:
+        """Prepare to keep the correction less `sent`, the values that receivers decode, plus `rejected`.
 
-        corrected: the vector of `correct` or `summands`; the feedback may write to it:
-        this one turns it, the spare residual, into the next residual.
+        correction: of the last `correct`, added; its buffer may be written to: this
+        method turns it, the spare residual, into the next residual.
         A method that forgets old entries does so in `correct`, as
-        `ErrorFeedback(decay=...)` does. Raises RuntimeError without a `correct` before,
-        TypeError if it returned another array than the spare residual, ValueError for
-        another length, OverflowError if the result leaves the range of its dtype.
+        `ErrorFeedback(decay=...)` does. Returns the function that keeps it. Raises
+        RuntimeError without a `correct` before, ValueError for another length,
+        OverflowError if the result leaves the range of its dtype.
         """
+        corrected = correction.out
         self._check_staged(corrected.size, sent, rejected)
-        if corrected is not self._spares.get("residual"):
-            raise TypeError(
-                f"correct() of {type(self).__name__} returned an array that is not kept, so all that is not sent would "
-                'be lost: fill the buffer self._spare("residual"), and return that'
-            )
         kernels = kernels_for(corrected)
         kernels.scatter_add(corrected, sent.indices, sent.values, sign=-1)
         if rejected is not None:
             kernels.scatter_add(corrected, rejected.indices, rejected.values)
             check_range(kernels.gather(corrected, rejected.indices), "residual")
-        self._prepared = tuple(self._arrays)
+        return self._swap(*self._arrays)
 
-    def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
-        """Prepare to keep `rejected`, zeros for None, as all values of `corrected` were sent; it may be `corrected`."""
-        if not self._is_spare(corrected):
-            self.prepare_residual(
-                corrected,
+    def prepare_rejected(self, correction: Correction, rejected: Array | None) -> Write:
+        """Prepare to keep `rejected`, zeros for None, as all values were sent; it may be the correction's buffer."""
+        corrected = correction.out
+        if corrected is not self._spares.get("residual"):
+            return self.prepare_residual(
+                correction,
                 from_all_values(corrected),
                 None if rejected is None else from_all_values(rejected),
             )
-            return
         if rejected is None:
             kernels_for(corrected).clear(corrected)
         elif rejected is not corrected:
             np.copyto(corrected, rejected)
-        self.prepare_residual(
-            corrected,
-            SparseVector.empty(corrected.size, corrected.dtype, like=corrected),
-        )
+        nothing = SparseVector.empty(corrected.size, corrected.dtype, like=corrected)
+        return self.prepare_residual(correction, nothing)
 
-    def replace_residual(self, residual: Array) -> None:
+    def replace_residual(self, residual: Array) -> Write:
         """Prepare to keep a copy of another residual, between two steps."""
         np.copyto(self._spare("residual"), residual)
-        self._prepared = ("residual",)
+        return self._swap("residual")
 
-    def discard(self) -> None:
-        """Drop what a step that is not kept has prepared."""
-        self._staged = False
-        self._prepared = ()
+    def _swap(self, *names: str) -> Write:
+        """Return the function that swaps arrays with their spares."""
 
-    @property
-    def written(self) -> list[Array]:
-        """The caller's arrays that `commit` writes to."""
-        return []
+        def write() -> None:
+            for name in names:
+                kept = self._arrays[name]
+                self._arrays[name] = self._spares[name]
+                self._spares[name] = kept
+            self._begun = True
 
-    def commit(self) -> None:
-        """Swap in the arrays that `prepare_residual` prepared."""
-        for name in self._prepared:
-            self._spares[name], self._arrays[name] = (
-                self._arrays[name],
-                self._spares[name],
-            )
-        self._begun = True
-        self._prepared = ()
+        return write
 
     def take_settings(self, other: Any) -> None:
         """Take the settings that may be changed between steps from the exchange's feedback; none by default."""
@@ -228,7 +182,7 @@ class Feedback(Configured):
         factor = to_number(
             "factor", factor, above=0, remedy=", the old learning rate over the new one"
         )
-        self.discard()
+        self._staged = False
         if not (self._begun and self.has_gradient_units and "residual" in self._arrays):
             return
         residual = self._arrays["residual"]
@@ -249,7 +203,7 @@ class Feedback(Configured):
         self._spares = {}
         self._kind = None
         self._begun = False
-        self.discard()
+        self._staged = False
 
     def declared(self) -> dict[str, tuple[Range, str]]:
         names = self.dtypes(VALUE_DTYPES[0])
@@ -307,15 +261,16 @@ class Feedback(Configured):
             else None
         )
 
-    def _stage(self, gradient: Sequence[Array]) -> None:
-        """Check a gradient, and allocate the arrays before the first step."""
+    def _stage(
+        self, gradient: Sequence[Array], basis: Basis | None = None
+    ) -> Sequence[Array]:
+        """Check a gradient, and allocate the arrays before the first step; return its parts in the basis."""
         first = gradient[0]
         sizes = sizes_of(gradient)
         if sizes != self._sizes:
             self._sizes = sizes
             self._bounds = [0, *accumulate(sizes)]
         size = self._bounds[-1]
-        self._prepared = ()  # the spares are overwritten
         if any([type(array) is not type(first) for array in self._arrays.values()]):
             self._arrays = {
                 name: to_device_of(array, first) for name, array in self._arrays.items()
@@ -324,7 +279,7 @@ class Feedback(Configured):
         is_vector = first.ndim == 1 or on_device(first)
         if is_vector and kind == self._kind:
             self._staged = True
-            return
+            return coefficients_of(gradient, basis)
         got = f"{first.dtype} of shape {(size,) if is_vector else first.shape}"
         if not self.fits(*kind):
             assert self._kind is not None
@@ -346,6 +301,16 @@ class Feedback(Configured):
         self._spares = {}
         self._kind = kind
         self._staged = True
+        return coefficients_of(gradient, basis)
+
+    def _corrected(self, out: Array) -> Correction:
+        """Return the spare residual, which has the sum, as a correction; raises TypeError for another array."""
+        if out is not self._spares.get("residual"):
+            raise TypeError(
+                f"correct() of {type(self).__name__} returned an array that is not kept, so all that is not sent would "
+                'be lost: fill the buffer self._spare("residual"), and return self._corrected of that'
+            )
+        return Correction(views_between(out, self._bounds), out)
 
     def _joined(self, gradient: Sequence[Array]) -> Array:
         """Return a gradient as one vector; parts that are not adjacent in memory are copied to a buffer."""
@@ -355,10 +320,6 @@ class Feedback(Configured):
         first = gradient[0]
         buffer = self._buffer("gradient", first, self._bounds[-1], first.dtype)
         return concatenated(gradient, buffer)
-
-    def _is_spare(self, vector: Array) -> bool:
-        """Return whether a vector is a buffer of this object, and not the caller's gradient."""
-        return any([vector is spare for spare in self._spares.values()])
 
     def _spare(self, name: str) -> Array:
         """Return the buffer for the next `name`."""

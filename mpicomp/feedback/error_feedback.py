@@ -6,17 +6,15 @@ units of updates; the decay: "Communication efficient LLM pre-training with Spar
 2025 (arXiv 2508.15706). Invariant: docs/feedback.md, "What is conserved".
 """
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
-from mpicomp.arrays import Array, ByName, Dtype, kernels_for, negated, sizes_of
+from mpicomp.arrays import Array, Dtype, Write, kernels_for, negated, sizes_of
 from mpicomp.bases import Basis
-from mpicomp.compressors.base import Summands, write_sum
+from mpicomp.correction import Correction
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.settings import to_bool, to_number
-from mpicomp.tensors import Tensor
 from mpicomp.vector import SparseVector, check_range, merge, split
 
 
@@ -61,35 +59,22 @@ class ErrorFeedback(Feedback):
         self.in_place = to_bool("in_place", in_place)
         self.decay = to_number("decay", decay, above=0, most=1, remedy=remedy)
 
-    def correct(self, *gradient: Array) -> Array:
-        """Return gradient + decay * residual in a separate buffer; in place, the gradient itself.
+    def correct(self, *gradient: Array, basis: Basis | None = None) -> Correction:
+        """Return decay * residual + gradient, to be added in the buffer of the next residual.
 
         Raises ValueError if the gradient has another size or dtype than the residual:
         use one object for each tensor.
         """
-        corrected, summands = self.summands(*gradient)
-        write_sum(summands, corrected)
-        return corrected
-
-    def summands(
-        self, *gradient: Array, basis: Basis | None = None
-    ) -> tuple[Array, Summands | None]:
-        """Return the buffer of the next residual, and what is added while it is compressed."""
         self._stage(gradient)
         residual = self._arrays["residual"]
-        terms = Summands(residual, self.decay, gradient, basis)
-        return self._spare("residual"), terms
+        out = self._spare("residual")
+        return Correction(gradient, out, residual, self.decay, basis, True)
 
 
 class InPlaceErrorFeedback(ErrorFeedback):
     """Keep the residual in the gradient's own array: what `ErrorFeedback(in_place=True)` returns."""
 
     has_gradient_units = False  # it is not an array of its own
-
-    _gradients: list[Array]  # the caller's arrays, as vectors
-    # what `commit` adds, and the vectors that it is added to
-    _changes: list[tuple[Array, SparseVector]]
-    _kept: Array | None  # what `commit` writes to all gradients
 
     def __init__(self, *, in_place: bool = True, decay: float = 1.0) -> None:
         super().__init__(in_place=in_place, decay=decay)
@@ -99,68 +84,47 @@ class InPlaceErrorFeedback(ErrorFeedback):
                 "gradient, of which the residual cannot decay alone; expected ErrorFeedback(decay=...) without in_place"
             )
 
-    @property
-    def written(self) -> list[Array]:
-        """The vectors of the gradients."""
-        return self._gradients
-
-    def vectors(
-        self, tensors: Sequence[Tensor], arrays: ByName, plain: list[Array] | None
-    ) -> list[Array]:
-        """Return the gradients of tensors as writable vectors; raises if one cannot hold the residual."""
-        for tensor in tensors:
-            if arrays.get(tensor.name) is None:
-                raise ValueError(
-                    f"{tensor.name} has no gradient, whose array holds the residual (in_place): pass zeros"
-                )
-        self._gradients = [
-            tensor.writable(arrays[tensor.name], tensor.name) for tensor in tensors
-        ]
-        return self._gradients
-
-    def correct(self, *gradient: Array) -> Array:
-        """Return the gradient, which holds the residual; as one vector."""
-        self._stage(gradient)
-        if not self._gradients:
-            self._gradients = list(gradient)
-        return self._joined(gradient)
-
-    summands = Feedback.summands
+    def correct(self, *gradient: Array, basis: Basis | None = None) -> Correction:
+        """Return the gradient, which holds the residual."""
+        parts = self._stage(gradient, basis)
+        return Correction(parts, self._joined(parts))
 
     def prepare_residual(
-        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
-    ) -> None:
+        self,
+        correction: Correction,
+        sent: SparseVector,
+        rejected: SparseVector | None = None,
+    ) -> Write:
         """Prepare to subtract from the gradients what was sent, and to add what was rejected."""
-        bounds = [0, *accumulate(sizes_of(self._gradients))]
-        self._changes = [
+        gradients = correction.parts
+        bounds = [0, *accumulate(sizes_of(gradients))]
+        changes = [
             (vector, part)
-            for change in self._checked_changes(corrected, sent, rejected)
-            for vector, part in zip(self._gradients, split(change, bounds), strict=True)
+            for change in self._checked_changes(correction.out, sent, rejected)
+            for vector, part in zip(gradients, split(change, bounds), strict=True)
         ]
 
-    def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
-        """Prepare to keep what was rejected; see `Feedback.prepare_rejected`."""
-        self._check_staged(corrected.size)
-        self._kept = np.zeros_like(corrected) if rejected is None else rejected
+        def write() -> None:
+            for vector, part in changes:
+                kernels_for(vector).scatter_add(vector, part.indices, part.values)
 
-    def commit(self) -> None:
-        """Add the changes to the gradients."""
-        super().commit()
-        if self._kept is not None:
+        return write
+
+    def prepare_rejected(self, correction: Correction, rejected: Array | None) -> Write:
+        """Prepare to write what was rejected to the gradients; see `Feedback.prepare_rejected`."""
+        gradients = correction.parts
+        self._check_staged(correction.out.size)
+
+        def write() -> None:
             start = 0
-            for vector in self._gradients:
-                vector[...] = self._kept[start : start + vector.size]
+            for vector in gradients:
+                if rejected is None:
+                    vector[...] = 0
+                else:
+                    vector[...] = rejected[start : start + vector.size]
                 start += vector.size
-        for vector, change in self._changes:
-            kernels_for(vector).scatter_add(vector, change.indices, change.values)
-        self.discard()
 
-    def discard(self) -> None:
-        """Drop what a step that is not kept has prepared, and the references to the gradients."""
-        super().discard()
-        self._gradients = []
-        self._changes = []
-        self._kept = None
+        return write
 
     def rescale(self, factor: float) -> None:
         """Raise RuntimeError: rescale the gradient's array instead."""

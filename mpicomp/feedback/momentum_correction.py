@@ -23,7 +23,9 @@ exact.
 from collections.abc import Iterator
 from itertools import pairwise
 
-from mpicomp.arrays import Array, Dtype, kernels_for, nonzero
+from mpicomp.arrays import Array, Dtype, Write, kernels_for, nonzero
+from mpicomp.bases import Basis
+from mpicomp.correction import Correction
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_bool, to_number
 from mpicomp.vector import SparseVector, places_of
@@ -61,29 +63,33 @@ class MomentumCorrection(Feedback):
         """The velocity u, shape (n,): a read-only view, valid until the next call; None before the first step."""
         return self._view("velocity")
 
-    def correct(self, *gradient: Array) -> Array:
+    def correct(self, *gradient: Array, basis: Basis | None = None) -> Correction:
         """Return v + u for the new u; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
-        self._stage(gradient)
+        parts = self._stage(gradient, basis)
         before = self._arrays["velocity"]
         velocity = self._spare("velocity")
         corrected = self._spare("residual")
         kernels = kernels_for(velocity)
-        kernels.add_scaled(before, self.momentum, self._joined(gradient), velocity)
+        kernels.add_scaled(before, self.momentum, self._joined(parts), velocity)
         kernels.add_scaled(self._arrays["residual"], 1, velocity, corrected)
-        return corrected
+        return self._corrected(corrected)
 
     def prepare_residual(
-        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
-    ) -> None:
-        """Prepare corrected - sent + rejected as v, and mask u; see `Feedback.prepare_residual`."""
-        super().prepare_residual(corrected, sent, rejected)
+        self,
+        correction: Correction,
+        sent: SparseVector,
+        rejected: SparseVector | None = None,
+    ) -> Write:
+        """Prepare the correction - sent + rejected as v, and mask u; see `Feedback.prepare_residual`."""
+        write = super().prepare_residual(correction, sent, rejected)
         if self.masking:
             back = sent.indices[:0] if rejected is None else rejected.indices
             velocity = self._spares["velocity"]
             kept = kernels_for(velocity).gather(velocity, back)
-            for sent_indices in self._stale(corrected, sent, rejected):
+            for sent_indices in self._stale(correction.out, sent, rejected):
                 velocity[sent_indices] = 0
             velocity[back] = kept
+        return write
 
     def _stale(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None

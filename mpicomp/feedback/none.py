@@ -3,9 +3,9 @@
 Invariant: none; corrected - sent + rejected is lost.
 """
 
-from mpicomp.arrays import Array, Dtype
-from mpicomp.bases import Basis, coefficients_of
-from mpicomp.compressors.base import Summands
+from mpicomp.arrays import Array, Dtype, Write
+from mpicomp.bases import Basis
+from mpicomp.correction import Correction
 from mpicomp.feedback.base import Dtypes, Feedback
 from mpicomp.vector import SparseVector
 
@@ -13,29 +13,27 @@ from mpicomp.vector import SparseVector
 class NoFeedback(Feedback):
     """Keep nothing: entries that are not sent are dropped.
 
-    >>> NoFeedback().correct(gradient) is gradient
+    >>> NoFeedback().correct(gradient).add() is gradient
     True
     """
 
-    def correct(self, *gradient: Array) -> Array:
-        """Return `gradient` itself; its parts are copied."""
-        self._stage(gradient)
-        return self._joined(gradient)
-
-    def summands(
-        self, *gradient: Array, basis: Basis | None = None
-    ) -> tuple[Array, Summands | None]:
-        """Return the gradient, in the basis, and its parts."""
-        parts = coefficients_of(gradient, basis)
-        return self.correct(*parts), Summands(None, 1.0, parts)
+    def correct(self, *gradient: Array, basis: Basis | None = None) -> Correction:
+        """Return the gradient itself; parts that are not adjacent in memory are copied."""
+        parts = self._stage(gradient, basis)
+        return Correction(parts, self._joined(parts), shows_gradient=True)
 
     def prepare_residual(
-        self, corrected: Array, sent: SparseVector, rejected: SparseVector | None = None
-    ) -> None:
+        self,
+        correction: Correction,
+        sent: SparseVector,
+        rejected: SparseVector | None = None,
+    ) -> Write:
         """Keep nothing."""
+        return self._swap()
 
-    def prepare_rejected(self, corrected: Array, rejected: Array | None) -> None:
+    def prepare_rejected(self, correction: Correction, rejected: Array | None) -> Write:
         """Keep nothing."""
+        return self._swap()
 
     def dtypes(self, dtype: Dtype) -> Dtypes:
         return {}

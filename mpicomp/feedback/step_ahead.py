@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, Dtype, kernels_for, like, to_device_of, to_values
+from mpicomp.bases import Basis
+from mpicomp.correction import Correction
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_number
 
@@ -88,11 +90,11 @@ class StepAhead(Feedback):
         )
         return like(point, x)
 
-    def correct(self, *gradient: Array) -> Array:
+    def correct(self, *gradient: Array, basis: Basis | None = None) -> Correction:
         """Return eta m + e for the new m; changes no array that is kept. Raises what `ErrorFeedback.correct` does."""
-        self._stage(gradient)
+        parts = self._stage(gradient, basis)
         corrected = self._spare("residual")
-        velocity = self._joined(gradient)
+        velocity = self._joined(parts)
         kernels = kernels_for(corrected)
         if self.momentum:
             summand = velocity
@@ -100,7 +102,7 @@ class StepAhead(Feedback):
             before = self._arrays["velocity"]
             kernels.add_scaled(before, self.momentum, summand, velocity)
         kernels.add_scaled(velocity, self.rate, self._arrays["residual"], corrected)
-        return corrected
+        return self._corrected(corrected)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that states are compared by: all but the rate, which is part of the state."""

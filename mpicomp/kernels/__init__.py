@@ -4,6 +4,7 @@
 :func:`mpicomp.arrays.kernels_for` returns the module for an array.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,6 +17,20 @@ Facts = tuple[int, int, int, int]
 
 # of no entries
 NOTHING: Facts = -1, -1, 0, -1
+
+
+class Summands(NamedTuple):
+    """What a kernel adds before it selects, ``decay * residual + parts``: the fields of a `Correction`.
+
+    residual, parts: 1-d contiguous, of the dtype of the sum, the parts one after the
+    other, one for each segment. The product is rounded before it is added. chunk: by
+    which `hadamard` transforms the parts first; 1 transforms nothing.
+    """
+
+    residual: Array
+    decay: float
+    parts: Sequence[Array]
+    chunk: int = 1
 
 
 class Selected(NamedTuple):

@@ -38,8 +38,8 @@ from mpicomp.codec.values import (
     runs,
     table_of_runs,
 )
-from mpicomp.coded import Uncoded
-from mpicomp.few_bits import BITS
+from mpicomp.correction import Correction
+from mpicomp.few_bits import BITS, coder
 
 FIELDS = (
     (0, 1),
@@ -105,7 +105,9 @@ def sound_few_bits(rng):
     )
     bits, block = int(rng.choice(BITS)), 1 << int(rng.integers(5, 8))
     room = few_bits_message(values.size, bits, block, values)
-    return encode_few_bits(Uncoded([values], values.copy()).coder(bits, block)(room))
+    return encode_few_bits(
+        coder(Correction([values], values.copy()), bits, block)(room)
+    )
 
 
 def mutate(message, rng):

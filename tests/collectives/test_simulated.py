@@ -24,7 +24,7 @@ from collectives.planning.partition import likely
 from collectives.runtime.group import Group
 from collectives.runtime.metadata import BITS_WIDTH, entries_of
 from mpicomp import SparseVector, TopK, quantise
-from mpicomp.coded import Uncoded
+from mpicomp.correction import Correction
 from mpicomp_bench.network import Network
 
 SIZES = [*range(1, 18), 32, 65]
@@ -231,7 +231,7 @@ def in_few_bits(network, name, length, bits, block=32):
             group,
             bits=bits,
             block=block,
-            uncoded=Uncoded([values], np.empty_like(values)),
+            correction=Correction([values], np.empty_like(values)),
         )
         return total.to_array(), errors
 
@@ -437,7 +437,7 @@ NAMED = {
             steps,
             bits=4,
             block=32,
-            uncoded=Uncoded([np.ones(100)], np.empty(100)),
+            correction=Correction([np.ones(100)], np.empty(100)),
         )
         for name, steps in [
             ("auto", quantised_allreduce.automatic),

@@ -9,7 +9,7 @@ from kernel_cases import draw_sparse, families, magnitude_keys, plans_of
 
 from mpicomp.codec import values as value_formats
 from mpicomp.few_bits import first_blocks
-from mpicomp.kernels import host
+from mpicomp.kernels import Summands, host
 from mpicomp.kernels.host import few_bits as host_few_bits
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, np.float32, np.float64)]
@@ -228,9 +228,9 @@ def largest_of_sums_in_segments(device, cupy):
             parts = [a[::-1][first:end] / 3 for first, end in pairwise(bounds)]
             for chunk in (np.maximum(sizes, 1), [4200] * 4):
                 args = a * 0, bounds, k, chunk, [1, 1, 9, 70]
-                select(device, cupy, *args, summands=(a, scale, parts))
+                select(device, cupy, *args, summands=Summands(a, scale, parts))
                 with rows_only(device):
-                    select(device, cupy, *args, summands=(a, scale, parts))
+                    select(device, cupy, *args, summands=Summands(a, scale, parts))
 
 
 def select(device, cupy, values, bounds, k, chunk, last, *, summands=None):
@@ -239,8 +239,8 @@ def select(device, cupy, values, bounds, k, chunk, last, *, summands=None):
     sent = cupy.asarray(values)
     given = summands
     if summands is not None:
-        a, scale, parts = summands
-        given = cupy.asarray(a), scale, there(cupy, parts)
+        a, scale, parts, _ = summands
+        given = Summands(cupy.asarray(a), scale, there(cupy, parts))
     rows = bounds, k, chunk, last
     expected = host.largest_in_segments(dense, *rows, summands=summands)
     ours = device.largest_in_segments(sent, *rows, summands=given)
@@ -330,11 +330,18 @@ def entries_of_bins_in_long_shares(device, cupy):
 
 def in_bins(device, cupy, values, parts, bounds, bins, summand=None):
     out, sent = values.copy(), cupy.asarray(values)
-    given = summand and (cupy.asarray(summand[0]), summand[1])
+    residual, decay = summand or (None, 1.0)
+    rows = bounds, bins
     ours, scales = device.entries_in_bins(
-        sent, there(cupy, parts), bounds, bins, summand=given
+        sent,
+        there(cupy, parts),
+        *rows,
+        residual=None if residual is None else cupy.asarray(residual),
+        decay=decay,
     )
-    expected, means = host.entries_in_bins(out, parts, bounds, bins, summand=summand)
+    expected, means = host.entries_in_bins(
+        out, parts, *rows, residual=residual, decay=decay
+    )
     assert_same(scales, means)
     assert_same_entries(ours, expected, out.size)
     assert_same(sent.get(), out)
@@ -515,7 +522,7 @@ def fits_that_need_more_room(device, cupy):
     values = np.where(np.arange(bounds[-1]) % 10 == 3, 2, 0.3).astype(np.float32)
     parts = [values[first:end].copy() for first, end in pairwise(bounds)]
     plans = plans_of(bounds, 0.02, 1)
-    given = np.zeros_like(values), 1.0, parts
+    given = Summands(np.zeros_like(values), 1.0, parts)
     how = {"distribution": "exponential", "by_count": True}
     fit(device, cupy, np.empty_like(values), bounds, given, **how, plans=plans)
     host.select_by_fits(values, bounds, plans, **how)
@@ -551,7 +558,7 @@ def fits(device, cupy):
                     cupy,
                     np.empty_like(a),
                     bounds,
-                    (a, 0.5, parts),
+                    Summands(a, 0.5, parts),
                     distribution="gamma",
                     by_count=True,
                 )
@@ -560,7 +567,7 @@ def fits(device, cupy):
                     cupy,
                     np.empty_like(a),
                     [0, a.size],
-                    (a, 1.0, [values]),
+                    Summands(a, 1.0, [values]),
                     distribution="exponential",
                     by_count=True,
                 )
@@ -575,7 +582,7 @@ def fit(
     results = []
     for kernels, to in ((host, np.array), (device, cupy.asarray)):
         own, dense = plans.copy(), to(values)
-        given = summands and (
+        given = summands and Summands(
             to(summands[0]),
             summands[1],
             [to(part) for part in summands[2]],
@@ -1085,7 +1092,7 @@ def misaligned_sums(device, cupy):
             plans = [plans_of([0, size], 0.1, 2) for _ in range(2)]
             how = {"distribution": "pareto", "by_count": True}
             found = device.select_by_fits(
-                out, [0, size], plans[0], **how, summands=(a, 1.0, [b])
+                out, [0, size], plans[0], **how, summands=Summands(a, 1.0, [b])
             )
             ours = host.select_by_fits(expected, [0, size], plans[1], **how)
             assert_same_entries(found, ours, size)

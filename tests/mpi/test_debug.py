@@ -192,8 +192,8 @@ def test_where_a_mass_leaves_the_range_of_float64_nothing_is_claimed(comm, watch
 class Forgetting:
     """Loses what was rejected."""
 
-    def prepare_residual(self, corrected, sent, rejected=None):
-        super().prepare_residual(corrected, sent)
+    def prepare_residual(self, correction, sent, rejected=None):
+        return super().prepare_residual(correction, sent)
 
 
 class Forgetful(Forgetting, ErrorFeedback):
@@ -295,9 +295,10 @@ def test_an_exchange_that_loses_mass_is_told_in_which_step_and_tensor(
 @pytest.mark.at_least(2)
 def test_a_residual_that_is_not_finite_on_one_rank_is_found_on_all(comm, watched):
     class Spoiling(ErrorFeedback):
-        def prepare_residual(self, corrected, sent, rejected=None):
-            super().prepare_residual(corrected, sent, rejected)
-            corrected[0] = np.nan
+        def prepare_residual(self, correction, sent, rejected=None):
+            write = super().prepare_residual(correction, sent, rejected)
+            correction.out[0] = np.nan
+            return write
 
     feedback = Spoiling() if comm.rank == 1 else ErrorFeedback()
     exchange = GradientExchange(watched, TopK(k=3), feedback)

@@ -326,7 +326,7 @@ def failures_of(comm, exchange, gradients, monkeypatch, sparse=False):
 
 def test_an_error_that_is_its_own_cause(comm):
     class Circular(TopK):
-        def select(self, corrected, bounds, summands=None):
+        def select(self, correction, bounds):
             error = ValueError("of itself")
             raise error from error
 
@@ -399,10 +399,11 @@ def test_a_sum_that_overflows_is_an_overflow_error_on_all_ranks_also_where_such_
 class Failing:
     fault = None
 
-    def prepare_residual(self, corrected, sent, rejected=None):
-        super().prepare_residual(corrected, sent, rejected)
+    def prepare_residual(self, correction, sent, rejected=None):
+        write = super().prepare_residual(correction, sent, rejected)
         if self.fault:
             raise self.fault
+        return write
 
 
 class Settling(Failing, ErrorFeedback):
@@ -425,10 +426,10 @@ class Observing(TopK):
 class FailingTopK(TopK):
     fault = None
 
-    def select(self, corrected, bounds, summands=None):
+    def select(self, correction, bounds):
         if self.fault:
             raise self.fault
-        return super().select(corrected, bounds, summands)
+        return super().select(correction, bounds)
 
 
 PARTS = {

@@ -76,11 +76,12 @@ def test_feedback_methods_get_the_sum_of_the_collective_and_what_it_rejects(
     method = feedback()
     for step in range(3):
         mine = flat(gradients(comm.rank, step))
-        before, corrected = mine.copy(), method.correct(mine).copy()
+        before, corrected = mine.copy(), method.correct(mine).add().copy()
         total, rejected = quantised_allreduce(corrected, comm, bits=4)
         sent, back = from_all_values(corrected.copy()), from_all_values(rejected.copy())
-        method.prepare_residual(method.correct(mine), sent, back)
-        method.commit()
+        correction = method.correct(mine)
+        correction.add()
+        method.prepare_residual(correction, sent, back)()
         np.testing.assert_allclose(exchange(mine), total / comm.size, atol=1e-12)
         np.testing.assert_array_equal(mine, before, "the gradient is not written to")
 

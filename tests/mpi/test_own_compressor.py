@@ -147,17 +147,18 @@ class Returning(Feedback):
         super().__init__()
         self.kind = kind
 
-    def correct(self, *gradient):
-        self._stage(gradient)
+    def correct(self, *gradient, basis=None):
+        parts = self._stage(gradient, basis)
         spare = self._spare("residual")
-        np.add(self._arrays["residual"], self._joined(gradient), out=spare)
-        return {
+        np.add(self._arrays["residual"], self._joined(parts), out=spare)
+        arrays = {
             "spare": spare,
             "new": spare.copy(),
             "view": spare[:],
             "gradient": gradient[0],
             "kept": self._arrays["residual"],
-        }[self.kind]
+        }
+        return self._corrected(arrays[self.kind])
 
 
 @pytest.mark.parametrize("kind", ["new", "view", "gradient", "kept"])

@@ -199,7 +199,7 @@ def test_another_error_in_the_same_message_raises_on_all_ranks(comm, collective)
     """One rank has a NaN, another one an error of its own: no rank takes the step for skipped."""
 
     class Failing(TopK):
-        def select(self, corrected, bounds, summands=None):
+        def select(self, correction, bounds):
             raise MemoryError("none left")
 
     exchange = made(

@@ -150,11 +150,10 @@ def test_residuals_begin_at_a_cache_line_also_when_they_were_loaded():
         for step in range(3):
             gradient = np.arange(step, step + 1003, dtype=np.float32)
             selection = Selection([None], [0, gradient.size], [TopK(k=9)])
-            corrected, summands = feedback.summands(gradient)
-            sent = selection.select(corrected, summands)
-            assert address(corrected) % 64 == 0
-            feedback.prepare_residual(corrected, sent)
-            feedback.commit()
+            correction = feedback.correct(gradient)
+            sent = selection.select(correction)
+            assert address(correction.out) % 64 == 0
+            feedback.prepare_residual(correction, sent)()
         other.load_state_dict(one.state_dict())
 
 

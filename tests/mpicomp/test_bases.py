@@ -11,7 +11,7 @@ from strategies import DTYPES
 
 from mpicomp import Basis, Hadamard, SparseVector
 from mpicomp.bases import coefficients_of
-from mpicomp.kernels import host
+from mpicomp.kernels import Summands, host
 from mpicomp.kernels.host import fused, selection
 
 LENGTHS = 0, 1, 2, 3, 7, 31, 64, 97, 256, 257, 1009
@@ -240,9 +240,11 @@ def test_segments_are_transformed_each_by_itself(longest):
     rows = bounds, [5, 9, 7], sizes, [5, 9, 7]
     outs = np.zeros((2, vector.size), np.float32)
     expected = host.largest_in_segments(
-        outs[0], *rows, summands=(base, 0.3, coefficients)
+        outs[0], *rows, summands=Summands(base, 0.3, coefficients)
     )
-    found = host.largest_in_segments(outs[1], *rows, summands=(base, 0.3, parts, 16))
+    found = host.largest_in_segments(
+        outs[1], *rows, summands=Summands(base, 0.3, parts, 16)
+    )
     assert outs[1].tobytes() == outs[0].tobytes()
     assert found.indices.tolist() == expected.indices.tolist()
     assert found.values.tobytes() == expected.values.tobytes()

@@ -22,7 +22,8 @@ from mpicomp import (
     Wrapper,
 )
 from mpicomp.compressors import check_compressor
-from mpicomp.compressors.base import Summands, restore
+from mpicomp.compressors.base import restore
+from mpicomp.correction import Correction
 
 LENGTH = 1000
 EVERY = {
@@ -204,7 +205,8 @@ def test_a_failed_step_is_undone_by_a_snapshot(name):
 
 
 def compressed_sum(compressor, residual, gradient, out, scale=1.0):
-    return compressor.select(out, [0, out.size], Summands(residual, scale, [gradient]))
+    correction = Correction([gradient], out, residual, scale, shows_gradient=True)
+    return compressor.select(correction, [0, out.size])
 
 
 @compressors

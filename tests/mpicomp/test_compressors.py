@@ -7,6 +7,7 @@ from strategies import sparse_vectors
 from mpicomp import ErrorFeedback, Quantised, SparseVector, TopK, quantise
 from mpicomp.codec import HEADER_NBYTES, encoded_nbytes, smallest
 from mpicomp.compressors.selection import Selection
+from mpicomp.correction import Correction
 from mpicomp.vector import concatenate
 
 
@@ -66,7 +67,8 @@ def test_segments_with_other_settings_are_selected_from_as_alone(settings):
     ]
     bounds = [0, 4, 8, 11]
     selection = Selection("abc", bounds, [TopK(**own) for own in settings])
-    selected = selection.select(np.concatenate(vectors))
+    together = np.concatenate(vectors)
+    selected = selection.select(Correction([together], together))
     assert len(selection.runs) == 1
     together = concatenate(alone)
     assert selected.indices.tolist() == together.indices.tolist()
@@ -193,11 +195,10 @@ def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():
 def test_feedback_keeps_what_quantisation_loses():
     compressor, feedback = Quantised(TopK(k=3), "sign"), ErrorFeedback()
     gradient = np.array([1.0, -2, 4, 0.5, -6])
-    corrected = feedback.correct(gradient)
-    sent = compressor.compress(corrected)
+    correction = feedback.correct(gradient)
+    sent = compressor.compress(correction.add())
     assert sent.values.tolist() == [-4, 4, -4]
-    feedback.prepare_residual(corrected, sent)
-    feedback.commit()
+    feedback.prepare_residual(correction, sent)()
     np.testing.assert_array_equal(feedback.residual + sent.to_dense(), gradient)
     assert repr(compressor) == "Quantised(compressor=TopK(k=3), form='sign')"
     with pytest.raises(ValueError, match="form is 'int8': expected one of"):

@@ -30,8 +30,9 @@ from mpicomp.codec import (
     plain,
 )
 from mpicomp.codec.indices import RANGE
-from mpicomp.coded import Uncoded
 from mpicomp.compressors import quantised
+from mpicomp.correction import Correction
+from mpicomp.few_bits import coder
 from mpicomp.vector import add_up, join, merge, top_k, without_zeros
 from mpicomp_bench.network import Network
 
@@ -80,15 +81,12 @@ def test_feedback(cupy, name, dtype, size):
             here.correct(gradient),
             on_it.correct(cupy.asarray(gradient)),
         )
-        assert on_device.get().tobytes() == corrected.tobytes()
-        sent, sent_there = pick.compress(corrected), pick.compress(on_device)
+        assert on_device.add().get().tobytes() == corrected.add().tobytes()
+        sent, sent_there = pick.compress(corrected.out), pick.compress(on_device.out)
         rejected = top_k(sent, 60)[1]
-        here.prepare_residual(corrected, sent, rejected)
-        on_it.prepare_residual(on_device, sent_there, there(rejected, cupy))
-        written = [*zip(on_it.written, here.written, strict=True)]
-        here.commit()
-        on_it.commit()
-        for one, other in written:
+        here.prepare_residual(corrected, sent, rejected)()
+        on_it.prepare_residual(on_device, sent_there, there(rejected, cupy))()
+        for one, other in zip(on_device.parts, corrected.parts, strict=True):
             assert one.get().tobytes() == other.tobytes()
     for key, array in here.state_dict().items():
         # what is saved is the host's
@@ -113,12 +111,13 @@ def test_what_the_host_saved_goes_on_on_a_device(cupy, name):
         gradients(steps=2),
     )
     sent = TopK(k=100).compress(first)
-    here.prepare_residual(here.correct(first), sent)
-    here.commit()
+    correction = here.correct(first)
+    correction.add()
+    here.prepare_residual(correction, sent)()
     on_it.load_state_dict(here.state_dict())
     assert (
-        on_it.correct(cupy.asarray(second)).get().tobytes()
-        == here.correct(second).tobytes()
+        on_it.correct(cupy.asarray(second)).add().get().tobytes()
+        == here.correct(second).add().tobytes()
     )
 
 
@@ -126,9 +125,9 @@ def test_what_the_host_saved_goes_on_on_a_device(cupy, name):
 def test_before_the_first_commit_a_gradient_may_be_in_another_memory(cupy, name):
     feedback, (first, second) = FEEDBACKS[name](), gradients(steps=2)
     feedback.correct(cupy.asarray(first))
-    corrected = feedback.correct(second)
+    corrected = feedback.correct(second).add()
     assert type(corrected) is np.ndarray
-    assert corrected.tobytes() == FEEDBACKS[name]().correct(second).tobytes()
+    assert corrected.tobytes() == FEEDBACKS[name]().correct(second).add().tobytes()
 
 
 @DTYPES
@@ -156,7 +155,7 @@ def test_few_bits_are_on_the_device_before_their_pinned_memory_is_released(cupy)
         cupy.zeros(64, np.float32),
         np.zeros(64, np.float32),
     )
-    coded = Uncoded([values], np.empty_like(values)).coder(8, 32)(
+    coded = coder(Correction([values], np.empty_like(values)), 8, 32)(
         few_bits_message(64, 8, 32, values, line=64)
     )
     decode_values(coded, expected)
@@ -313,10 +312,11 @@ def test_subnormal_numbers_are_not_lost(cupy, dtype):
         assert_same(merge(on_it, on_it), merge(here, here))
         feedback = ErrorFeedback()
         nothing = SparseVector.empty(48, dtype, like=on_it.values)
-        feedback.prepare_residual(feedback.correct(cupy.asarray(dense)), nothing)
-        feedback.commit()
+        correction = feedback.correct(cupy.asarray(dense))
+        correction.add()
+        feedback.prepare_residual(correction, nothing)()
         assert (
-            feedback.correct(cupy.asarray(dense)).get().tobytes()
+            feedback.correct(cupy.asarray(dense)).add().get().tobytes()
             == (dense + dense).tobytes()
         )
 

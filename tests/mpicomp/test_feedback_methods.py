@@ -51,19 +51,20 @@ def dense(vector):
 
 def one_step(feedback, gradient, compressor, reject=0):
     """Return what was corrected, sent and rejected (the first `reject` entries) as dense vectors, and the result."""
-    corrected = feedback.correct(gradient)
+    correction = feedback.correct(gradient)
+    corrected = correction.add()
     assert corrected.dtype == gradient.dtype
     before = corrected.astype(np.float64)
     sent = compressor.compress(corrected, gradient=gradient)
     rejected, arrived = sent.divide(np.arange(min(reject, sent.nnz)))
-    keep(feedback, corrected, sent, rejected if reject else None)
+    keep(feedback, correction, sent, rejected if reject else None)
     return before, dense(sent), dense(rejected), dense(arrived)
 
 
-def keep(feedback, corrected, sent, rejected=None):
+def keep(feedback, correction, sent, rejected=None):
     """End a step."""
-    feedback.prepare_residual(corrected, sent, rejected)
-    feedback.commit()
+    correction.add()
+    feedback.prepare_residual(correction, sent, rejected)()
 
 
 def state_of(feedback):
@@ -85,12 +86,13 @@ def test_a_second_correct_gives_the_same_and_changes_nothing(method, dtype):
         gradient = normal(step, dtype=dtype)
         kept = gradient.copy()
         feedback.correct(normal(9, dtype=dtype))  # a step that fails
-        first = feedback.correct(gradient).copy()
-        corrected = feedback.correct(gradient)
+        first = feedback.correct(gradient).add().copy()
+        correction = feedback.correct(gradient)
+        corrected = correction.add()
         assert first.tobytes() == corrected.tobytes()
         assert state_of(feedback) == before
         np.testing.assert_array_equal(gradient, kept)
-        keep(feedback, corrected, TopK(k=5).compress(corrected))
+        keep(feedback, correction, TopK(k=5).compress(corrected))
 
 
 @every_method
@@ -272,9 +274,9 @@ def test_misuse_is_named(method):
 def test_before_the_first_commit_a_gradient_may_be_of_another_kind(method, other):
     feedback, gradient = method(), integers(0, dtype=np.float32)
     feedback.correct(other)
-    corrected = feedback.correct(gradient)
+    corrected = feedback.correct(gradient).add()
     assert (corrected.dtype, corrected.shape) == (gradient.dtype, gradient.shape)
-    np.testing.assert_array_equal(corrected, method().correct(gradient))
+    np.testing.assert_array_equal(corrected, method().correct(gradient).add())
 
 
 @pytest.mark.parametrize(
@@ -312,9 +314,10 @@ def test_a_step_allocates_no_vector(method):
     """After the second step the same buffers take turns."""
     feedback, seen = method(), []
     for step in range(8):
-        corrected = feedback.correct(normal(step))
+        correction = feedback.correct(normal(step))
+        corrected = correction.add()
         seen.append(corrected.ctypes.data)
-        keep(feedback, corrected, TopK(k=5).compress(corrected))
+        keep(feedback, correction, TopK(k=5).compress(corrected))
     assert len(set(seen)) <= 2
 
 
@@ -328,8 +331,10 @@ def test_what_comes_back_out_of_range_is_told_before_anything_changes(name):
     before, nothing = state_of(feedback), SparseVector.empty(LENGTH, np.float16)
     back = SparseVector([1], np.array([60_000], np.float16), LENGTH)
     message = "leaves the range of float16: scale the gradients down, or use float32"
+    correction = feedback.correct(gradient)
+    correction.add()
     with np.errstate(over="ignore"), pytest.raises(OverflowError, match=message):
-        feedback.prepare_residual(feedback.correct(gradient), nothing, back)
+        feedback.prepare_residual(correction, nothing, back)
     assert state_of(feedback) == before
     assert np.isfinite(gradient).all()
     one_step(feedback, np.ones(LENGTH, np.float16), TopK(k=5))
@@ -338,15 +343,15 @@ def test_what_comes_back_out_of_range_is_told_before_anything_changes(name):
 def test_in_place_the_gradient_changes_at_the_commit_and_nothing_is_kept():
     """Also where an entry was sent and another one came back."""
     feedback, gradient = ErrorFeedback(in_place=True), np.array([4.0, 1.0, -6.0, 2.0])
-    corrected = feedback.correct(gradient)
-    assert np.shares_memory(corrected, gradient)
+    correction = feedback.correct(gradient)
+    assert np.shares_memory(correction.add(), gradient)
     sent, rejected = (
         SparseVector([0, 2], [4.0, -5.0], 4),
         SparseVector([0, 3], [4.0, 7.0], 4),
     )
-    feedback.prepare_residual(corrected, sent, rejected)
+    write = feedback.prepare_residual(correction, sent, rejected)
     assert gradient.tolist() == [4, 1, -6, 2]
-    feedback.commit()
+    write()
     assert gradient.tolist() == [4, 1, -1, 9]
     assert feedback.residual is None
     assert feedback.state_dict() == {}
@@ -482,7 +487,7 @@ def test_step_ahead_follows_its_rule_also_when_the_rate_changes(momentum, dtype)
 def test_the_model_and_the_learning_rate_may_be_of_another_precision_than_the_gradient():
     feedback = StepAhead(np.float32(0.5))
     assert feedback.state_dict()["rate"].dtype == np.float64
-    assert feedback.correct(normal(0, dtype=np.float32)).dtype == np.float32
+    assert feedback.correct(normal(0, dtype=np.float32)).out.dtype == np.float32
     one_step(feedback, normal(0, dtype=np.float32), TopK(k=5))
     for dtype in (np.float16, np.float32, np.float64):
         assert feedback.ahead(np.zeros(LENGTH, dtype)).dtype == dtype

@@ -24,9 +24,9 @@ from strategies import DTYPES, finite_values
 from mpicomp import SparseVector, codec
 from mpicomp.codec.indices import BITMAP
 from mpicomp.codec.values import offsets_of
-from mpicomp.coded import Uncoded
-from mpicomp.few_bits import BITS
-from mpicomp.kernels import host
+from mpicomp.correction import Correction
+from mpicomp.few_bits import BITS, coder
+from mpicomp.kernels import Summands, host
 from mpicomp.kernels.host import (
     bits,
     coding,
@@ -221,7 +221,7 @@ def test_the_largest_of_a_sum_of_segments_are_those_of_the_written_sum(
         k = [min(size, max(1, min(size, chunk) // 50)) for size in sizes]
         rows = k, [chunk] * len(sizes), [1] * len(sizes)
         found = host.largest_in_segments(
-            out, bounds, *rows, summands=(vector, scale, parts)
+            out, bounds, *rows, summands=Summands(vector, scale, parts)
         )
         expected = vector * dtype.type(scale) + np.concatenate(parts)
         assert out.tobytes() == expected.tobytes()
@@ -315,7 +315,7 @@ def test_no_kernel_fuses_a_product_and_a_sum(mode, dtype):
     host.add_parts(a, factor, parts, summed, long=0)
     rows = [0, 200, size], [3, 3], [50, 50], [1, 1]
     positions, values, *_ = host.largest_in_segments(
-        selected, *rows, summands=(a, factor, parts)
+        selected, *rows, summands=Summands(a, factor, parts)
     )
     assert summed.tobytes() == selected.tobytes() == expected.tobytes()
     assert values.tobytes() == expected[positions].tobytes()
@@ -544,7 +544,7 @@ def test_a_sample_has_whole_segments_or_runs_from_equal_strides(mode, dtype):
     parts = [np.arange(end - first).astype(dtype) for first, end in pairwise(bounds)]
     if dtype == np.float16:
         return
-    given = (places % 2).astype(dtype), 0.5, parts
+    given = Summands((places % 2).astype(dtype), 0.5, parts)
     total = np.concatenate(parts) + dtype.type(0.5) * given[0]
     sums = fitting.sample(np.empty(1600, dtype), bounds, counts, summands=given)
     assert sums.tolist() == total[found.astype(int)].tolist()
@@ -865,13 +865,13 @@ def coded(values, bits, block, others=(), *, short=False, rejected=None):
         np.empty_like(values) if rejected is None else rejected,
     )
     terms = [
-        Uncoded([other], np.empty_like(other)).coder(bits, block)(
+        coder(Correction([other], np.empty_like(other)), bits, block)(
             codec.few_bits_message(*room)
         )
         for other in others
     ]
     found, again = (
-        Uncoded([values], rejected).coder(bits, block, short=short)(
+        coder(Correction([values], rejected), bits, block, short=short)(
             codec.few_bits_message(*room), terms
         ),
         np.empty_like(values),

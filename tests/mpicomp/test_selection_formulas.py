@@ -9,8 +9,8 @@ from kernel_cases import expected_top_k, families
 
 from mpicomp import AdaComp, AggregationAware, ErrorFeedback, SparseVector
 from mpicomp.compressors.aggregation_aware import METRICS
-from mpicomp.compressors.base import Summands
 from mpicomp.compressors.selection import Selection
+from mpicomp.correction import Correction
 from mpicomp.kernels import host
 from mpicomp.kernels.host import bins
 
@@ -90,7 +90,7 @@ def test_segments_with_other_bins_are_selected_from_in_one_call(dtype, monkeypat
             [new[first:end] for first, end in pairwise(bounds)],
             np.empty_like(new),
         )
-        vector = segments.select(out, Summands(residual, 1.0, parts))
+        vector = segments.select(Correction(parts, out, residual, shows_gradient=True))
         assert out.tobytes() == (residual + new).tobytes()
         each = [
             adacomp(out[a:b], new[a:b], size)
@@ -100,7 +100,7 @@ def test_segments_with_other_bins_are_selected_from_in_one_call(dtype, monkeypat
             [found + first for (found, _), first in zip(each, bounds, strict=False)]
         )
         assert_entries(vector, positions, np.concatenate([found for _, found in each]))
-        alone = segments.select(out, Summands(None, 1.0, parts))
+        alone = segments.select(Correction(parts, out, shows_gradient=True))
         assert_entries(alone, vector.indices, vector.values)
     assert len(calls) == 2 * 2
     ((compressor, *_),) = segments.runs
@@ -130,7 +130,7 @@ def test_adacomp_names_the_first_value_that_is_not_finite(dtype, bad):
         Selection(["one", "two"], [0, 100, 300], [AdaComp(50), AdaComp(500)]),
     )
     with pytest.raises(ValueError, match=re.escape(f"in two: values[23] is {bad}")):
-        segments.select(*feedback.summands(*np.split(pair[1], [100])))
+        segments.select(feedback.correct(*np.split(pair[1], [100])))
 
 
 def preferred(compressor, dense, bonus, k):
@@ -179,7 +179,7 @@ def test_aggregation_aware_selection_is_that_of_all_scores(dtype, metric, more):
         ):
             dense, out = drawn.astype(dtype), np.empty(bounds[-1], dtype)
             parts = [dense[first:end] for first, end in pairwise(bounds)]
-            sent = segments.select(out, Summands(np.zeros_like(dense), 1.0, parts))
+            sent = segments.select(Correction(parts, out, np.zeros_like(dense)))
             each = [
                 preferred(segments.runs[0].compressor, new, old, k)
                 for new, old in zip(parts, bonus, strict=True)

@@ -16,8 +16,8 @@ from tasks import digits
 
 from mpicomp import ErrorFeedback, NoFeedback, Quantised, SIDCo, TopK
 from mpicomp.compressors import sidco
-from mpicomp.compressors.base import Summands
 from mpicomp.compressors.selection import Selection
+from mpicomp.correction import Correction
 from mpicomp.kernels import host
 from mpicomp.kernels.host import fitting
 from mpicomp.state import save
@@ -415,7 +415,7 @@ def test_segments_in_one_call_are_each_compressed_alone(
             )
             parts = [gradient[span] for span in spans]
             found = together.select(
-                np.empty_like(gradient), Summands(residual, 1.0, parts)
+                Correction(parts, np.empty_like(gradient), residual)
             )
         assert found.indices.tolist() == concatenate(expected).indices.tolist()
         assert found.values.tobytes() == concatenate(expected).values.tobytes()
@@ -435,7 +435,7 @@ def test_segments_in_one_call_are_each_compressed_alone(
     with pytest.raises(
         ValueError, match=r"in w5: values\[9500\] is nan: expected finite values"
     ):
-        together.select(gradient)
+        together.select(Correction([gradient], gradient))
     assert [dict(vars(each)) for each, _ in together.snapshot()] == before
 
 
@@ -443,11 +443,9 @@ def test_a_wrapped_compressor_keeps_a_threshold_a_segment():
     two = Selection(
         ["a", "b"], [0, 500, 1000], [Quantised(SIDCo(0.01), "sign") for _ in range(2)]
     )
-    two.select(
-        np.where(
-            np.arange(1000) < 500, 1.0, np.random.default_rng(0).laplace(size=1000)
-        )
-    )
+    values = np.random.default_rng(0).laplace(size=1000)
+    values[:500] = 1
+    two.select(Correction([values], values))
     ((wrapper, *_),) = two.runs
     compressor = wrapper.compressor
     assert compressor.thresholds.shape == (2,)

@@ -14,7 +14,7 @@ from strategies import DTYPES
 
 from mpicomp import threads
 from mpicomp.few_bits import BITS
-from mpicomp.kernels import host
+from mpicomp.kernels import Summands, host
 from mpicomp.kernels.host import selection
 
 TILE = 1 << 14  # values in a block of `sides`, the longest step between pieces
@@ -48,11 +48,13 @@ def dense_calls(values, other, number):
         yield host.largest_in_segments(values, bounds, *rows, **options)
         parts = [other[first:end] for first, end in pairwise(bounds)]
         yield host.largest_in_segments(
-            room, bounds, *rows, summands=(values, 1.0, parts), **options
+            room, bounds, *rows, summands=Summands(values, 1.0, parts), **options
         )
         yield total.copy()
         plans = plans_of(bounds, 0.02)
-        given = None if values.dtype == np.float16 else (values, 1.0, parts)
+        given = None
+        if values.dtype != np.float16:
+            given = Summands(values, 1.0, parts)
         yield host.select_by_fits(
             room,
             bounds,
@@ -65,9 +67,8 @@ def dense_calls(values, other, number):
         yield total.copy(), plans
         if np.isfinite(values).all():
             bins = bounds, [9, 70, 3]
-            given = values, 0.3
             yield from host.entries_in_bins(
-                room, parts, *bins, summand=given, **options
+                room, parts, *bins, residual=values, decay=0.3, **options
             )
             yield from host.entries_in_bins(values, parts, *bins, **options)
             yield total.copy()

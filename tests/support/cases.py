@@ -264,10 +264,9 @@ def through_a_file(state):
 def take_step(feedback, compressor, gradient):
     """Take a step of a feedback method on one rank, and return the vector that is sent."""
     selection = Selection([None], [0, gradient.size], [compressor])
-    corrected, summands = feedback.summands(gradient)
-    sent = selection.select(corrected, summands)
-    feedback.prepare_residual(corrected, sent)
-    feedback.commit()
+    correction = feedback.correct(gradient)
+    sent = selection.select(correction)
+    feedback.prepare_residual(correction, sent)()
     return sent
 
 

@@ -21,7 +21,7 @@ from collectives import gtopk_allreduce, quantised_allreduce
 from collectives.planning.choice import Case
 from collectives.planning.links import NETWORKS, links_of
 from mpicomp import SparseVector
-from mpicomp.coded import Uncoded
+from mpicomp.correction import Correction
 from mpicomp_bench import advice, main
 from mpicomp_bench.explain import COMPUTES, FEW_BITS, HALVED
 from mpicomp_bench.formulas import FORMULAS, ON_NODES, dense_seconds
@@ -167,9 +167,9 @@ def test_sums_in_few_bits_are_predicted_with_the_rounds_and_bytes_of_the_network
         simulated = Network(ranks, network)
 
         def run(rank, group, steps=steps):
-            ones = Uncoded([np.ones(length, "f4")], np.empty(length, "f4"))
+            ones = Correction([np.ones(length, "f4")], np.empty(length, "f4"))
             vector = SparseVector.empty(length)
-            return steps(vector, group, bits=bits, block=256, uncoded=ones)
+            return steps(vector, group, bits=bits, block=256, correction=ones)
 
         _, rounds = simulated.run(run, length=length)
         row = rows["quantised_allreduce", f"{name}, {bits} bits"]

@@ -14,6 +14,7 @@ import pytest
 from devices import counted, has_cupy_wheel, real_cupy
 
 from mpicomp import AdaComp, AggregationAware, ChunkedTopK, Quantised, SIDCo, TopK
+from mpicomp.correction import Correction
 
 TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(
@@ -104,7 +105,7 @@ def test_aggregation_takes_as_many_launches_for_any_number_of_tensors(cupy, tens
         drawn = np.random.default_rng(seed).laplace(size=100_000)
         given = cupy.asarray(drawn.astype(np.float32))
         with counted(cupy) as found:
-            vector = compressor.select(given, bounds)
+            vector = compressor.select(Correction([given], given), bounds)
         compressor.observe(vector)
     assert found.launches <= 14, found
     assert found.synchronisations <= 4, found

@@ -6,7 +6,7 @@ import cupy
 import numpy as np
 
 from mpicomp.arrays import addresses, index_dtype
-from mpicomp.kernels import NOTHING, Selected
+from mpicomp.kernels import NOTHING, Selected, Summands
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
     THREADS,
@@ -31,7 +31,8 @@ def entries_in_bins(
     bounds: Sequence[int],
     bins: Sequence[int],
     *,
-    summand: tuple[Array, float] | None = None,
+    residual: Array | None = None,
+    decay: float = 1.0,
     threads: int | None = None,
 ) -> tuple[Selected, Column]:
     """Return the entries of bins, as `mpicomp.kernels.host.entries_in_bins` does; the magnitudes in host memory.
@@ -58,7 +59,10 @@ def entries_in_bins(
     largest = cupy.empty(total, form.keys)
     marks = cupy.empty(words, np.uint64)
     shares = cupy.empty(blocks * _WARPS, np.uint32)
-    vector = Vector.of(values, summand and (*summand, parts))
+    summands = None
+    if residual is not None:
+        summands = Summands(residual, decay, parts)
+    vector = Vector.of(values, summands)
     sums = vector.source, vector.factor, vector.out
     marking = table, count, share, largest, marks, shares, selected, report
     launch("mark_in_bins", [form.keys], blocks, *sums, *marking)

@@ -6,7 +6,7 @@ import cupy
 import numpy as np
 
 from mpicomp.arrays import index_dtype
-from mpicomp.kernels import NOTHING, Selected
+from mpicomp.kernels import NOTHING, Selected, Summands
 from mpicomp.kernels.device.compiling import (
     Array,
     in_tiles,
@@ -23,7 +23,6 @@ from mpicomp.kernels.device.segments import (
 )
 from mpicomp.kernels.device.statistics import SUM_TILE, SUMS
 from mpicomp.kernels.host.fitting import FIRST
-from mpicomp.kernels.host.segments import Summands
 
 _SAID = 3  # words: of a selection
 _FIT = slice(3, 10)  # fields of a plan that are computed on the device

@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 
 from mpicomp.arrays import addresses, index_dtype
-from mpicomp.kernels import NOTHING, Selected
+from mpicomp.kernels import NOTHING, Selected, Summands
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
     THREADS,
@@ -30,7 +30,6 @@ from mpicomp.kernels.device.compiling import (
 )
 from mpicomp.kernels.device.merging import divide
 from mpicomp.kernels.host.bits import FORMATS, Format
-from mpicomp.kernels.host.segments import Summands
 from mpicomp.kernels.host.selection import Found
 
 Column = np.ndarray[Any, Any]
@@ -77,7 +76,7 @@ def add_largest(
 
     The same as `mpicomp.kernels.host.add_largest`. threads: ignored.
     """
-    found = _largest(Vector.of(out, (a, scale, [b])), k)
+    found = _largest(Vector.of(out, Summands(a, scale, [b])), k)
     return found.indices, found.values
 
 
@@ -126,9 +125,9 @@ class Vector(NamedTuple):
         form = FORMATS[values.dtype]
         if summands is None:
             return cls(form, values, values, None, 0, (0,))
-        a, scale, parts = summands
-        addends = tuple(addresses(parts))
-        return cls(form, values, a, values, bits_of(scale, form), addends)
+        addends = tuple(addresses(summands.parts))
+        factor = bits_of(summands.decay, form)
+        return cls(form, values, summands.residual, values, factor, addends)
 
     def addends_of(self, rows: Column, count: int) -> Column:
         """Return the addresses of the addends of some of `count` segments."""

@@ -8,7 +8,6 @@ from mpicomp.kernels.host.bits import FORMATS
 from mpicomp.kernels.host.selection import not_finite_error
 
 Found = tuple[Array, Array]
-Summands = tuple[Array, Array] | tuple[()]
 
 # values that a block reads at a time, by their bytes
 _TILES = {2: 4096, 4: 4096, 8: 2048}

@@ -53,7 +53,8 @@ def entries_in_bins(
     bounds: Sequence[int],
     bins: Sequence[int],
     *,
-    summand: tuple[Array, float] | None = None,
+    residual: Array | None = None,
+    decay: float = 1.0,
     threads: int | None = None,
 ) -> tuple[Selected, Array]:
     """Return the positions where |values + parts| reaches the maximum of |values| in a bin, with signed magnitudes.
@@ -61,9 +62,9 @@ def entries_in_bins(
     values: 1-d contiguous float16, float32 or float64. parts: 1-d contiguous, of that
     dtype, one for each segment; they are added in float64. bounds: the first position
     of each segment, and the length. bins: for each segment the number of values in a
-    bin; the last bin may be shorter. Zeros are not selected. summand: (a, scale);
-    `values` is first overwritten by ``scale * a + parts``, in the same pass; the
-    product is rounded before it is added. threads: as for `largest`.
+    bin; the last bin may be shorter. Zeros are not selected. residual: if
+    there is one, `values` is first overwritten by ``decay * residual + parts``, in the
+    same pass; the product is rounded before it is added. threads: as for `largest`.
 
     Returns the entries, and the magnitude of each segment, the mean of the maxima of
     its bins, above zero if one is; an entry has it with the sign of its value. If none
@@ -72,14 +73,14 @@ def entries_in_bins(
     """
     dtype = values.dtype
     if dtype == np.float16:
-        if summand is not None:
-            add_parts(*summand, parts, values)
+        if residual is not None:
+            add_parts(residual, decay, parts, values)
         values, *parts = (each.astype(np.float32) for each in (values, *parts))
-        summand = None
+        residual = None
     edges = np.asarray(bounds, np.int64)
     segments, places = _segments(edges, bins, parts)
     largest = np.empty(int(places[-1]), values.dtype)
-    sums = _sums(as_writable(values), summand)
+    sums = _sums(as_writable(values), residual, decay)
     found = in_pieces(
         lambda start, end: _marked(segments, start, end, sums, largest),
         values.size,
@@ -97,13 +98,13 @@ def entries_in_bins(
     return entries._replace(values=entries.values.astype(dtype, copy=False)), means
 
 
-def _sums(values: Array, summand: tuple[Array, float] | None) -> tuple[Any, ...]:
+def _sums(values: Array, residual: Array | None, decay: float) -> tuple[Any, ...]:
     """Return the arguments `a`, `factor`, `keep` and `values` of `_mark`."""
     signed = FORMATS[values.dtype].signed
-    if summand is None:
+    if residual is None:
         return values, values.dtype.type(1), signed.type(0), values
-    a, factor = summand
-    return as_writable(a), values.dtype.type(factor), signed.type(-1), values
+    factor = values.dtype.type(decay)
+    return as_writable(residual), factor, signed.type(-1), values
 
 
 def _marked(

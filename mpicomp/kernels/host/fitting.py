@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, index_dtype
-from mpicomp.kernels import Selected
+from mpicomp.kernels import Selected, Summands
 from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
 from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.instructions import WORD, array_at, larger, smaller, view
-from mpicomp.kernels.host.segments import Summands, as_vector, largest_in_segments
+from mpicomp.kernels.host.segments import as_vector, largest_in_segments
 from mpicomp.kernels.host.selection import Found, compact, joined
 from mpicomp.kernels.host.streaming import add_and_compact, addresses
 from mpicomp.threads import in_pieces
@@ -92,7 +92,7 @@ def select_by_fits(
     _fit_samples(some, ends, plans, pareto, by_count, *buffers)
     form = FORMATS[values.dtype]
     vector, edges = as_vector(values, form, summands), np.asarray(bounds, np.int64)
-    parts = addresses([] if summands is None else summands[2])
+    parts = addresses([] if summands is None else summands.parts)
     floors, room = keys_above(plans["start"], values.dtype), int(plans["room"].sum())
     pieces = in_pieces(
         lambda start, end: _reaching(vector, edges, parts, floors, start, end, room),
@@ -124,10 +124,13 @@ def sample(
     places depend on lengths and counts only.
     """
     ends, edges = np.append(0, np.cumsum(counts)), np.asarray(bounds, np.int64)
-    a, scale, parts = (values, 1, []) if summands is None else summands
+    if summands is None:
+        summands = Summands(values, 1, [])
+    a = summands.residual
     given = as_writable(a.view(FORMATS[a.dtype].signed) if a.dtype == np.float16 else a)
     taken = np.empty(int(ends[-1]), given.dtype)
-    _take(given, given.dtype.type(scale), addresses(parts), edges, ends, taken)
+    factor = given.dtype.type(summands.decay)
+    _take(given, factor, addresses(summands.parts), edges, ends, taken)
     return taken.view(values.dtype).astype(
         np.promote_types(values.dtype, np.float32), copy=False
     )

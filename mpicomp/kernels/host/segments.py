@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Array, index_dtype
-from mpicomp.kernels import Selected
+from mpicomp.kernels import Selected, Summands
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.fused import add_largest
@@ -47,11 +47,6 @@ _RUN = 16  # of them are consecutive: they are loaded together
 # square roots of k: candidates beyond k below and above which the next floor is moved
 _SCARCE, _PLENTY = 6, 18
 
-# a vector, its factor, and a part of another vector for each segment
-Summands = tuple[Array, float, Sequence[Array]]
-# the same, and the chunk by which `hadamard` transforms the parts first
-_Transformed = tuple[Array, float, Sequence[Array], int]
-
 
 def largest_in_segments(
     values: Array,
@@ -60,7 +55,7 @@ def largest_in_segments(
     chunk: Sequence[int],
     last: Sequence[int],
     *,
-    summands: Summands | _Transformed | None = None,
+    summands: Summands | None = None,
     threads: int | None = None,
 ) -> Selected:
     """Return the largest magnitudes of each chunk of each segment.
@@ -69,12 +64,9 @@ def largest_in_segments(
     position of each segment, and the length. k, chunk, last: for each segment the
     number selected from a chunk of that many consecutive values, k <= chunk, and the
     number selected from a shorter chunk at its end; without summands both may be 0. A
-    segment of one chunk is selected from as a whole. summands: (a, scale, parts), 1-d
-    contiguous arrays of the dtype of `values`, which is first overwritten by ``scale *
-    a + b``, in the same pass, where the parts are b segment by segment; the product is
-    rounded before it is added. With a chunk as a fourth, b is what `hadamard` makes of
-    the parts. threads: as for `largest`; a segment of several chunks is divided among
-    them.
+    segment of one chunk is selected from as a whole. summands: of what `values` is
+    first overwritten by, in the same pass. threads: as for `largest`; a segment of
+    several chunks is divided among them.
     """
     sizes = [end - first for first, end in pairwise(bounds)]
     if len(sizes) == 1 or max(sizes, default=0) >= _ALONE:
@@ -85,14 +77,14 @@ def largest_in_segments(
     edges = np.asarray(bounds, np.int64)
     lengths = np.asarray(sizes, np.int64)
     form = FORMATS[values.dtype]
-    if summands is not None and len(summands) == 4:
+    if summands is not None and summands.chunk > 1:
         a, scale, parts, length = summands
         for (first, end), part in zip(pairwise(bounds), parts, strict=True):
             onto = a[first:end], scale
             hadamard(part, values[first:end], length, onto=onto, threads=threads)
         summands = None
     elif summands is not None and values.dtype == np.float16:
-        add_parts(*summands, values)
+        add_parts(summands.residual, summands.decay, summands.parts, values)
         summands = None
     # at most so many, segment by segment
     counts = np.append(0, np.cumsum(lengths // chunk * k + last))
@@ -129,7 +121,7 @@ def _one_by_one(
     values: Array,
     bounds: Sequence[int],
     counts: Sequence[int],
-    summands: Summands | _Transformed | None,
+    summands: Summands | None,
     threads: int | None,
 ) -> Selected:
     """Select from one segment after the other, which several threads share."""
@@ -143,14 +135,13 @@ def _one_by_one(
         elif summands is None:
             positions, found = largest(own, counts[segment], threads=threads)
         else:
-            residual, scale, parts, *chunk = summands
             positions, found = add_largest(
-                residual[first:end],
-                parts[segment],
+                summands.residual[first:end],
+                summands.parts[segment],
                 own,
                 counts[segment],
-                scale=scale,
-                chunk=chunk[0] if chunk else 1,
+                scale=summands.decay,
+                chunk=summands.chunk,
                 threads=threads,
             )
         all_positions.append(positions + first if first else positions)
@@ -187,7 +178,7 @@ def _segments(
     segments["first"], segments["end"] = bounds[:-1], bounds[1:]
     segments["k"], segments["chunk"], segments["last"] = k, chunk, last
     if summands is not None:
-        segments["address"] = addresses(summands[2])
+        segments["address"] = addresses(summands.parts)
     return segments
 
 
@@ -195,14 +186,13 @@ def as_vector(values: Array, form: Format, summands: Summands | None) -> _Vector
     """Return the arguments of a kernel that reads values, or a sum that it writes first."""
     bits = as_writable(values).view(form.signed)
     if summands is not None:
-        a, scale, _ = summands
         return _Vector(
             values,
             bits,
             form.mask,
             form.width,
-            as_writable(a),
-            values.dtype.type(scale),
+            as_writable(summands.residual),
+            values.dtype.type(summands.decay),
         )
     floats = (
         as_writable(values) if values.dtype != np.float16 else np.empty(0, np.float32)
