@@ -101,7 +101,7 @@ def test_ranks_that_call_different_operations_are_told_who_called_what_from_wher
     with pytest.raises(
         CheckError,
         match=r"MPICOMP_CHECK: call 1 on this communicator, must be the same operation on all ranks, got "
-        r"sparse_allgather at test_checking.py:\d+ on rank 0; sparse_allreduce at test_checking.py:\d+ on rank",
+        r"sparse_allgather at test_debug.py:\d+ on rank 0; sparse_allreduce at test_debug.py:\d+ on rank",
     ):
         (sparse_allgather if comm.rank == 0 else sparse_allreduce)(vector, watched)
     with pytest.raises(
