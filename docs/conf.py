@@ -33,6 +33,7 @@ contents = {  # the pages in their order; those that are not here come last
     ],
     "Use": [
         "exchange",
+        "overlap",
         "compressors",
         "feedback",
         "collectives",

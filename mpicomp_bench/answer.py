@@ -52,8 +52,8 @@ NEWTON_SCHULZ = (
     "smaller side m and B tokens of a rank in a step."
 )
 OVERLAPS = (
-    "Only where PyTorch's sums do not overlap: {rival} takes {least:.3g} s for this progress if DDP hides "
-    "them behind the backward pass as far as possible, {chosen} {seconds:.3g} s. Time both."
+    "Only where all cores compute: with one left to messages, that hides them as far as possible, {rival} takes "
+    "{least:.3g} s for this progress, {chosen} {seconds:.3g} s (docs/overlap.md). Time both."
 )
 START = """\
 Start: mpirun -n RANKS --bind-to none python -m collectives.torch train.py (docs/frameworks.md), or slurm/torch.sbatch
@@ -78,8 +78,9 @@ COLUMNS: list[Column] = [
 ]
 BASIS = """\
 seconds a step: computing (--step) + compression + messages. steps: for the progress of a dense step; fewer than 1 count
-as 1. overlapped: the least of seconds x steps, if DistributedDataParallel hides its sums behind the backward pass; ours
-do not count as hidden. rate: the tuned learning rate over that of dense. Here {ranks_here} ranks, {per_node} a node.
+as 1. overlapped: the least of seconds x steps, if messages are hidden behind the computation (docs/overlap.md); local
+steps, and ours on a GPU, hide none. rate: the tuned learning rate over that of dense. Here {ranks_here} ranks,
+{per_node} a node.
 Measured: steps, on {ranks} ranks, {parameters} parameters, {steps} steps with {optimizer}, {seeds} seeds, best of
 {trials} rates, the mean of those on each model, times their growth with ranks and local steps on a smaller one;
 compression, on one core; here at {memory:g} GB/s (--memory).
@@ -100,16 +101,12 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
         notes.append(TOO_FAST.format(training=training, passes=PASSES))
     if training.ranks not in (1, *measured()["ranks"]):
         notes.append(growth_of_steps(training.ranks))
-    own = seconds_of(rows)[chosen]
-    rival = least_overlapped(rows)
-    if chosen not in THEIRS and own * PAYS > rival["overlapped"]:
-        note = OVERLAPS.format(
-            rival=rival["method"],
-            least=rival["overlapped"],
-            chosen=chosen,
-            seconds=own,
-        )
-        notes.append(note)
+    hidden = seconds_of(rows, "overlapped")
+    rival = min(THEIRS, key=hidden.__getitem__)
+    least, own = hidden[rival], hidden[chosen]
+    if chosen not in THEIRS and own * PAYS > least:
+        about = {"rival": rival, "least": least, "chosen": chosen, "seconds": own}
+        notes.append(OVERLAPS.format(**about))
     return notes
 
 
@@ -140,18 +137,10 @@ def answer(rows: list[Row], training: Training) -> str:
         why = f"; nothing measured is {PAYS:g} times as fast" * training.is_measured
         return f"Keep: {chosen} ({method(chosen).text}{why})"
     other, times = best_alternative(rows, chosen)
-    own = seconds_of(rows)[chosen]
-    hidden = least_overlapped(rows)
-    overlapped = f"{hidden['overlapped'] / own:.2g} times as fast as {hidden['method']} if DDP hides its sums"
-    return f"Take: {chosen} ({method(chosen).text}); predicted {times:.2g} times as fast as {other}, and {overlapped}"
-
-
-def least_overlapped(rows: list[Row]) -> Row:
-    """Return the fastest of PyTorch's methods if their sums overlap with the backward pass as far as possible."""
-    return min(
-        (each for each in rows if each["overlapped"]),
-        key=lambda each: each["overlapped"],
-    )
+    hidden = seconds_of(rows, "overlapped")
+    rival = min(THEIRS, key=hidden.__getitem__)
+    gain = f"{hidden[rival] / hidden[chosen]:.2g} times as fast as {rival} if messages are hidden"
+    return f"Take: {chosen} ({method(chosen).text}); predicted {times:.2g} times as fast as {other}, and {gain}"
 
 
 def best_alternative(rows: list[Row], chosen: str) -> tuple[str, float]:

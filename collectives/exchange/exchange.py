@@ -306,7 +306,7 @@ class GradientExchange:
                 self.fail(interrupt)
 
     def progress(self) -> None:
-        """Advance the operations in flight, without waiting, as `start` does: messages advance inside calls only."""
+        """Advance the operations in flight, without waiting, as `start` does, where nothing else advances them."""
         if self._step is not None:
             self._step.advance()
 

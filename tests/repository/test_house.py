@@ -191,7 +191,7 @@ BUDGET = {
     "tokens": 87600,
     "density": 8.5,
     "wide assignments": 1,
-    "tool tokens": 23500,
+    "tool tokens": 23600,
 }
 SLACK = 1.03
 

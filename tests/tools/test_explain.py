@@ -467,24 +467,38 @@ def test_a_dense_sum_is_the_faster_of_a_ring_over_ranks_and_one_over_nodes():
     assert messages(64, 4, 15e9) < 1.01 * messages(64, 1, 15e9)
 
 
-def test_what_wins_only_if_sums_do_not_overlap_is_said_to(capsys):
+def test_what_wins_only_if_nothing_is_hidden_is_said_to(capsys):
     race = ["--ranks=4", "--parameters=3.2e6", "--step=0.163"]
     fast, slow = (
         advised(capsys, *race, "--network", network) for network in ("1gbit", "20mbit")
     )
     assert any(
-        said.startswith("Only where PyTorch's sums do not overlap: dense")
+        said.startswith("Only where all cores compute: with one left to messages")
         for said in fast["conditions"]
     )
     assert [said for said in slow["conditions"] if "overlap" in said] == []
     for row in fast["rows"]:
-        assert (row["overlapped"] is not None) == (row["method"] in advice.THEIRS)
+        assert row["overlapped"] <= row["seconds"]
+    local = by_method(fast)["local-few-bits-10"]
+    assert local["overlapped"] == local["seconds"], "without a delay"
     dense = by_method(fast)[advice.DENSE]
     assert (
         dense["overlapped"]
         == max(dense["computing"], dense["messages"])
         < dense["seconds"]
     )
+
+
+def test_messages_of_4_bits_are_hidden_but_for_a_last_bucket():
+    asked = advice.Training(4, 25_000_000, 2.0, links_of("100mbit"))
+    row = advice.row(advice.FEW_BITS, asked)
+    alone = row["computing"] + row["compression"]
+    longest = max(1.0, row["steps"]) * max(alone, row["messages"])
+    assert longest < row["overlapped"] < 1.02 * longest
+    inside = advice.row(advice.FEW_BITS, asked._replace(per_node=4))
+    on_device = advice.row(advice.FEW_BITS, asked._replace(memory=1e12))
+    for nothing_hidden in inside, on_device:
+        assert nothing_hidden["overlapped"] == pytest.approx(nothing_hidden["seconds"])
 
 
 def test_the_answer_says_on_what_it_rests(capsys):
