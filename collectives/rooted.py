@@ -8,15 +8,32 @@ Differences from the paper: any root and any number of ranks; vectors of unequal
 mismatch raises everywhere.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from collectives.calls.call import Call, Codec, Comm, Sum, part_of_sum
+import numpy as np
+
+from collectives.calls.call import (
+    NOTHING,
+    Call,
+    Codec,
+    Comm,
+    Sum,
+    part_of_sum,
+    sound,
+)
 from collectives.calls.collective import collective
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, hand_down, reduce_up
+from mpicomp.patches import Patch
 from mpicomp.settings import to_integer
 from mpicomp.vector import SparseVector
+
+C = TypeVar("C", SparseVector, Patch)
+
+_FOR_PATCHES = (
+    "out is for a patch, got a SparseVector: expected no out; use vector.add_to(array)"
+)
 
 
 def to_root(root: Any, size: int) -> int:
@@ -62,40 +79,62 @@ def sparse_reduce(
 sparse_ireduce = sparse_reduce.nonblocking
 
 
-@collective(promise=Sum, checks={"root": to_root})
+def _content(call: Call[Any], size: int) -> SparseVector:
+    """Return the vector; a patch is an argument of the root's algorithm."""
+    if not isinstance(call.contribution, Patch):
+        if call.own["out"] is not None:
+            raise ValueError(_FOR_PATCHES)
+        return sound(call, size)
+    call.own["patch"] = call.contribution
+    return NOTHING
+
+
+def _vectors_alone(result: Any) -> Sum:
+    """Promise that all ranks have one vector; a patch has a digest of its own."""
+    return Sum([] if isinstance(result, Patch) else result)
+
+
+@collective(promise=_vectors_alone, checks={"root": to_root})
 def sparse_bcast(
-    vector: SparseVector | None,
+    vector: C | None,
     comm: "Comm",
     root: int = 0,
     *,
     algorithm: Literal["auto", "tree"] = "auto",
     codec: Codec = "auto",
-) -> Call[SparseVector]:
-    """Broadcast the root's vector to all ranks.
+    out: Any = None,
+) -> Call[C]:
+    """Broadcast the root's vector, or its patch of weights, to all ranks.
 
     Args:
-        vector: on the root a vector of any length and dtype. On other ranks it is ignored,
-            except for its device, on which the result is placed; it may be None, or an
-            exception if the rank failed.
+        vector: on the root a vector of any length and dtype, or a `mpicomp.Patch`. On other
+            ranks it is ignored, except for its device, on which a vector is placed; it may
+            be None, or an exception if the rank failed.
         comm: an mpi4py intracommunicator; all its ranks call, in the same order.
         root: the rank whose vector is sent; the same on all ranks.
-        algorithm: "auto" or "tree".
-        codec: format of the messages, as in `sparse_allreduce`.
+        algorithm: "auto" or "tree", of a vector. A patch is sent in pieces along a chain.
+        codec: format of the messages of a vector, as in `sparse_allreduce`.
+        out: this rank's weights, to which a patch is applied, as by `Patch.apply`: on all
+            ranks that give them, or, with an error on all ranks, on none. None: it is
+            returned only.
 
     Returns:
-        The root's vector, the same bits on every rank; on the root a copy.
+        The root's vector or patch, the same bits on every rank; on the root a copy of the
+        vector.
 
     Raises:
         TypeError: an argument of this rank is of a wrong type; other ranks raise
             CollectiveError.
-        ValueError: an argument of this rank has a wrong value; likewise.
+        ValueError: an argument of this rank has a wrong value, or its `out` is of another
+            version than the patch changes; likewise.
         CollectiveError: another rank's arguments are bad, or those that must agree differ.
 
     >>> vector = TopK(k=2).compress(gradient) if comm.rank == 0 else None
     >>> sparse_bcast(vector, comm, root=0).indices.tolist()
     [1, 3]
     """
-    return Call(vector, comm, algorithm, codec, {"root": root}, follow=True)
+    shared, own = {"root": root}, {"out": out}
+    return Call(vector, comm, algorithm, codec, shared, own, _content, follow=True)
 
 
 sparse_ibcast = sparse_bcast.nonblocking
@@ -108,4 +147,31 @@ def tree(vector: SparseVector, group: Group, root: int) -> Steps[SparseVector | 
     return total if group.rank == root else None
 
 
-sparse_bcast.algorithm(name="tree")(hand_down)
+@sparse_bcast.algorithm(name="tree", compares_calls=True)
+def handed_down(
+    vector: SparseVector,
+    group: Group,
+    root: int,
+    out: Any = None,
+    patch: Patch | None = None,
+) -> Steps[SparseVector | Patch]:
+    """Broadcast a vector over a binomial tree, or a patch in pieces; the calls are compared with its size."""
+    count = patch.nbytes if patch else int(out is not None)
+    parts = yield from group.gather(group.nothing, count)
+    nbytes = parts[root][1]
+    if not nbytes:
+        if any([count for _, count in parts]):
+            group.fail(ValueError(_FOR_PATCHES))
+        return (yield from hand_down(vector, group, root))
+    with group.raise_on_all():
+        message = patch.message if patch else np.empty(nbytes, np.uint8)
+    yield from group.compare_calls()
+    yield from group.relay(message, root)
+    with group.raise_on_all():
+        patch = patch or Patch.from_bytes(message)
+        write = patch.writer(out) if out is not None else None
+    yield from group.compare_calls()
+    # all ranks can
+    if write is not None:
+        write()
+    return patch

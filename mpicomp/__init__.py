@@ -15,6 +15,7 @@ from mpicomp.feedback import (
     NoFeedback,
     StepAhead,
 )
+from mpicomp.patches import Patch, changes
 from mpicomp.vector import SparseVector
 
 __version__ = "0.1.0"
@@ -27,7 +28,9 @@ __all__ = [
     "Hadamard",
     "MomentumCorrection",
     "NoFeedback",
+    "Patch",
     "SparseVector",
     "StepAhead",
+    "changes",
 ]
 __all__ += compressors.__all__

@@ -62,16 +62,7 @@ def to_array(array: Any) -> Array:
         return array  # fast path
     if on_device(array) and array.dtype in VALUE_DTYPES:
         return _on_current_device(array)  # type: ignore[no-any-return]
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            "got a masked array: expected a plain one, such as array.filled(0); masks are not sent"
-        )
-    if remedy := sparse_remedy(array):
-        raise TypeError(f"got {_type_name(array)}: expected a dense array; {remedy}")
-    if hasattr(array, "untyped_storage"):
-        _check_memory(array)
-    if hasattr(array, "is_deleted"):
-        _check_jax(array)
+    _check_dense(array)
     if _is_bfloat16(array):  # NumPy has no such dtype
         if hasattr(array, "float"):
             array = array.float()
@@ -94,6 +85,20 @@ def to_array(array: Any) -> Array:
     if hasattr(array, "to_dense"):
         hint = "use its to_dense()"
     raise TypeError(f"got {_type_name(array)}: expected an array ({hint})")
+
+
+def _check_dense(array: Any) -> None:
+    """Raise TypeError or ValueError for arrays without all of their values in memory of their own."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            "got a masked array: expected a plain one, such as array.filled(0); masks are not sent"
+        )
+    if remedy := sparse_remedy(array):
+        raise TypeError(f"got {_type_name(array)}: expected a dense array; {remedy}")
+    if hasattr(array, "untyped_storage"):
+        _check_memory(array)
+    if hasattr(array, "is_deleted"):
+        _check_jax(array)
 
 
 def sparse_remedy(array: Any) -> str | None:
@@ -260,21 +265,27 @@ def is_contiguous(array: Any) -> bool:
     return bool(array.flags.c_contiguous)
 
 
+def memory(array: Any) -> Array:
+    """Return an array in its shape and order without a conversion: bfloat16 as uint16; raises as `to_values` does."""
+    if not _is_bfloat16(array):
+        return to_values(array)
+    _check_dense(array)
+    is_tensor = hasattr(array, "untyped_storage")
+    bits = (
+        array.detach().view(sys.modules["torch"].int16)
+        if is_tensor
+        else array.view("u2")
+    )
+    return to_array(bits).view(np.uint16)
+
+
 def writable_memory(array: Any) -> Array:
     """Return the memory of an array, in its shape and order; bfloat16 as uint16.
 
     Raises the errors of `to_values`; ValueError for arrays that are read-only, or have
     gaps or overlaps in memory.
     """
-    is_bfloat16 = _is_bfloat16(array)
-    values = to_values(array)
-    if is_bfloat16:
-        is_tensor = hasattr(array, "untyped_storage")
-        values = to_array(
-            array.detach().view(sys.modules["torch"].int16)
-            if is_tensor
-            else array.view("u2")
-        ).view(np.uint16)
+    values = memory(array)
     in_order = values
     if not is_contiguous(values):
         order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])

@@ -7,6 +7,7 @@ debug mode, its CRC-32, cannot continue the schedule, and gives up as after a de
 """
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from collectives.runtime.messages import (
 )
 from mpicomp.arrays import Buffer, on_device, to_device_of, to_numpy
 from mpicomp.codec import (
+    BYTES,
     CODECS,
     CRC_AT,
     ERROR,
@@ -68,6 +70,7 @@ class DisagreementError(Exception):
 
 # a packet of a network: it takes longer to shorten it than to send it
 SHORT_NBYTES = 1 << 10
+_OVERHEAD = 1 << 14  # bytes that a link carries in the time of a few messages
 
 
 class Group:
@@ -221,6 +224,29 @@ class Group:
         yield (arrival,)
         return self._received(arrival)
 
+    def relay(self, buffer: Buffer, root: int) -> Steps[None]:
+        """Broadcast a buffer in host memory, of one size on all ranks, in pieces along a chain of the ranks.
+
+        The last rank has it size - 2 pieces after the time of one transfer. The pieces are
+        of the length at which these and the time of the messages are least.
+        """
+        previous = (self.rank - 1) % self.size
+        following = (self.rank + 1) % self.size
+        piece = 1 + math.isqrt(buffer.size * _OVERHEAD // self.size)
+        sendings: tuple[Pending, ...] = ()
+        for first in range(0, buffer.size, piece):
+            part = buffer[first : first + piece]
+            if self.rank == root:
+                yield sendings
+            else:
+                arrival = self._arrival(previous)
+                yield arrival, *sendings
+                part[:], _ = self._received(arrival)
+            if following != root:
+                message = self._pack_bytes(part, BYTES)
+                sendings = (self._sending(message, following),)
+        yield sendings
+
     def gather(self, vector: SparseVector, count: int = 0) -> Steps[list[Part]]:
         """Return every rank's vector, in rank order, this rank's as it is: ceil(lg P) rounds."""
         if self.size == 1:
@@ -356,6 +382,8 @@ class Group:
             raise DisagreementError
         if _padded(header.nbytes) != message.size:
             raise _damaged(f"{message.size} bytes of {header.nbytes}")
+        if header.kind == BYTES:
+            return message[HEADER_NBYTES : header.nbytes], header.sender_count
         # and so are dtype and width
         if (
             header.kind != FEW_BITS
@@ -398,9 +426,11 @@ class Group:
         return held[own:] + held[:own]
 
     def _pack_text(self, text: str, kind: int) -> Buffer:
-        encoded = text.encode()
-        message = np.zeros(_padded(HEADER_NBYTES + len(encoded)), np.uint8)
-        return self._with_checksum(fill_text(message, encoded, kind, self._digest))
+        return self._pack_bytes(text.encode(), kind)
+
+    def _pack_bytes(self, contents: bytes | Buffer, kind: int) -> Buffer:
+        message = np.zeros(_padded(HEADER_NBYTES + len(contents)), np.uint8)
+        return self._with_checksum(fill_text(message, contents, kind, self._digest))
 
     def _with_checksum(self, message: Buffer) -> Buffer:
         """Write the checksum into a complete message, in the debug mode."""

@@ -39,7 +39,7 @@ from mpicomp.vector import MAX_LENGTH, SparseVector
 
 MAGIC = b"MV"
 VERSION = 4
-VECTOR, TEXT, ERROR, FEW_BITS = range(4)  # kinds of messages
+VECTOR, TEXT, ERROR, FEW_BITS, BYTES = range(5)  # kinds of messages
 
 _HEADER = struct.Struct("<2sBBIqqqqqB3xI8x")
 HEADER_NBYTES = _HEADER.size
@@ -162,13 +162,15 @@ def encode(
     return message
 
 
-def fill_text(message: Buffer, text: bytes, kind: int, signature: int = 0) -> Buffer:
+def fill_text(
+    message: Buffer, text: bytes | Buffer, kind: int, signature: int = 0
+) -> Buffer:
     """Write text to the first `HEADER_NBYTES + len(text)` bytes of a message in host memory, and return it."""
     nbytes = HEADER_NBYTES + len(text)
     write_fields(
         message, _HEADER, MAGIC, VERSION, 0, 0, 0, 0, nbytes, 0, signature, kind, 0
     )
-    message.data[HEADER_NBYTES:nbytes] = text
+    message[HEADER_NBYTES:nbytes] = np.frombuffer(text, np.uint8)
     return message
 
 

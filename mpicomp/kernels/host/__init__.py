@@ -19,6 +19,7 @@ number. Input arrays may be read-only.
 ``bits``          magnitudes as integers; indices as bitmaps
 ``coding``        indices and values in few bits, without loss
 ``few_bits``      every value of a vector in few bits, with the rounding error
+``patches``       what changed between two versions of weights, bit for bit
 ``transforms``    orthonormal transforms of chunks of consecutive values; signs
 ``lanes``         passes over values that are declared by a formula, in whole vectors
 ``instructions``  instructions of processors that Numba does not expose
@@ -48,6 +49,7 @@ from mpicomp.kernels.host.merging import (
     scatter_add,
     sparse_writer,
 )
+from mpicomp.kernels.host.patches import change_writer, digest, encode_changes
 from mpicomp.kernels.host.segments import largest_in_segments
 from mpicomp.kernels.host.selection import (
     all_below,
@@ -80,12 +82,15 @@ __all__ = [
     "add_parts",
     "add_scaled",
     "all_below",
+    "change_writer",
     "checksum",
     "clear",
     "consecutive",
     "decoder",
+    "digest",
     "divide",
     "divide_largest",
+    "encode_changes",
     "encoder",
     "entries_in_bins",
     "first_disorder",

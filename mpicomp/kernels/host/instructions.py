@@ -20,6 +20,8 @@ WORD = 64  # values, or bits, that are processed together
 LINE = 64  # bytes of a cache line
 SUMMED = 128  # lanes of the sum of a block
 STRIDES = 1, 2, 4, 8, 16, 32  # of the butterflies of 64 values
+# of the 8 bytes of up to 64 values; odd, so that each word changes a sum
+WEIGHTS = np.random.RandomState(1).randint(1 << 63, size=WORD, dtype=np.uint64) * 2 + 1
 
 
 def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
@@ -34,6 +36,23 @@ def reaching(bits, first, mask, floor):  # type: ignore[no-untyped-def]
 def nonzero(words, first):  # type: ignore[no-untyped-def]
     """Return, as the bits of a uint64, which of the 64 values from `first` on of a contiguous array have a bit set."""
     return _as_word(words[first : first + WORD].view(f"i{words.itemsize}") != 0)
+
+
+def differing(one, other, first):  # type: ignore[no-untyped-def]
+    """Return, as the bits of a uint64, in which of the 64 values from `first` on two arrays of integers differ."""
+    end = first + WORD
+    return _as_word(one[first:end] != other[first:end])
+
+
+def word_sum(bits, first):  # type: ignore[no-untyped-def]
+    """Return a sum, modulo 2^64, over the 64 values from `first` on of a contiguous array of unsigned integers.
+
+    Of each 8 bytes, as a uint64 whose lower half is xored with the upper one, times an
+    odd constant of their position (`WEIGHTS`).
+    """
+    words = bits[first : first + WORD].copy().view(np.uint64)
+    folded = words ^ words >> np.uint64(32)
+    return (folded * WEIGHTS[: words.size]).sum()
 
 
 def store_sum(a, factor, b, sign, out, first):  # type: ignore[no-untyped-def]
@@ -153,6 +172,11 @@ def ones(word):  # type: ignore[no-untyped-def]
     return np.uint64(int(word).bit_count())
 
 
+def bit_length(word):  # type: ignore[no-untyped-def]
+    """Return the number of bits of a uint64 up to its highest one set, as a uint64; 0 for 0."""
+    return np.uint64(int(word).bit_length())
+
+
 def array_at(other, address, size):  # type: ignore[no-untyped-def]
     """Return the 1-d contiguous array of that many values, of the dtype of `other`, at an address of host memory."""
     memory = (ctypes.c_char * (int(size) * other.itemsize)).from_address(int(address))
@@ -243,6 +267,35 @@ def _nonzero(typing: Any, words: Any, first: Any) -> Any:
     return (
         (types.uint64(words, types.intp), _compared(flags)) if words.is_contig else None
     )
+
+
+@in_kernels(differing)
+def _differing(typing: Any, one: Any, other: Any, first: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        load, _ = _accesses(context, builder, signature, arguments, WORD)
+        flags = builder.icmp_unsigned("!=", load(0), load(1))
+        return builder.bitcast(flags, ir.IntType(WORD))
+
+    contiguous = one.is_contig and other.is_contig
+    return (types.uint64(one, other, types.intp), code) if contiguous else None
+
+
+@in_kernels(word_sum)
+def _word_sum(typing: Any, bits: Any, first: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        load, _ = _accesses(context, builder, signature, arguments, WORD)
+        count = WORD * bits.dtype.bitwidth // 64
+        kind = ir.VectorType(ir.IntType(64), count)
+        words = builder.bitcast(load(0), kind)
+        upper = builder.lshr(words, ir.Constant(kind, [32] * count))
+        weights = ir.Constant(kind, WEIGHTS[:count].tolist())
+        products = builder.mul(builder.xor(words, upper), weights)
+        name = f"llvm.vector.reduce.add.v{count}i64"
+        total = ir.FunctionType(ir.IntType(64), [kind])
+        add = cgutils.get_or_insert_function(builder.module, total, name)
+        return builder.call(add, [products])
+
+    return (types.uint64(bits, types.intp), code) if bits.is_contig else None
 
 
 @in_kernels(store_sum)
@@ -553,6 +606,16 @@ def _lowest(typing: Any, word: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         # 1: undefined for 0, which no word is
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), code
+
+
+@in_kernels(bit_length)
+def _bit_length(typing: Any, word: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # 0: defined for 0
+        zeros = builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
+        return builder.sub(ir.Constant(zeros.type, WORD), zeros)
 
     return types.uint64(types.uint64), code
 
