@@ -57,6 +57,11 @@ contents = {  # the pages in their order; those that are not here come last
         "contributing/accuracy",
         "contributing/papers",
     ],
+    "Experiments": [
+        "files/experiments-every_step",
+        "files/experiments-race",
+        "files/experiments-papers",
+    ],
 }
 
 searched = {  # words by which the search finds a page first
