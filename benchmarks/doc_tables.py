@@ -12,6 +12,7 @@
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
     python experiments/every_step/simulate.py --json experiments/results/every_step.json   # README.md there: map.json
     mpirun -n 4 python -m mpi4py experiments/training/train.py ...  # docs/contributing/accuracy.md: all of it
+    mpirun -n 2 python -m mpi4py benchmarks/memory.py --json docs/results/memory.json
     make gpu-evidence                                                    # on a machine with a GPU
     python benchmarks/gpu_costs.py --architecture sm_90 --json docs/results/gpu_costs.json
     python experiments/papers/papers.py E1 E2 E3 E4 E5 E6 E7 E8 E9 E10    # and so experiments/papers/README.md
@@ -380,6 +381,15 @@ def large() -> list[str]:
     )
 
 
+def memory() -> list[str]:
+    """Return the table of bytes a value of a gradient on a rank: kept between steps, and more in a step."""
+    found = loaded("memory")["rows"]
+    lines = [
+        [row["name"], f"{row['kept']:.0f}", f"{row['in_a_step']:.1f}"] for row in found
+    ]
+    return table(["exchange", "kept between steps", "more while a step runs"], lines)
+
+
 def methods() -> list[str]:
     """Return the table of all methods."""
     cells = [
@@ -520,6 +530,7 @@ TABLES = {
     },
     "docs/slow_links.md": {"map": partial(local_steps, "behind")},
     "docs/performance.md": {"large": large, "first": first},
+    "docs/memory.md": {"memory": memory},
     "docs/contributing/measurements.md": {
         "steps": lambda: times(STEPS),
         "tensors": lambda: times(TENSORS, "-tensors"),

@@ -19,7 +19,14 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import GradientExchange, OuterLoop
-from mpicomp import ChunkedTopK, ErrorFeedback, Hadamard, Quantised, TopK
+from mpicomp import (
+    ChunkedTopK,
+    ErrorFeedback,
+    Hadamard,
+    MomentumCorrection,
+    Quantised,
+    TopK,
+)
 
 COMM = MPI.COMM_WORLD
 IN_PLACE = "`TopK(0.001)`, `ErrorFeedback(in_place=True)`, `sparse=True`"
@@ -47,6 +54,9 @@ def exchanges() -> dict[str, Callable[[], GradientExchange]]:
         "`TopK(0.001)`": lambda: GradientExchange(COMM, TopK(0.001)),
         IN_PLACE: lambda: GradientExchange(
             COMM, TopK(0.001), ErrorFeedback(in_place=True)
+        ),
+        "`TopK(0.001)`, `MomentumCorrection()`": lambda: GradientExchange(
+            COMM, TopK(0.001), MomentumCorrection()
         ),
         '`Quantised(ChunkedTopK(128, 4096), "two_bit")`': lambda: GradientExchange(
             COMM, chunks
@@ -90,19 +100,21 @@ def main() -> None:
             return lambda: exchange(gradient, sparse=True)
         return lambda: exchange(gradient, out=gradient)
 
-    def rounds(every: int) -> Callable[[], Any]:
-        loop = OuterLoop(GradientExchange(COMM, bits=4), gradient, every=every)
-        return loop.step
+    def rounds(momentum: float) -> Callable[[], Any]:
+        exchange = GradientExchange(COMM, bits=4)
+        return OuterLoop(exchange, gradient, every=1, momentum=momentum).step
 
     # Compilers and connections take memory of their own: once before anything counts.
     for name, make in exchanges().items():
         steps_of(make(), name)()
-    OuterLoop(GradientExchange(COMM, bits=4), gradient.copy(), every=1).step()
+    rounds(momentum=0.9)()
     for name, make in exchanges().items():
         row = measured(lambda name=name, make=make: steps_of(make(), name), length)
         rows.append({"name": name, **row})
-    row = measured(lambda: rounds(every=1), length)
-    rows.append({"name": "`OuterLoop` of an exchange with `bits=4`", **row})
+    for momentum in (0.0, 0.9):
+        name = f"`OuterLoop`, `momentum={momentum:g}`, of an exchange with `bits=4`"
+        row = measured(lambda momentum=momentum: rounds(momentum), length)
+        rows.append({"name": name, **row})
     if COMM.rank == 0:
         for row in rows:
             print(f"{row['name']:60} {row['kept']:6.2f} {row['in_a_step']:6.2f}")

@@ -29,6 +29,7 @@ contents = {  # the pages in their order; those that are not here come last
         "frameworks",
         "coming_from",
         "slurm",
+        "working",
         "symptoms",
     ],
     "Use": [
@@ -39,11 +40,13 @@ contents = {  # the pages in their order; those that are not here come last
         "collectives",
         "reliability",
         "devices",
+        "memory",
     ],
     "Look up": [
         "api/index",
         "mpi",
         "versions",
+        "project",
         "glossary",
     ],
     "For contributors": [
@@ -71,16 +74,41 @@ searched = {  # words by which the search finds a page first
         "global parameters",
         "learning rate",
         "federated",
+        "local SGD",
+        "local steps",
         "DiLoCo",
+        "MuLoCo",
         "Muon",
     ],
-    "frameworks": ["DDP", "FSDP", "bfloat16", "mixed precision"],
-    "reliability": ["timeout", "hang", "fault tolerance", "CollectiveError"],
-    "collectives": ["allreduce", "allgather"],
-    "compressors": ["sparsification"],
-    "performance": ["speedup"],
-    "exchange": ["checkpoint"],
-    "devices": ["CUDA"],
+    "frameworks": [
+        "DDP",
+        "FSDP",
+        "FSDP2",
+        "bfloat16",
+        "mixed precision",
+        "communication hook",
+        "GradScaler",
+        "JAX",
+    ],
+    "reliability": [
+        "timeout",
+        "hang",
+        "deadlock",
+        "stuck",
+        "watchdog",
+        "fault tolerance",
+        "elastic",
+        "CollectiveError",
+    ],
+    "collectives": ["allreduce", "allgather", "reduce-scatter", "ZeRO"],
+    "compressors": ["sparsification", "gradient compression", "top-k"],
+    "feedback": ["error compensation", "error feedback"],
+    "performance": ["speedup", "throughput", "scaling", "bandwidth"],
+    "exchange": ["checkpoint", "resume", "NaN", "overflow", "overlap"],
+    "devices": ["CUDA", "GPU"],
+    "memory": ["out of memory", "OOM"],
+    "working": ["debugging", "log", "report"],
+    "project": ["cite", "citation", "uninstall", "pickle", "security"],
 }
 
 html_theme = "furo"
@@ -88,6 +116,7 @@ html_title = f"mpicomp {release}"
 html_theme_options = {"navigation_with_keys": True}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(FOLDER / "static" / "scorer.js")
 html_show_copyright = False
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True

@@ -402,7 +402,8 @@ class GradientExchange:
             remedy: A sentence at the end of the error.
 
         Example:
-            >>> exchange.compare_replicas(lambda: parameters)
+            >>> exchange = GradientExchange(comm, bits=4)
+            >>> exchange.compare_replicas(lambda: {"weight": np.ones(4)})
         """
         self._comparison = Comparison(parameters, every, remedy)
 

