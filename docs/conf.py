@@ -104,9 +104,10 @@ searched = {  # words by which the search finds a page first
     "compressors": ["sparsification", "gradient compression", "top-k"],
     "feedback": ["error compensation", "error feedback"],
     "performance": ["speedup", "throughput", "scaling", "bandwidth"],
-    "exchange": ["checkpoint", "resume", "NaN", "overflow", "overlap"],
+    "exchange": ["checkpoint", "resume", "NaN", "overflow"],
     "devices": ["CUDA", "GPU"],
     "memory": ["out of memory", "OOM"],
+    "overlap": ["overlap", "progress"],
     "working": ["debugging", "log", "report"],
     "project": ["cite", "citation", "uninstall", "pickle", "security"],
 }

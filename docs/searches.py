@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 FIRST = {
-    "overlap": "exchange.html",
+    "overlap": "overlap.html",
     "out of memory": "memory.html",
     "local steps": "slow_links.html",
     "gradient compression": "compressors.html",
