@@ -58,6 +58,10 @@ def methods(comm: Any, options: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     exchanges: dict[str, Callable[[], GradientExchange] | None] = {
         "DDP, Gloo's dense sum": None,
         "DDP, bits=4": lambda: GradientExchange(comm, bits=4),
+        # with the row before: whether shorter buckets pay on a device
+        "DDP, bits=4, buckets of 2^24 bytes": lambda: GradientExchange(
+            comm, bits=4, bucket_nbytes=2**24
+        ),
         "DDP, top-k 1 %": lambda: GradientExchange(comm, TopK(0.01)),
         "DDP, 16 of 4096, two bits": lambda: GradientExchange(comm, few),
     }
