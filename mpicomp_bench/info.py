@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from collectives.calls.first_call import missing_probes
 from collectives.faults import ulfm
-from collectives.runtime import cuda_aware
+from collectives.runtime import cuda_aware, progress
 from collectives.runtime.launcher import LAUNCHER_SIZES, singleton_warning
 from mpicomp.kernels.host.bits import cache_folder
 
@@ -67,6 +67,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         found |= {
             "ranks": f"{world.size} on {hosts} host{'s' if hosts > 1 else ''}",
             "launcher": launcher(world.size, os.environ),
+            "progress": progress.described(),
             **device(),
             "bfloat16": bfloat16(CPUINFO),
         }

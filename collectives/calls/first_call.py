@@ -15,7 +15,7 @@ from collectives.faults import ulfm
 from collectives.faults.interrupts import defer_interrupt
 from collectives.faults.state import Faults, differing
 from collectives.planning import links
-from collectives.runtime import cuda_aware, waiting
+from collectives.runtime import cuda_aware, progress, waiting
 from collectives.runtime.engine import of_process
 from collectives.runtime.launcher import lone_warning, torchrun_warning
 from collectives.runtime.link import (
@@ -151,7 +151,8 @@ def _compare_settings(comm: "MPI.Intracomm") -> None:
     mine[threads.VARIABLE] = ""
     try:
         threads.count()
-    except ValueError as error:  # kernels of long vectors would raise it
+        progress.check_setting()
+    except ValueError as error:  # later calls of this rank alone would raise it
         mine[threads.VARIABLE] = f"rank {comm.rank}: {error}"
     everywhere = comm.allgather(mine)
     for settings in everywhere:

@@ -59,11 +59,11 @@ _FORKED = (
 
 
 class Request(Generic[T]):
-    """A collective in flight; its first messages are sent at once, `test` and `wait` advance it.
+    """A collective in flight, whose messages move while the rank computes (docs/mpi.md, "Progress").
 
     Requests may be completed in any order, and must be completed, as other ranks depend
-    on this one: before a call of MPI that waits for other ranks, as they advance inside
-    calls of this library only.
+    on this one; below MPI_THREAD_MULTIPLE before a call of MPI that waits for other
+    ranks, as they advance inside calls of this library only.
 
     >>> request = sparse_iallreduce(TopK(k=2).compress(gradient), comm)
     >>> request.wait().nnz

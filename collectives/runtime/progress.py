@@ -117,12 +117,15 @@ class Progress:
     def _run(self) -> None:
         if not self._alone.acquire(False):
             return
-        _here.is_helper = True
-        pthread_sigmask(SIG_BLOCK, valid_signals() - _FATAL)
-        with np.errstate(all="ignore"):  # as in a step; ranges are checked instead
-            while not self._is_stopped:
-                with suppress(MemoryError):
-                    self._serve()
+        try:
+            _here.is_helper = True
+            pthread_sigmask(SIG_BLOCK, valid_signals() - _FATAL)
+            with np.errstate(all="ignore"):  # as in a step; ranges are checked instead
+                while not self._is_stopped:
+                    with suppress(MemoryError):
+                        self._serve()
+        finally:
+            self._alone.release()
 
     def _serve(self) -> None:
         """Wait for an operation, and attend to those in flight until nothing has been for some time."""
@@ -159,23 +162,28 @@ def continue_on_callers_thread() -> Steps[None]:
         yield (Pending(lambda: not _here.is_helper),)
 
 
-def is_wanted() -> bool:
-    """Return whether the environment allows the thread; ValueError for another value than 0 and 1."""
+def check_setting() -> None:
+    """Raise ValueError for a setting in the environment that is neither 0 nor 1."""
     setting = os.environ.get(VARIABLE) or "1"
-    return bool(
-        to_choice(f"the environment variable {VARIABLE}", setting, ("0", "1")) == "1"
-    )
+    to_choice(f"the environment variable {VARIABLE}", setting, ("0", "1"))
 
 
 def reason_off() -> str | None:
     """Return why operations advance inside calls only; None if they advance while the rank computes."""
-    if not is_wanted():
+    if os.environ.get(VARIABLE) == "0":
         return f"{VARIABLE} is 0"
     names = ("SINGLE", "FUNNELED", "SERIALIZED")
     levels = {getattr(mpi(), f"THREAD_{name}"): name for name in names}
     if level := levels.get(mpi().Query_thread()):
         return (
-            f"MPI was initialised with MPI_THREAD_{level}: mpi4py.rc.thread_level = "
-            '"multiple" before MPI is imported turns it on'
+            f"MPI was initialised with MPI_THREAD_{level}; set mpi4py.rc.thread_level = "
+            '"multiple", its default, before MPI is imported'
         )
     return None
+
+
+def described() -> str:
+    """Return whether messages move while the rank computes, and why not."""
+    if reason := reason_off():
+        return f"messages move inside calls of the library only: {reason}"
+    return "messages move while the rank computes"

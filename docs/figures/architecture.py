@@ -35,7 +35,7 @@ BOXES = [  # x, y, width, height, name, contents, colour
     (0, 6.3, 12.4, 1.5, "collectives/calls/", "collective: declares one;  start: checks and starts a call\n"
      "notification, all_or_none, recovery: all ranks raise, or none\nfirst_call; debug: the debug mode", "ranks"),
     (0, 4.4, 12.4, 1.5, "collectives/runtime/", "group: the interface of an algorithm to the network\n"
-     "engine: drives operations, blocking or in flight;  deadline\n"
+     "engine, progress: drive operations, blocking or in flight;  deadline\n"
      "link, messages, staging: bytes through MPI", "ranks"),
     (0, 1.9, 6.0, 2.1, "collectives/planning/", "schedule, partition: peers of\neach round, owners of shares\n"
      'choice: the algorithm of "auto"', "ranks"),
