@@ -21,7 +21,7 @@ import numpy as np
 
 from collectives.calls.call import Call, Codec, Comm, Sum
 from collectives.calls.collective import collective
-from collectives.planning.choice import algorithm_for
+from collectives.planning.choice import choose
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import scatter, sum_of_share
 from collectives.runtime.group import Group, vectors_of
@@ -182,9 +182,14 @@ def choose_freely(
         return "recursive_doubling", NO_METADATA
     coding = group.coding(vector)
     bits = 8 * coding[1].nbytes(vector.values.size) / max(1, vector.nnz)
-    best = partial(
-        algorithm_for, "sparse_allreduce", vector, group, of_all_ranks=of_all_ranks
-    )
+
+    def best(entries: float, bits: float | None) -> str:
+        case = group.case(
+            vector.length, entries, value_nbytes=vector.value_nbytes, bits=bits
+        )
+        links = group.link.choice
+        return choose("sparse_allreduce", case, links, of_all_ranks=of_all_ranks)
+
     kind = (
         of_all_ranks,
         group.size,

@@ -14,9 +14,11 @@ owner. A rank may contribute all entries of its own share, which it does not sen
 `GradientExchange` does, and then the residual in this share is the server's.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
-from collectives.calls.call import Call, Codec, Comm, with_rejected
+from collectives.calls.call import Call, Codec, Comm, Prepared, with_rejected
 from collectives.calls.collective import collective
 from collectives.gtopk import Result, numbers
 from collectives.planning.partition import equal_bounds
@@ -87,18 +89,17 @@ def compressed_allreduce(
 compressed_iallreduce = compressed_allreduce.nonblocking
 
 
-def prepared(call: Call[Any], size: int) -> SparseVector:
+def prepared(vector: Any, compared: Mapping[str, Any], size: int) -> Prepared:
     """Return the vector if it and the compressor are valid; compare the compressor's settings as text."""
-    compressor = call.arguments["compressor"]
+    compressor = compared["compressor"]
     check_compressor(compressor)
     if any(part.state for part in compressor.chain()):
         raise TypeError(
             f"compressor is {compressor!r}, which keeps a state between calls: expected a compressor of a sum without "
             "one, such as TopK(density=0.01)"
         )
-    call.arguments = {"compressor": repr(compressor)}
-    call.own = {"second": compressor}
-    return numbers(call, size)
+    text = {"compressor": repr(compressor)}
+    return replace(numbers(vector, text, size), own={"second": compressor})
 
 
 @compressed_allreduce.algorithm(compares_calls=True)

@@ -4,20 +4,19 @@ The call signatures are compared first: MPI does not detect a mismatch, but corr
 memory or hangs.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from collectives.calls.call import Call, Comm, Sum
+from collectives.calls.call import Call, Comm, Prepared, Sum
 from collectives.calls.collective import collective
 from collectives.runtime import staging
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
 from collectives.runtime.progress import continue_on_callers_thread
-from mpicomp.arrays import converted, like, namespace, on_device, to_array
-from mpicomp.vector import SparseVector
+from mpicomp.arrays import Array, converted, like, namespace, on_device, to_values
 
 
 @collective(Sum, takes=np.ndarray)
@@ -44,52 +43,50 @@ def dense_allreduce(array: Any, comm: "Comm") -> Call[Any]:
     >>> dense_allreduce(gradient, comm).tolist()
     [0.5, -3.0, 0.25, 2.0]
     """
-
-    def prepare(call: Call[Any], size: int) -> SparseVector:
-        values = to_array(array)
-        return outlined(call, values, SparseVector.empty(values.size, values.dtype))
-
-    return Call(array, comm, prepare=prepare, finish=partial(like, original=array))
+    return Call(array, comm, prepare=prepared)
 
 
 dense_iallreduce = dense_allreduce.nonblocking
 
 
-def outlined(
-    call: Call[Any], values: NDArray[Any], outline: SparseVector
-) -> SparseVector:
-    """Store a copy of the values in the call's own arguments, for `mpi`, and return `outline`.
+def prepared(array: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+    """Return a copy of the values of an array, for `mpi`; raises TypeError or ValueError."""
+    values = to_values(array)
+    return copied(values, array, compared, length=values.size)
 
-    outline: an empty vector with length and dtype of the values, for the call
-    signature.
-    """
+
+def copied(
+    values: Array, original: Any, compared: Mapping[str, Any], **form: Any
+) -> Prepared:
+    """Return a copy of values, for `mpi`, whose sum becomes an array like `original`. form: length and width."""
     kind = np.promote_types(values.dtype, np.float32)
     if on_device(values):
-        copied = staging.to_pinned(
+        copy = staging.to_pinned(
             namespace(values).ascontiguousarray(values.astype(kind, copy=False))
         )
     else:
-        copied = np.array(values, kind, order="C")
-    call.own |= {"array": copied, "like": values.reshape(-1)[:0]}
-    return outline
+        copy = np.array(values, kind, order="C")
+    place = values.reshape(-1)[:0]
+    return Prepared(
+        copy,
+        place,
+        compared=compared,
+        own={"place": place},
+        finish=partial(like, original=original),
+        **form,
+    )
 
 
 @dense_allreduce.algorithm(compares_calls=True)
-def mpi(
-    vector: SparseVector,
-    group: Group,
-    array: NDArray[Any],
-    like: Any,
-    **compared: Any,
-) -> Steps[Any]:
-    """Compare the call signatures, and sum the arrays by MPI; the sum is on the device of `like`."""
+def mpi(array: Array, group: Group, place: Array, **compared: Any) -> Steps[Any]:
+    """Compare the call signatures, and sum the arrays by MPI; the sum has the dtype and the device of `place`."""
     group.join_queue()
     mine = array.reshape(-1)
     # first: a rank without memory for it breaks off before MPI's own sum
-    total = staging.pinned_like(mine) if on_device(like) else np.empty_like(mine)
+    total = staging.pinned_like(mine) if on_device(place) else np.empty_like(mine)
     yield from group.compare_calls()
     yield from group.reduce(mine, total)
-    if on_device(like):
+    if on_device(place):
         yield from continue_on_callers_thread()
         total = staging.to_device(total)
-    return converted(total, vector.dtype).reshape(array.shape)
+    return converted(total, place.dtype).reshape(array.shape)

@@ -17,14 +17,14 @@ algorithms the result approximates the k largest, as in the paper: an entry that
 small in every block is dropped although its sum may be large.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from collectives.calls.call import Call, Codec, Comm, sound, with_rejected
+from collectives.calls.call import Call, Codec, Comm, Prepared, sound, with_rejected
 from collectives.calls.collective import collective
-from collectives.planning.choice import algorithm_for
+from collectives.planning.choice import choose
 from collectives.planning.partition import cut, equal_bounds, likely
 from collectives.reduce_scatter import scatter
 from collectives.runtime.group import Group, Part, vectors_of
@@ -114,14 +114,14 @@ def gtopk_allreduce(
 gtopk_iallreduce = gtopk_allreduce.nonblocking
 
 
-def numbers(call: Call[Any], size: int) -> SparseVector:
+def numbers(vector: Any, compared: Mapping[str, Any], size: int) -> Prepared:
     """Return the vector if it is valid; raise ValueError for rows, which have no magnitude to select by."""
-    vector = sound(call, size)
-    if vector.width is not None:
+    prepared = sound(vector, compared, size)
+    if prepared.width is not None:
         raise ValueError(
-            f"vector has rows of {vector.width} values: gTop-k selects numbers; take sparse_allreduce"
+            f"vector has rows of {prepared.width} values: gTop-k selects numbers; take sparse_allreduce"
         )
-    return vector
+    return prepared
 
 
 def selecting(
@@ -154,7 +154,8 @@ def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
         vector.length,
         max(1, round(TYPICAL_DENSITY * vector.length)) if k is None else k,
     )
-    name = algorithm_for("gtopk_allreduce", vector, group, entries)
+    case = group.case(vector.length, entries, value_nbytes=vector.value_nbytes)
+    name = choose("gtopk_allreduce", case, group.link.choice)
     return gtopk_allreduce.algorithms[name](vector, group, k=k)
 
 

@@ -5,17 +5,17 @@ sum.
 """
 
 import math
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from collectives.allreduce import sparse_allreduce
-from collectives.calls.call import Call, Sum
+from collectives.calls.call import Call, Prepared, Sum
 from collectives.calls.collective import collective
-from collectives.dense import mpi, outlined
+from collectives.dense import copied, mpi
 from collectives.runtime.engine import Request
-from mpicomp.arrays import like, read_only, to_array
+from mpicomp.arrays import read_only, to_values
 from mpicomp.digests import digest
 from mpicomp.vector import SparseVector
 
@@ -24,23 +24,20 @@ from mpicomp.vector import SparseVector
 def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
     entries = plan.indices.size
 
-    def prepare(call: Call[Any], size: int) -> SparseVector:
-        array = to_array(values)
+    def prepare(values: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+        array = to_values(values)
         if array.ndim not in (1, 2) or len(array) != entries:
             raise ValueError(
                 f"values have shape {array.shape}: expected ({entries},) or ({entries}, width)"
             )
-        outline = SparseVector.empty(
-            entries, array.dtype, array.shape[1] if array.ndim == 2 else None
-        )
-        return outlined(call, array, outline)
+        width = array.shape[1] if array.ndim == 2 else None
+        return copied(array, values, compared, length=entries, width=width)
 
     return Call(
         values,
         plan.comm,
         arguments={"support": plan.digest},
         prepare=prepare,
-        finish=partial(like, original=values),
         operation="SupportPlan.allreduce",
     )
 

@@ -14,20 +14,22 @@ values as they are, and rounds only the sum; scales have 8 significant bits, so 
 errors need no rounding; shares are whole blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from collectives.calls.call import Call, Sum, with_rejected
+from collectives.calls.call import Call, Prepared, Sum, with_rejected
 from collectives.calls.collective import collective
 from collectives.faults.errors import DamagedMessageError
-from collectives.planning.choice import algorithm_for
+from collectives.planning.choice import choose
 from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.messages import LINE, Steps
 from collectives.runtime.patterns import compare_by_doubling
 from mpicomp.arrays import (
     Array,
+    Dtype,
     address,
     check_apart,
     contiguous,
@@ -126,22 +128,21 @@ def quantised_allreduce(
         comm,
         algorithm,
         arguments={"bits": bits, "block": block},
-        own={"out": out},
-        prepare=prepared,
+        prepare=partial(prepared, out=out),
     )
 
 
 quantised_iallreduce = quantised_allreduce.nonblocking
 
 
-def prepared(call: Call[Any], size: int) -> SparseVector:
-    """Return an empty vector of length and dtype of the array, for the call signature; store the values in the call.
+def prepared(
+    contribution: Any, compared: Mapping[str, Any], size: int, *, out: Any
+) -> Prepared:
+    """Return the correction whose values the algorithms send, with float32 for float16.
 
     Raises TypeError or ValueError for bad arguments; values that are not finite are
     found by the algorithms.
     """
-    contribution = call.contribution
-    out = call.own["out"]
     if isinstance(contribution, Correction):
         correction = contribution
     else:
@@ -165,10 +166,16 @@ def prepared(call: Call[Any], size: int) -> SparseVector:
             like(rejected.reshape(values.shape), original=contribution),
         )
 
-    call.own = {"correction": widened}
-    call.finish = finish
     errors = correction.out
-    return SparseVector.empty(errors.size, errors.dtype, like=errors)
+    return Prepared(
+        widened,
+        errors,
+        errors.size,
+        compared=compared,
+        own={"dtype": errors.dtype},
+        finish=finish,
+        contributed=widened.values,
+    )
 
 
 def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
@@ -200,17 +207,19 @@ def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
 
 @quantised_allreduce.auto
 def auto(
-    vector: SparseVector, group: Group, bits: int, block: int, correction: Correction
+    correction: Correction, group: Group, bits: int, block: int, dtype: Dtype
 ) -> Steps[Result]:
     """Run the algorithm that `collectives.planning.choice` takes for length and bits."""
-    name = algorithm_for("quantised_allreduce", vector, group, vector.length, bits=bits)
+    size = correction.out.size
+    case = group.case(size, size, bits=bits)
+    name = choose("quantised_allreduce", case, group.link.choice)
     run = quantised_allreduce.algorithms[name]
-    return run(vector, group, bits=bits, block=block, correction=correction)
+    return run(correction, group, bits=bits, block=block, dtype=dtype)
 
 
 @quantised_allreduce.algorithm(compares_calls=True)
 def direct(
-    vector: SparseVector, group: Group, bits: int, block: int, correction: Correction
+    correction: Correction, group: Group, bits: int, block: int, dtype: Dtype
 ) -> Steps[Result]:
     """Send every owner its share, sum it there, and send the sum to all ranks; see the module."""
     parts = yield from shares_of_sum(
@@ -219,7 +228,7 @@ def direct(
         bits,
         block,
         group,
-        short=vector.dtype == np.float16,
+        short=dtype == np.float16,
     )
     total = CodedSum(parts, correction.sizes)
     if not total.is_finite:  # on all ranks: they have the same codes
@@ -279,7 +288,7 @@ def raise_not_finite(correction: Correction, group: Group) -> Steps[None]:
 
 @quantised_allreduce.algorithm()
 def node_lanes(
-    vector: SparseVector, group: Group, bits: int, block: int, correction: Correction
+    correction: Correction, group: Group, bits: int, block: int, dtype: Dtype
 ) -> Steps[Result]:
     """Reduce-scatter values inside each node, sum every share over the nodes in few bits, gather it inside each node.
 
@@ -297,7 +306,7 @@ def node_lanes(
     # a vector of one row is sent as it is
     index = np.zeros_like(values, np.int32, shape=1)
     parts = [SparseVector.trusted(index, values[None, span], 1) for span in spans]
-    absent = [vector] * (node.size - len(lanes))
+    absent = [group.nothing] * (node.size - len(lanes))
     received = yield from node.all_to_all(parts + absent)
     errors[...] = 0
     share = few_bits_message(0, bits, block, values, line=LINE)
@@ -313,7 +322,7 @@ def node_lanes(
             bits,
             block,
             group.lane(node),
-            short=vector.dtype == np.float16,
+            short=dtype == np.float16,
         )
         share = join_few_bits(shared, line=LINE)
     everywhere = yield from node.all_to_all([share] * node.size)

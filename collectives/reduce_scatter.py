@@ -10,10 +10,10 @@ Differences from the paper: the parts are sent to their owners directly in one s
 with their sizes in the headers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from collectives.calls.call import Call, Codec, Comm, part_of_sum, sound
+from collectives.calls.call import Call, Codec, Comm, Prepared, part_of_sum, sound
 from collectives.calls.collective import collective
 from collectives.planning.partition import Bounds, cut, equal_bounds, given_bounds
 from collectives.runtime.group import Group, Part, vectors_of
@@ -63,30 +63,28 @@ def sparse_reduce_scatter(
 sparse_ireduce_scatter = sparse_reduce_scatter.nonblocking
 
 
-def divided(call: Call[Any], size: int) -> SparseVector:
-    """Return the vector if it is valid, and store the partition as text in the call's arguments."""
-    vector = sound(call, size)
-    partition = call.arguments["partition"]
+def divided(vector: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+    """Return the vector if it is valid, and the bounds of the partition, which the ranks compare as text."""
+    prepared = sound(vector, compared, size)
+    partition = compared["partition"]
     if not isinstance(partition, str):
-        call.arguments["partition"] = " ".join(
-            map(str, given_bounds(partition, vector.length, size))
-        )
-    elif partition != "equal":
+        bounds = given_bounds(partition, vector.length, size)
+        text = {"partition": " ".join(map(str, bounds))}
+        return Prepared.of(vector, text, bounds=bounds)
+    if partition != "equal":
         raise ValueError(
             f"partition is {partition!r}: expected 'equal' or {size + 1} bounds"
         )
-    return vector
+    return prepared
 
 
 @sparse_reduce_scatter.algorithm(compares_calls=True)
-def split(vector: SparseVector, group: Group, partition: str) -> Steps[SparseVector]:
-    """Sum every share on its owner; see the module."""
-    bounds = (
-        tuple(map(int, partition.split()))
-        if partition != "equal"
-        else equal_bounds(vector.length, group.size)
-    )
-    return (yield from sum_of_share(vector, group, bounds))
+def split(
+    vector: SparseVector, group: Group, partition: str, bounds: Bounds = ()
+) -> Steps[SparseVector]:
+    """Sum every share on its owner; see the module. bounds: those of `partition`, unless that is "equal"."""
+    equal = equal_bounds(vector.length, group.size)
+    return (yield from sum_of_share(vector, group, bounds or equal))
 
 
 def sum_of_share(

@@ -6,14 +6,15 @@ reaches all ranks.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from collectives.calls import recovery
-from collectives.calls.call import NOTHING, Call
+from collectives.calls.call import NOTHING, Call, Prepared
 from collectives.calls.collective import collective
 from collectives.calls.positions import Position, check_positions
 from collectives.faults import ulfm
@@ -22,7 +23,6 @@ from collectives.runtime.group import Group
 from collectives.runtime.link import link_if_any
 from collectives.runtime.messages import Steps
 from mpicomp.errors import kept
-from mpicomp.vector import SparseVector
 
 
 @collective()
@@ -32,12 +32,16 @@ def gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
     value: serialisable as JSON, or an exception, as `Call.contribution`. operation: the
     name in errors; CollectiveError if it differs between ranks.
     """
-    contribution: Any = value if isinstance(value, Exception) else NOTHING
-    return Call(contribution, comm, own={"value": value}, operation=operation)
+    return Call(value, comm, prepare=as_it_is, operation=operation)
+
+
+def as_it_is(value: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+    """Return a value that the ranks do not compare."""
+    return replace(NOTHING, payload=value)
 
 
 @gather_objects.algorithm()
-def _gather(vector: SparseVector, group: Group, value: Any) -> Steps[list[Any]]:
+def _gather(value: Any, group: Group) -> Steps[list[Any]]:
     return (yield from group.gather_objects(value))
 
 
@@ -106,20 +110,17 @@ def all_or_none(
 def _raise_together(
     error: Exception | None, comm: Any, operation: str, position: Position
 ) -> Call[None]:
-    return Call(
-        NOTHING, comm, own={"error": error, "position": position}, operation=operation
-    )
+    return Call((error, position), comm, prepare=as_it_is, operation=operation)
 
 
 @_raise_together.algorithm(compares_calls=True)
-def _agree(
-    vector: SparseVector, group: Group, error: Exception | None, position: Position
-) -> Steps[None]:
+def _agree(outcome: tuple[Exception | None, Position], group: Group) -> Steps[None]:
     """Sum failures and positions by MPI, which is faster than messages; ranks send texts only where there is a reason.
 
     Positions t of f ranks are equal if and only if f times the sum of t^2 is the square of
     their sum.
     """
+    error, position = outcome
     digest = _digest(position)
     mine = total = np.array((error is not None, digest, digest * digest), np.int64)
     if group.size > 1:

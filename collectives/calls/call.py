@@ -4,11 +4,11 @@ A collective is a function that returns its `Call`: the arguments, not yet check
 `collectives.calls.start` checks them and starts the operation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
-from mpicomp.arrays import is_array, sparse_remedy
+from mpicomp.arrays import Array, is_array, sparse_remedy
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ else:
 T = TypeVar("T")
 
 Codec = Literal["auto", "plain", "quick", "smallest"]
-
-NOTHING = SparseVector.empty(0)
 
 
 class Sum(NamedTuple):
@@ -57,16 +55,48 @@ def part_of_sum(result: Any) -> Sum:
     return Sum([], result)
 
 
-def sound(call: "Call[Any]", size: int) -> SparseVector:
-    """Return the vector if it is a SparseVector whose entries are in order, in range and finite; raise otherwise."""
-    vector = call.contribution
+@dataclass(frozen=True)
+class Prepared:
+    """What an algorithm takes, checked and converted.
+
+    payload: its first argument. like: an array of the dtype and on the device of the
+    payload. length, width: with the dtype, and `compared`, they must be the same on all
+    ranks. compared, own: the other arguments by name; those of `own` may differ.
+    finish: converts the result of the algorithm to that of the call. contributed:
+    returns what the payload adds to the sum, for the debug mode; the payload by default.
+    """
+
+    payload: Any
+    like: Array
+    length: int = 0
+    width: int | None = None
+    compared: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+    finish: Callable[[Any], Any] | None = None
+    contributed: Callable[[], Any] | None = None
+
+    @classmethod
+    def of(
+        cls, vector: SparseVector, compared: Mapping[str, Any], **own: Any
+    ) -> "Prepared":
+        """Return what an algorithm of sparse vectors takes."""
+        return cls(vector, vector.values, vector.length, vector.width, compared, own)
+
+
+NOTHING = Prepared(None, SparseVector.empty(0).values)
+
+# of the contribution, the arguments that all ranks share, and the number of ranks
+Prepare = Callable[[Any, Mapping[str, Any], int], Prepared]
+
+
+def sound(vector: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+    """Return a SparseVector whose entries are in order, in range and finite; TypeError or ValueError otherwise."""
     if not isinstance(vector, SparseVector):
         raise TypeError(
             f"vector is {type(vector).__name__}: expected a SparseVector{_remedy(vector)}"
         )
-    if vector is not NOTHING:
-        vector.validate()
-    return vector
+    vector.validate()
+    return Prepared.of(vector, compared)
 
 
 def _remedy(vector: Any) -> str:
@@ -77,27 +107,22 @@ def _remedy(vector: Any) -> str:
     return " (see SparseVector.from_entries)"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call(Generic[T]):
-    """The arguments of a rank's call of a collective.
+    """The arguments of a rank's call of a collective, not yet checked.
 
     contribution: the rank's input; or an exception, if the rank failed before: this
     rank raises it, and the others CollectiveError. arguments: of the algorithms by
-    name, the same on all ranks. own: those of this rank's algorithm that are not
-    compared. prepare: a function of the call, whose arguments it may change, and the
-    number of ranks; returns the vector, or raises. finish: converts the result of the
-    algorithm to that of the call. follow: take length and dtype from the root; other
-    ranks' contribution is ignored except for its device. operation: the name in errors,
-    if it is not that of the collective.
+    name, the same on all ranks. prepare: checks and converts them, or raises. follow:
+    take length and dtype from the root; other ranks' contribution is ignored except for
+    its device. operation: the name in errors, if it is not that of the collective.
     """
 
     contribution: Any
     comm: Any
     algorithm: Any = "auto"
     codec: Any = "auto"
-    arguments: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[["Call[Any]", int], SparseVector] = sound
-    finish: Callable[[Any], Any] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Prepare = sound
     follow: bool = False
     operation: str = ""

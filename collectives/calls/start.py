@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from collectives.calls import debug
-from collectives.calls.call import NOTHING, Call
+from collectives.calls.call import NOTHING, Call, Prepared
 from collectives.calls.first_call import link_of
 from collectives.calls.notification import run_or_notify
 from collectives.faults.errors import CollectiveError
@@ -43,18 +43,18 @@ def start(
         call = _failed_call(raised, args, kwargs)
     operation = call.operation or collective.name
     link = link_of(call.comm, operation)
-    vector = NOTHING
+    prepared = NOTHING
     error: BaseException | None = None
     if isinstance(call.contribution, Exception):
         error = call.contribution
     else:
         try:
-            vector = _vector_of(call, collective, link)
+            prepared = _prepared(call, collective, link)
         # whatever it is, also an interrupt: the other ranks must be notified
         except BaseException as raised:
             error = kept(raised)
     if error is not None:
-        call = replace(call, algorithm="auto", codec="auto", arguments={}, own={})
+        call = replace(call, algorithm="auto", codec="auto")
     name = call.algorithm
     if name == "auto" and collective.automatic is None:
         name = next(iter(collective.algorithms))
@@ -62,38 +62,33 @@ def start(
     with engine.of_process() as own:
         group = Group(
             link,
-            _signature(call, operation, name, vector),
+            _signature(call, operation, name, prepared),
             error,
             codec=call.codec,
-            like=vector.values,
+            like=prepared.like,
         )
         if lost := link.take_lost():
             group.contribute(CollectiveError(lost))
         steps: Any = None  # a rank with an error runs none
         if group.error is None:
             try:
-                steps = run(vector, group, **call.arguments, **call.own)
+                arguments = {**prepared.compared, **prepared.own}
+                steps = run(prepared.payload, group, **arguments)
             except BaseException as raised:
                 group.contribute(kept(raised))
         if link.checked:
-            contributed = _contributed(call, vector)
+            contributed = prepared.payload
+            if prepared.contributed is not None:
+                contributed = prepared.contributed()
             promise = collective.declaration.promised
             steps = debug.checked(group, steps, contributed, promise)
         else:
             steps = run_or_notify(group, steps)
-        if call.finish is not None:
-            steps = _converted(steps, call.finish)
+        if prepared.finish is not None:
+            steps = _converted(steps, prepared.finish)
         if to_sum is not None:
             steps = _converted(steps, to_sum)
         return own.start(steps, group, unattended=collective.is_of_library)
-
-
-def _contributed(call: Call[Any], vector: SparseVector) -> Any:
-    """Return what a call adds to the sum: a vector, or an array."""
-    correction = call.own.get("correction")
-    if correction is not None:
-        return correction.values()
-    return call.own.get("array", vector)
 
 
 def _failed_call(
@@ -107,32 +102,38 @@ def _failed_call(
     return Call(kept(error), comm)
 
 
-def _vector_of(
+def _prepared(
     call: Call[Any], collective: "Collective[..., Any]", link: Link
-) -> SparseVector:
-    """Check the arguments and convert them, in the call; return the vector. Raises TypeError or ValueError."""
+) -> Prepared:
+    """Check the arguments and convert them. Raises TypeError or ValueError."""
     if call.algorithm != "auto":
         to_choice("algorithm", call.algorithm, ["auto", *collective.algorithms])
     if call.codec != "auto":
         to_choice("codec", call.codec, ["auto", *CODECS])
-    for name, check in collective.declaration.checks.items():
-        call.arguments[name] = check(call.arguments[name], link.size)
-    if call.follow and link.rank != call.arguments["root"]:
+    arguments = call.arguments
+    if checks := collective.declaration.checks:
+        checked = {
+            name: check(arguments[name], link.size) for name, check in checks.items()
+        }
+        arguments = {**arguments, **checked}
+    if call.follow and link.rank != arguments["root"]:
         contribution = call.contribution
-        is_vector = isinstance(contribution, SparseVector)
-        return SparseVector.empty(0, like=contribution.values) if is_vector else NOTHING
-    return call.prepare(call, link.size)
+        values = NOTHING.like
+        if isinstance(contribution, SparseVector):
+            values = contribution.values
+        return Prepared.of(SparseVector.empty(0, like=values), arguments)
+    return call.prepare(call.contribution, arguments, link.size)
 
 
 def _signature(
-    call: Call[Any], operation: str, algorithm: str, vector: SparseVector
+    call: Call[Any], operation: str, algorithm: str, prepared: Prepared
 ) -> dict[str, Any]:
     """Return what must be the same on all ranks."""
-    compared = {"operation": operation, "algorithm": algorithm, **call.arguments}
+    compared = {"operation": operation, "algorithm": algorithm, **prepared.compared}
     if not call.follow:
-        compared["length"] = vector.length
-        compared["dtype"] = DTYPE_NAMES[vector.values.dtype]
-        compared["width"] = vector.width
+        compared["length"] = prepared.length
+        compared["dtype"] = DTYPE_NAMES[prepared.like.dtype]
+        compared["width"] = prepared.width
     return compared
 
 

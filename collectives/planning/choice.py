@@ -9,14 +9,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
 
 from collectives.planning.links import Constants, Cost, Links, seconds
 from mpicomp.arrays import index_dtype
-
-if TYPE_CHECKING:
-    from collectives.runtime.group import Group
-    from mpicomp.vector import SparseVector
 
 
 @dataclass(frozen=True)
@@ -47,27 +42,6 @@ class Case:
         return self.length * -math.expm1(
             ranks * math.log1p(-self.entries / self.length)
         )
-
-
-def algorithm_for(
-    collective: str,
-    vector: "SparseVector",
-    group: "Group",
-    entries: float,
-    *,
-    of_all_ranks: bool = True,
-    **about: Any,
-) -> str:
-    """Return the algorithm for a vector and a group, with so many entries of each rank; see `choose` and `Case`."""
-    case = Case(
-        group.size,
-        vector.length,
-        entries,
-        -(-group.size // len(group.nodes)),
-        value_nbytes=vector.value_nbytes,
-        **about,
-    )
-    return choose(collective, case, group.link.choice, of_all_ranks=of_all_ranks)
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from collectives.faults.errors import DamagedMessageError
 from collectives.planning import schedule
+from collectives.planning.choice import Case
 from collectives.runtime import staging
 from collectives.runtime.messages import (
     LINE,
@@ -129,6 +130,11 @@ class Group:
         inner._nodes = tuple([self._nodes[rank] for rank in ranks])
         inner.nodes = schedule.groups(inner._nodes)
         return inner
+
+    def case(self, length: int, entries: float, **about: Any) -> Case:
+        """Return the sum of vectors of `length` with so many entries each, over this group, for `choose`."""
+        per_node = -(-self.size // len(self.nodes))
+        return Case(self.size, length, entries, per_node, **about)
 
     def node(self) -> "Group":
         """Return the group of the ranks that share memory with this one."""

@@ -17,7 +17,7 @@ FLOORS = [  # modules by the beginning of their names; the longest one that fits
     ["collectives.gtopk", "collectives.allreduce", "collectives.allgather",
      "collectives.reduce_scatter", "collectives.rooted", "collectives.dense",
      "collectives.compressed", "collectives.quantised", "collectives.plan"],
-    ["collectives.calls", "collectives.planning.choice"],
+    ["collectives.calls"],
     ["collectives.runtime"],
     ["collectives.planning"],
     ["collectives.faults"],

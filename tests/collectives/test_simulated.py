@@ -227,11 +227,11 @@ def in_few_bits(network, name, length, bits, block=32):
     def run(rank, group):
         values = drawn(rank, length)
         total, errors = yield from quantised_allreduce.algorithms[name](
-            SparseVector.empty(length),
+            Correction([values], np.empty_like(values)),
             group,
             bits=bits,
             block=block,
-            correction=Correction([values], np.empty_like(values)),
+            dtype=values.dtype,
         )
         return total.to_array(), errors
 
@@ -415,6 +415,12 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         assert vectors[0].indices.tobytes() == vectors[1].indices.tobytes()
 
 
+def of_ones(steps, vector, group):
+    """Run an algorithm of sums in few bits, in the place of one of sparse vectors."""
+    ones = Correction([np.ones(100)], np.empty(100))
+    return steps(ones, group, bits=4, block=32, dtype=ones.out.dtype)
+
+
 NAMED = {
     "sparse_allreduce": {
         name: steps
@@ -433,12 +439,7 @@ NAMED = {
         for name, steps in compressed_allreduce.algorithms.items()
     },
     "quantised_allreduce": {
-        name: partial(
-            steps,
-            bits=4,
-            block=32,
-            correction=Correction([np.ones(100)], np.empty(100)),
-        )
+        name: partial(of_ones, steps)
         for name, steps in [
             ("auto", quantised_allreduce.automatic),
             *quantised_allreduce.algorithms.items(),

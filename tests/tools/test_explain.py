@@ -20,7 +20,6 @@ from commands import left
 from collectives import gtopk_allreduce, quantised_allreduce
 from collectives.planning.choice import Case
 from collectives.planning.links import NETWORKS, links_of
-from mpicomp import SparseVector
 from mpicomp.correction import Correction
 from mpicomp_bench import advice, main
 from mpicomp_bench.explain import COMPUTES, FEW_BITS, HALVED
@@ -168,8 +167,8 @@ def test_sums_in_few_bits_are_predicted_with_the_rounds_and_bytes_of_the_network
 
         def run(rank, group, steps=steps):
             ones = Correction([np.ones(length, "f4")], np.empty(length, "f4"))
-            vector = SparseVector.empty(length)
-            return steps(vector, group, bits=bits, block=256, correction=ones)
+            dtype = ones.out.dtype
+            return steps(ones, group, bits=bits, block=256, dtype=dtype)
 
         _, rounds = simulated.run(run, length=length)
         row = rows["quantised_allreduce", f"{name}, {bits} bits"]
