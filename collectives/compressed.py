@@ -24,6 +24,7 @@ from collectives.gtopk import Result, numbers
 from collectives.planning.partition import equal_bounds
 from collectives.reduce_scatter import sum_of_share
 from collectives.runtime.group import Group, vectors_of
+from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from collectives.runtime.progress import continue_on_callers_thread
 from mpicomp.arrays import negated, read_only
@@ -89,7 +90,7 @@ def compressed_allreduce(
 compressed_iallreduce = compressed_allreduce.nonblocking
 
 
-def prepared(vector: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+def prepared(vector: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
     """Return the vector if it and the compressor are valid; compare the compressor's settings as text."""
     compressor = compared["compressor"]
     check_compressor(compressor)
@@ -99,7 +100,7 @@ def prepared(vector: Any, compared: Mapping[str, Any], size: int) -> Prepared:
             "one, such as TopK(density=0.01)"
         )
     text = {"compressor": repr(compressor)}
-    return replace(numbers(vector, text, size), own={"second": compressor})
+    return replace(numbers(vector, text, link), own={"second": compressor})
 
 
 @compressed_allreduce.algorithm(compares_calls=True)

@@ -14,6 +14,7 @@ from collectives.calls.call import Call, Comm, Prepared, Sum
 from collectives.calls.collective import collective
 from collectives.runtime import staging
 from collectives.runtime.group import Group
+from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from collectives.runtime.progress import continue_on_callers_thread
 from mpicomp.arrays import Array, converted, like, namespace, on_device, to_values
@@ -49,7 +50,7 @@ def dense_allreduce(array: Any, comm: "Comm") -> Call[Any]:
 dense_iallreduce = dense_allreduce.nonblocking
 
 
-def prepared(array: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+def prepared(array: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
     """Return a copy of the values of an array, for `mpi`; raises TypeError or ValueError."""
     values = to_values(array)
     return copied(values, array, compared, length=values.size)

@@ -28,6 +28,7 @@ from collectives.planning.choice import choose
 from collectives.planning.partition import cut, equal_bounds, likely
 from collectives.reduce_scatter import scatter
 from collectives.runtime.group import Group, Part, vectors_of
+from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import (
     Combine,
@@ -114,9 +115,9 @@ def gtopk_allreduce(
 gtopk_iallreduce = gtopk_allreduce.nonblocking
 
 
-def numbers(vector: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+def numbers(vector: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
     """Return the vector if it is valid; raise ValueError for rows, which have no magnitude to select by."""
-    prepared = sound(vector, compared, size)
+    prepared = sound(vector, compared, link)
     if prepared.width is not None:
         raise ValueError(
             f"vector has rows of {prepared.width} values: gTop-k selects numbers; take sparse_allreduce"

@@ -15,6 +15,7 @@ from collectives.calls.call import Call, Prepared, Sum
 from collectives.calls.collective import collective
 from collectives.dense import copied, mpi
 from collectives.runtime.engine import Request
+from collectives.runtime.link import Link
 from mpicomp.arrays import read_only, to_values
 from mpicomp.digests import digest
 from mpicomp.vector import SparseVector
@@ -24,7 +25,7 @@ from mpicomp.vector import SparseVector
 def _sum_at(plan: "SupportPlan", values: Any) -> Call[Any]:
     entries = plan.indices.size
 
-    def prepare(values: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+    def prepare(values: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
         array = to_values(values)
         if array.ndim not in (1, 2) or len(array) != entries:
             raise ValueError(

@@ -25,6 +25,7 @@ from collectives.calls.collective import collective
 from collectives.faults.errors import DamagedMessageError
 from collectives.planning.choice import choose
 from collectives.runtime.group import Group, vectors_of
+from collectives.runtime.link import Link
 from collectives.runtime.messages import LINE, Steps
 from collectives.runtime.patterns import compare_by_doubling
 from mpicomp.arrays import (
@@ -136,7 +137,7 @@ quantised_iallreduce = quantised_allreduce.nonblocking
 
 
 def prepared(
-    contribution: Any, compared: Mapping[str, Any], size: int, *, out: Any
+    contribution: Any, compared: Mapping[str, Any], link: Link, *, out: Any
 ) -> Prepared:
     """Return the correction whose values the algorithms send, with float32 for float16.
 

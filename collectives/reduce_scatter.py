@@ -17,6 +17,7 @@ from collectives.calls.call import Call, Codec, Comm, Prepared, part_of_sum, sou
 from collectives.calls.collective import collective
 from collectives.planning.partition import Bounds, cut, equal_bounds, given_bounds
 from collectives.runtime.group import Group, Part, vectors_of
+from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from mpicomp.vector import SparseVector, add_up
 
@@ -63,17 +64,17 @@ def sparse_reduce_scatter(
 sparse_ireduce_scatter = sparse_reduce_scatter.nonblocking
 
 
-def divided(vector: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+def divided(vector: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
     """Return the vector if it is valid, and the bounds of the partition, which the ranks compare as text."""
-    prepared = sound(vector, compared, size)
+    prepared = sound(vector, compared, link)
     partition = compared["partition"]
     if not isinstance(partition, str):
-        bounds = given_bounds(partition, vector.length, size)
+        bounds = given_bounds(partition, vector.length, link.size)
         text = {"partition": " ".join(map(str, bounds))}
         return Prepared.of(vector, text, bounds=bounds)
     if partition != "equal":
         raise ValueError(
-            f"partition is {partition!r}: expected 'equal' or {size + 1} bounds"
+            f"partition is {partition!r}: expected 'equal' or {link.size + 1} bounds"
         )
     return prepared
 

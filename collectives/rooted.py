@@ -8,6 +8,9 @@ Differences from the paper: any root and any number of ranks; vectors of unequal
 mismatch raises everywhere.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -17,12 +20,14 @@ from collectives.calls.call import (
     Call,
     Codec,
     Comm,
+    Prepared,
     Sum,
     part_of_sum,
     sound,
 )
 from collectives.calls.collective import collective
 from collectives.runtime.group import Group
+from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from collectives.runtime.patterns import add, hand_down, reduce_up
 from mpicomp.patches import Patch
@@ -79,14 +84,25 @@ def sparse_reduce(
 sparse_ireduce = sparse_reduce.nonblocking
 
 
-def _content(call: Call[Any], size: int) -> SparseVector:
-    """Return the vector; a patch is an argument of the root's algorithm."""
-    if not isinstance(call.contribution, Patch):
-        if call.own["out"] is not None:
+def of_root(
+    content: Any, compared: Mapping[str, Any], link: Link, *, out: Any
+) -> Prepared:
+    """Return the root's vector or patch, with which other ranks compare no length and no dtype.
+
+    On other ranks it is ignored, except for its device.
+    """
+    patch = None
+    device = content.values if isinstance(content, SparseVector) else NOTHING.like
+    vector = SparseVector.empty(0, like=device)
+    if link.rank == compared["root"]:
+        if isinstance(content, Patch):
+            patch = content
+        elif out is not None:
             raise ValueError(_FOR_PATCHES)
-        return sound(call, size)
-    call.own["patch"] = call.contribution
-    return NOTHING
+        else:
+            vector = sound(content, compared, link).payload
+    prepared = Prepared.of(vector, compared, out=out, patch=patch)
+    return replace(prepared, length=None)
 
 
 def _vectors_alone(result: Any) -> Sum:
@@ -133,8 +149,8 @@ def sparse_bcast(
     >>> sparse_bcast(vector, comm, root=0).indices.tolist()
     [1, 3]
     """
-    shared, own = {"root": root}, {"out": out}
-    return Call(vector, comm, algorithm, codec, shared, own, _content, follow=True)
+    prepare = partial(of_root, out=out)
+    return Call(vector, comm, algorithm, codec, {"root": root}, prepare)
 
 
 sparse_ibcast = sparse_bcast.nonblocking

@@ -20,7 +20,7 @@ from collectives.calls.positions import Position, check_positions
 from collectives.faults import ulfm
 from collectives.faults.errors import CollectiveError
 from collectives.runtime.group import Group
-from collectives.runtime.link import link_if_any
+from collectives.runtime.link import Link, link_if_any
 from collectives.runtime.messages import Steps
 from mpicomp.errors import kept
 
@@ -35,7 +35,7 @@ def gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
     return Call(value, comm, prepare=as_it_is, operation=operation)
 
 
-def as_it_is(value: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+def as_it_is(value: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
     """Return a value that the ranks do not compare."""
     return replace(NOTHING, payload=value)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
+from collectives.runtime.link import Link
 from mpicomp.arrays import Array, is_array, sparse_remedy
 from mpicomp.vector import SparseVector
 
@@ -61,14 +62,15 @@ class Prepared:
 
     payload: its first argument. like: an array of the dtype and on the device of the
     payload. length, width: with the dtype, and `compared`, they must be the same on all
-    ranks. compared, own: the other arguments by name; those of `own` may differ.
+    ranks; unless the length is None. compared, own: the other arguments by name; those
+    of `own` may differ.
     finish: converts the result of the algorithm to that of the call. contributed:
     returns what the payload adds to the sum, for the debug mode; the payload by default.
     """
 
     payload: Any
     like: Array
-    length: int = 0
+    length: int | None = 0
     width: int | None = None
     compared: Mapping[str, Any] = field(default_factory=dict)
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -85,11 +87,11 @@ class Prepared:
 
 NOTHING = Prepared(None, SparseVector.empty(0).values)
 
-# of the contribution, the arguments that all ranks share, and the number of ranks
-Prepare = Callable[[Any, Mapping[str, Any], int], Prepared]
+# of the contribution, and the arguments that all ranks share, once checked
+Prepare = Callable[[Any, Mapping[str, Any], Link], Prepared]
 
 
-def sound(vector: Any, compared: Mapping[str, Any], size: int) -> Prepared:
+def sound(vector: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
     """Return a SparseVector whose entries are in order, in range and finite; TypeError or ValueError otherwise."""
     if not isinstance(vector, SparseVector):
         raise TypeError(
@@ -113,9 +115,8 @@ class Call(Generic[T]):
 
     contribution: the rank's input; or an exception, if the rank failed before: this
     rank raises it, and the others CollectiveError. arguments: of the algorithms by
-    name, the same on all ranks. prepare: checks and converts them, or raises. follow:
-    take length and dtype from the root; other ranks' contribution is ignored except for
-    its device. operation: the name in errors, if it is not that of the collective.
+    name, the same on all ranks. prepare: checks and converts them, or raises.
+    operation: the name in errors, if it is not that of the collective.
     """
 
     contribution: Any
@@ -124,5 +125,4 @@ class Call(Generic[T]):
     codec: Any = "auto"
     arguments: Mapping[str, Any] = field(default_factory=dict)
     prepare: Prepare = sound
-    follow: bool = False
     operation: str = ""

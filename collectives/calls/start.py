@@ -24,7 +24,6 @@ from mpicomp.arrays import DTYPE_NAMES
 from mpicomp.codec import CODECS
 from mpicomp.errors import kept
 from mpicomp.settings import to_choice
-from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:
     from collectives.calls.collective import Collective
@@ -62,7 +61,7 @@ def start(
     with engine.of_process() as own:
         group = Group(
             link,
-            _signature(call, operation, name, prepared),
+            _signature(operation, name, prepared),
             error,
             codec=call.codec,
             like=prepared.like,
@@ -116,21 +115,13 @@ def _prepared(
             name: check(arguments[name], link.size) for name, check in checks.items()
         }
         arguments = {**arguments, **checked}
-    if call.follow and link.rank != arguments["root"]:
-        contribution = call.contribution
-        values = NOTHING.like
-        if isinstance(contribution, SparseVector):
-            values = contribution.values
-        return Prepared.of(SparseVector.empty(0, like=values), arguments)
-    return call.prepare(call.contribution, arguments, link.size)
+    return call.prepare(call.contribution, arguments, link)
 
 
-def _signature(
-    call: Call[Any], operation: str, algorithm: str, prepared: Prepared
-) -> dict[str, Any]:
+def _signature(operation: str, algorithm: str, prepared: Prepared) -> dict[str, Any]:
     """Return what must be the same on all ranks."""
     compared = {"operation": operation, "algorithm": algorithm, **prepared.compared}
-    if not call.follow:
+    if prepared.length is not None:
         compared["length"] = prepared.length
         compared["dtype"] = DTYPE_NAMES[prepared.like.dtype]
         compared["width"] = prepared.width
