@@ -50,7 +50,7 @@ from collectives.exchange.names import canonical_names
 from collectives.faults.interrupts import defer_interrupt
 from collectives.local_steps.redistribution import EXCHANGE, is_in_flight
 from collectives.runtime import staging
-from mpicomp.arrays import Array, ByName, read_only, to_numpy
+from mpicomp.arrays import Array, ByName, read_only, to_numpy, to_values
 from mpicomp.digests import joint_digest
 from mpicomp.replica import Replica, copy_from_host, untied
 from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
@@ -188,9 +188,10 @@ class OuterLoop:
 
         check_same(f"settings of {OPERATION}", self._gather(settings))
         current = self._named_parameters()
+        # Pseudo-gradients are plain arrays.
         exchange.register(
             {
-                name: current[name]
+                name: to_values(current[name])
                 for name, first in self._first.items()
                 if name == first
             }
