@@ -53,7 +53,7 @@ from collectives.runtime import staging
 from mpicomp.arrays import Array, ByName, read_only, to_numpy, to_values
 from mpicomp.digests import joint_digest
 from mpicomp.replica import Replica, copy_from_host, untied
-from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
+from mpicomp.settings import CheckedKeywords, SetOnce, to_bool, to_integer, to_number
 from mpicomp.state import (
     check_names,
     check_table,
@@ -75,7 +75,7 @@ OTHER_LOOP = (
 )
 
 
-class OuterLoop:
+class OuterLoop(CheckedKeywords):
     """Synchronise the models of all ranks by an exchange of pseudo-gradients every `every` steps.
 
     All ranks construct it, with the same settings and the same values of the parameters:
