@@ -50,10 +50,10 @@ from collectives.exchange.names import canonical_names
 from collectives.faults.interrupts import defer_interrupt
 from collectives.local_steps.redistribution import EXCHANGE, is_in_flight
 from collectives.runtime import staging
-from mpicomp.arrays import Array, ByName, read_only, to_numpy, to_values
+from mpicomp.arrays import Array, ByName, read_only, to_array, to_numpy
 from mpicomp.digests import joint_digest
 from mpicomp.replica import Replica, copy_from_host, untied
-from mpicomp.settings import CheckedKeywords, SetOnce, to_bool, to_integer, to_number
+from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
 from mpicomp.state import (
     check_names,
     check_table,
@@ -75,7 +75,7 @@ OTHER_LOOP = (
 )
 
 
-class OuterLoop(CheckedKeywords):
+class OuterLoop:
     """Synchronise the models of all ranks by an exchange of pseudo-gradients every `every` steps.
 
     All ranks construct it, with the same settings and the same values of the parameters:
@@ -188,10 +188,10 @@ class OuterLoop(CheckedKeywords):
 
         check_same(f"settings of {OPERATION}", self._gather(settings))
         current = self._named_parameters()
-        # Pseudo-gradients are plain arrays.
+        # pseudo-gradients are arrays of NumPy or CuPy, whatever the parameters are
         exchange.register(
             {
-                name: to_values(current[name])
+                name: to_array(current[name])
                 for name, first in self._first.items()
                 if name == first
             }

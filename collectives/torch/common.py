@@ -1,8 +1,7 @@
 """What the entries of this package share: a handle with the state of the exchange, and the parameters of a model."""
 
-import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
@@ -12,7 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from collectives.exchange import GradientExchange
 from collectives.exchange.names import canonical_names
+from collectives.torch.private import after_backward, is_in_backward, version_of
 from mpicomp.arrays import ByName
+from mpicomp.errors import warn
 from mpicomp.feedback import ErrorFeedback
 from mpicomp.settings import to_integer
 from mpicomp.state import check_names
@@ -180,7 +181,7 @@ class Handle:
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a function that does nothing: a copy of the model has no hook, and may be attached."""
-        return getattr, (nullcontext(), "__exit__")
+        return nothing()
 
     def _compared(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters by name; none on a rank that has joined, and takes no steps."""
@@ -190,7 +191,7 @@ class Handle:
 
     def _check_interrupted(self) -> None:
         """Raise RuntimeError if an error interrupted the last backward pass; in a pass it returns."""
-        if not self._in_pass or torch._C._current_graph_task_id() >= 0:
+        if not self._in_pass or is_in_backward():
             return
         step = "and its step failed on all ranks"
         if self.exchange.steps > self._steps_before:
@@ -217,7 +218,7 @@ class Handle:
         self._in_pass = True
         self._has_ended = False
         self._steps_before = self.exchange.steps
-        self._versions = [parameter._version for parameter in self._names]
+        self._versions = [version_of(parameter) for parameter in self._names]
 
     def _end_pass(self) -> None:
         """End a backward pass."""
@@ -241,7 +242,7 @@ class Handle:
 
     def _check_versions(self) -> None:
         """Refuse the step if a parameter was changed in the backward pass."""
-        versions = [parameter._version for parameter in self._names]
+        versions = [version_of(parameter) for parameter in self._names]
         if self._own_error is None and versions != self._versions:
             pairs = zip(self._names.values(), versions, self._versions, strict=True)
             self._refuse_change(next(name for name, now, then in pairs if now != then))
@@ -302,10 +303,7 @@ class Handle:
         return means, self._scale if self.exchange.finite else math.nan
 
     def _drop_gradients(self) -> None:
-        """Set `.grad` to None if the last step was skipped, and no scaler looks for NaN.
-
-        Raises RuntimeError if a GradScaler that is not known here would look for gradients.
-        """
+        """Set `.grad` to None if the last step was skipped, and no scaler looks for NaN; warn of it once."""
         if self._scaler is not None or self.exchange.finite:
             return
         for parameter, name in self._names.items():
@@ -313,17 +311,16 @@ class Handle:
                 parameter.grad = None
         if self.exchange.skipped > 1:
             return
-        known = {id(handle._scaler) for handle in living(Handle, lambda _: True)}
-        if living(
-            torch.amp.GradScaler,
-            lambda other: is_scaling(other) and id(other) not in known,
-        ):
-            raise_after_backward(
-                RuntimeError(
-                    "a step was skipped, and .grad is None, which the GradScaler of this process refuses: expected "
-                    f"attach(..., scaler=scaler), so that it skips the step too; {self._remedy}"
-                )
-            )
+        warn(
+            "a step was skipped on all ranks, and .grad is None, so that an optimiser passes over all parameters. A "
+            "GradScaler refuses that ('No inf checks were recorded'): with one use attach(..., scaler=scaler)",
+            depth=2,
+        )
+
+
+def nothing() -> Any:
+    """Return what `__reduce__` returns for a hook whose copies do nothing."""
+    return getattr, (nullcontext(), "__exit__")
 
 
 def to_tensors(state: ByName) -> dict[str, torch.Tensor]:
@@ -349,11 +346,6 @@ def to_arrays(state: ByName) -> dict[str, Any]:
         key: value.cpu().numpy() if isinstance(value, torch.Tensor) else value
         for key, value in state.items()
     }
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the current backward pass; RuntimeError without one."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def raise_after_backward(error: Exception) -> None:
@@ -404,13 +396,6 @@ def check_settings(
 def is_scaling(scaler: Any) -> bool:
     """Return whether a scaler is given, and not disabled."""
     return scaler is not None and getattr(scaler, "is_enabled", lambda: True)()
-
-
-def living(kind: type, condition: Callable[[Any], bool]) -> list[Any]:
-    """Return the objects of a kind in this process for which a condition holds, after those not in use are deleted."""
-    gc.collect()
-    objects = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
-    return [thing for thing in objects if condition(thing)]
 
 
 def parts_of(model: Any, kind: type) -> list[Any]:

@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 
 from collectives.calls.all_or_none import check_same, gather_results
 from collectives.calls.replicas import EVERY
@@ -33,7 +32,6 @@ from collectives.torch.common import (
     Handle,
     ModelParameters,
     Parts,
-    after_backward,
     check_settings,
     comm_of,
     named,
@@ -41,6 +39,19 @@ from collectives.torch.common import (
     raise_after_backward,
     some,
     trainable,
+)
+from collectives.torch.private import (
+    after_backward,
+    divides_by_all_ranks,
+    drop_reducer,
+    gradient_hooks_of,
+    has_reducer,
+    hooks_of,
+    reduced_parameters,
+    skips_unused,
+    tensors_in,
+    uses_python_reducer,
+    version_of,
 )
 from collectives.torch.start import check_launcher
 from mpicomp.settings import to_number
@@ -146,7 +157,7 @@ class DDPHandle(Handle):
         scaler: Any,
         check_every: int,
     ) -> None:
-        inside = _reduced(model)
+        inside = reduced_parameters(model)
         registered = {
             name: parameter
             for name, parameter in named(model.module).items()
@@ -154,9 +165,17 @@ class DDPHandle(Handle):
         }
         known = ModelParameters(model.module, registered, "attach", _ANEW)
         super().__init__(exchange, known, scaler, _ANEW, check_every)
-        self._ddp = model
+        # weakly: a model that is dropped is deleted, and its hooks of the parameters
+        self._model = weakref.ref(model)
         self._views = model.gradient_as_bucket_view
+        self._finds_unused = model.find_unused_parameters
         self._may_skip = model.find_unused_parameters or model.static_graph
+        # a forward pass of DDP whose gradients are to be exchanged was made
+        self._is_expected = False
+        # a backward pass of a forward pass in `no_sync` began, and has not ended
+        self._is_accumulating = False
+        self._is_astray = False  # one that DDP did not see, likewise
+        self._strides = [parameter.stride() for parameter in registered.values()]
         self._clip = clip
         # with `clip`: of this rank's last gradient, before it was clipped
         self.norm: float | None = None
@@ -165,12 +184,13 @@ class DDPHandle(Handle):
         self._gradients: list[Any] = []  # what is in `.grad` before the pass
         model.register_forward_pre_hook(self)
         model.register_forward_hook(self)
-        # weakly: a model that is dropped is deleted, and its hooks of the parameters
-        model.register_comm_hook(
-            weakref.ref(self), lambda handle, bucket: handle()._take(bucket)
-        )
+        this = weakref.ref(self)
+        model.register_comm_hook(this, lambda handle, bucket: handle()._take(bucket))
+        for parameter in registered.values():
+            _release(parameter)
+            parameter.register_post_accumulate_grad_hook(_Notice(this))
         # only its class is looked at: copies of the model have no hook
-        model._comm_hooks[:] = [self]
+        hooks_of(model)[:] = [self]
 
     @partial(torch.compiler.disable)
     def __call__(self, module: Any, inputs: Any, *output: Any) -> None:
@@ -179,20 +199,65 @@ class DDPHandle(Handle):
         Other errors are raised in the backward pass: in a forward pass one of this rank would
         leave the others in sums of DDP.
         """
-        if not (torch.is_grad_enabled() and self._ddp.require_backward_grad_sync):
+        ddp = self._model()
+        if ddp is None or not torch.is_grad_enabled():
             return
-        if not output:
+        synchronises = ddp.require_backward_grad_sync
+        if not output and synchronises:
             self._check_interrupted()
-            if "reducer" not in vars(self._ddp):
+            if not has_reducer(ddp):
                 raise RuntimeError(f"this model cannot go on: {_ANEW}")
-        for tensor in _find_tensors(output):
+        self._is_expected |= bool(output) and synchronises
+        begin = self._begin_at_outputs if synchronises else self._accumulate
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._begin_at_outputs)
+                tensor.register_hook(begin)
 
     def remove(self) -> None:
         """Delete DDP's reducer, which hooks the parameters: wrap the model again to train it."""
-        for name in ("reducer", "logger"):
-            vars(self._ddp).pop(name, None)
+        ddp = self._model()
+        if ddp is not None:
+            drop_reducer(ddp)
+
+    def notice_gradient(self) -> None:
+        """Refuse a backward pass that computes gradients of parameters, and that DDP did not see.
+
+        Called for each parameter once its gradient was accumulated. After a forward pass of
+        DDP the end of the pass says whether DDP has exchanged them.
+        """
+        ddp = self._model()
+        if self._in_pass or self._is_accumulating or self._is_astray or ddp is None:
+            return
+        if not (has_reducer(ddp) and ddp.require_backward_grad_sync):
+            return
+        if self._is_expected:
+            self._begin_pass()
+            self._gradients = []  # not what they were before the pass
+            return
+        self._is_astray = True
+        after_backward(self._refuse_pass)
+
+    def _refuse_pass(self) -> None:
+        """Raise on all ranks for a backward pass that DDP did not see."""
+        self._is_astray = False
+        error = RuntimeError(
+            "gradients were computed in a backward pass that DistributedDataParallel did not see, and are not "
+            "exchanged: expected the loss of a call ddp(x), and not of ddp.module(x) or a method of ddp.module. If "
+            "they are not to be exchanged, use `with ddp.no_sync()`; handle.remove() ends all exchanges"
+        )
+        try:
+            self.exchange.fail(error)
+        except Exception as raised:
+            raise_after_backward(raised)
+
+    def _accumulate(self, _: torch.Tensor) -> None:
+        """Begin a backward pass whose gradients only accumulate."""
+        if not self._is_accumulating:
+            self._is_accumulating = True
+            after_backward(self._end_accumulation)
+
+    def _end_accumulation(self) -> None:
+        self._is_accumulating = False
 
     def _give_up(self, error: Exception) -> NoReturn:
         self.remove()
@@ -202,7 +267,7 @@ class DDPHandle(Handle):
         """Begin a backward pass, in which no gradient of a parameter was computed yet."""
         if not self._in_pass:
             self._begin_pass()
-            if self._own_error is not None and not self._ddp.find_unused_parameters:
+            if self._own_error is not None and not self._finds_unused:
                 self._give_up(self._own_error)  # DDP would wait for gradients
 
     def _begin_pass(self) -> None:
@@ -212,14 +277,32 @@ class DDPHandle(Handle):
         self._gradients = [_stamp(parameter) for parameter in self._names]
         try:
             frozen = self._parameters.frozen()
-            waits = not self._ddp.find_unused_parameters
-            if waits and 0 < len(frozen) < len(self._names):
+            if not self._finds_unused and 0 < len(frozen) < len(self._names):
                 raise ValueError(
                     f"{some(sorted(frozen))} is frozen, and DDP waits for its gradient: expected "
                     f"DistributedDataParallel(..., find_unused_parameters=True); {_ANEW}"
                 )
+            self._check_unchanged_model()
         except ValueError as error:
             self._own_error = error
+
+    def _check_unchanged_model(self) -> None:
+        """Raise ValueError for parameters in another memory format than at `attach`, and for another divisor."""
+        moved = [
+            name
+            for (name, parameter), strides in zip(
+                self._parameters.registered.items(), self._strides, strict=True
+            )
+            if parameter.stride() != strides
+        ]
+        if moved:
+            raise _moved(moved)
+        ddp = self._model()
+        if ddp is not None and not divides_by_all_ranks(ddp):
+            raise ValueError(
+                "join(divide_by_initial_world_size=False) divides by the ranks that have not joined, and the exchange "
+                "divides by all: expected divide_by_initial_world_size=True, the default"
+            )
 
     def _end_pass(self) -> None:
         """End a backward pass after DDP has ended its own, which it queues later."""
@@ -235,12 +318,14 @@ class DDPHandle(Handle):
             ]:
                 refused = RuntimeError(
                     "DDP has exchanged no gradients in this backward pass: parameters were unused without "
-                    "find_unused_parameters=True, their dtype was changed and changed back, or it is the second pass "
-                    f"after one forward pass; {_ANEW}"
+                    "find_unused_parameters=True, their dtype was changed and changed back, it is the second pass "
+                    "after one forward pass, or the loss is a gradient penalty alone (add 0 * output.sum() to it); "
+                    f"{_ANEW}"
                 )
             if refused is not None:
                 self._give_up(refused)
         self._in_pass = False
+        self._is_expected = self._is_expected and not self._has_ended
         raised = self._raised
         self._raised = None
         if raised is not None:
@@ -279,6 +364,8 @@ class DDPHandle(Handle):
         factor = math.nan
         if self._in_pass:
             self._check_versions()
+        if self._views:
+            self._check_views(buckets)
         try:
             means, factor = self._end()
         # on all ranks; DDP needs its futures to go on after it
@@ -297,14 +384,27 @@ class DDPHandle(Handle):
         if not self._in_pass:  # on a rank that has joined
             self._conclude_pass()
 
+    def _check_views(self, buckets: list[_Bucket]) -> None:
+        """Refuse the step if views of DDP have another memory format than the parameters."""
+        for *_, parts in buckets:
+            for name, parameter, part in parts:
+                gradient = parameter.grad
+                is_view = (
+                    gradient is not None and gradient.data_ptr() == part.data_ptr()
+                )
+                strides = _in_layout_of(parameter, part).stride()
+                if is_view and gradient.stride() != strides and not self._own_error:
+                    self._own_error = _moved([name])
+
     def _set_unused(self, parts: Parts) -> None:
         """Set `.grad` of unused parameters: DDP drops their mean, which may contain residuals."""
         for _, parameter, part in parts:
             mean = _in_layout_of(parameter, part)
-            if parameter.grad is not None:
-                parameter.grad.copy_(mean)
-            elif mean.any():
+            gradient = parameter.grad
+            if gradient is None and mean.any():
                 parameter.grad = mean if self._views else mean.clone()
+            elif gradient is not None and gradient.data_ptr() != mean.data_ptr():
+                gradient.copy_(mean)
 
     def _clip_gradient(self, buckets: list[_Bucket], clip: float) -> None:
         """Scale this rank's gradient to a norm of at most clip / sqrt(P), and start the exchange.
@@ -337,6 +437,33 @@ class DDPHandle(Handle):
             gradient.mul_(factor)
 
 
+def _moved(names: list[str]) -> ValueError:
+    """Return the error of parameters in another memory format than in DDP's buckets, whose order residuals have."""
+    return ValueError(
+        f"{some(names)} has another memory format than when DistributedDataParallel was made or attached, in whose "
+        "order the exchange keeps residuals: expected model.to(memory_format=...) before DistributedDataParallel(model)"
+    )
+
+
+class _Notice:
+    """The hook of a parameter: tells the handle of its DDP that a gradient was accumulated, as long as both live."""
+
+    def __init__(self, handle: "weakref.ref[DDPHandle]") -> None:
+        self._handle = handle
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        handle = self._handle()
+        if handle is not None:
+            handle.notice_gradient()
+
+
+def _release(parameter: Any) -> None:
+    """Remove the hook of a DDP that had the parameter before: only the last one says what it has seen."""
+    hooks = gradient_hooks_of(parameter)
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Notice)]:
+        del hooks[key]
+
+
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Return a future for a bucket's means; torch refuses a result on a device that the future does not name."""
     return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -345,7 +472,7 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 def _stamp(parameter: torch.Tensor) -> tuple[int, int] | None:
     """Return what changes when `.grad` does."""
     gradient = parameter.grad
-    return None if gradient is None else (gradient.data_ptr(), gradient._version)
+    return None if gradient is None else (gradient.data_ptr(), version_of(gradient))
 
 
 def _check_ddp(model: Any) -> DistributedDataParallel:
@@ -359,16 +486,21 @@ def _check_ddp(model: Any) -> DistributedDataParallel:
             "exchange(gradients, out=gradients) needs no wrapper"
         )
     ddp: DistributedDataParallel = wrapped[0]
-    if any(isinstance(hook, DDPHandle) for hook in ddp._comm_hooks):
+    if any(isinstance(hook, DDPHandle) for hook in hooks_of(ddp)):
         raise ValueError(
             "the model is already attached: use the handle that attach has returned"
         )
-    if ddp._use_python_reducer:
+    if uses_python_reducer(ddp):
         raise ValueError(
             "DistributedDataParallel was made with torch._dynamo.config.optimize_ddp = 'python_reducer', which calls "
             "no communication hook: set it to True before the model is wrapped"
         )
-    if any(isinstance(hook, tuple) for hook in ddp._comm_hooks):
+    if skips_unused(ddp):
+        raise ValueError(
+            "DistributedDataParallel was made with skip_all_reduce_unused_params=True, which does not exchange the "
+            "residuals of unused parameters, and lets ranks wait for each other: expected False, the default"
+        )
+    if any(isinstance(hook, tuple) for hook in hooks_of(ddp)):
         raise ValueError(
             "the model has a communication hook, and DDP takes one only: attach to "
             "DistributedDataParallel(model.module), without mixed_precision="
@@ -402,7 +534,7 @@ def _check_outside(model: Any, ddp: DistributedDataParallel) -> None:
 
 def _check_parameters(ddp: DistributedDataParallel) -> None:
     """Raise TypeError or ValueError for parameters that cannot be exchanged."""
-    inside = _reduced(ddp)
+    inside = reduced_parameters(ddp)
     ignored = ddp.parameters_to_ignore
     parameters = {
         name: parameter
@@ -447,15 +579,6 @@ def _check_groups(groups: list[list[int]], ranks: list[int]) -> None:
             f"{named_ranks(ranks)}: start with mpirun or srun, and call "
             "collectives.torch.init_process_group(comm), or give both the same ranks"
         )
-
-
-def _reduced(model: DistributedDataParallel) -> set[Any]:
-    """Return the parameters whose gradients DDP reduces: those that required one when it was made."""
-    return {
-        parameter
-        for bucket in model.reducer._get_zeros_like_grad_buckets()
-        for parameter in bucket.parameters()
-    }
 
 
 def _in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

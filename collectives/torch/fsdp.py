@@ -13,7 +13,6 @@ not zero, `.grad` is set to the mean.
 """
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel.distributed import _find_tensors
 
 from collectives.calls.all_or_none import check_same, gather_results
 from collectives.calls.positions import check_digests
@@ -34,7 +32,6 @@ from collectives.torch.common import (
     ModelParameters,
     check_settings,
     comm_of,
-    living,
     local_shard,
     named,
     parts_of,
@@ -42,7 +39,14 @@ from collectives.torch.common import (
     shards_of,
     trainable,
 )
+from collectives.torch.private import (
+    forward_hooks_of,
+    is_inner_fsdp,
+    reduces_gradients,
+    tensors_in,
+)
 from collectives.torch.start import check_launcher
+from mpicomp.errors import warn
 
 
 def attach_fsdp(
@@ -99,7 +103,6 @@ def attach_fsdp(
     for what in everyone[0]:
         check_same(what, [answer[what] for answer in everyone])
     check_digests("attach_fsdp: ", digests, OTHER_PARAMETERS)
-    _warn_of_others(model)
     return FSDPHandle(model, exchange, scaler, check_every)
 
 
@@ -129,6 +132,7 @@ class FSDPHandle(Handle):
         known = ModelParameters(model, parameters, "attach_fsdp", _ANEW)
         super().__init__(exchange, known, scaler, _INTERRUPTED, check_every)
         self._modules = parts_of(model, FSDPModule)
+        self._is_first = True  # no forward pass was made
         self._calls = Counter[Any]()  # of modules in forward passes, since the last end
         self._taken: dict[Any, Any] = {}  # the gradients of this backward pass, and
         self._late: list[Any] = []  # the parameters whose exchange its end starts
@@ -152,6 +156,7 @@ class FSDPHandle(Handle):
         """Look at the parameters again, before FSDP2 replaces them by whole ones; the end of the step raises errors."""
         if not torch.is_grad_enabled():
             return
+        self._warn_of_others()
         self._check_interrupted()
         if not self._in_pass:
             try:
@@ -160,9 +165,19 @@ class FSDPHandle(Handle):
             except ValueError as error:
                 self._own_error = error
 
+    def _warn_of_others(self) -> None:
+        """Warn once if the model is a part of a larger FSDP2 model, which its first forward pass finds out."""
+        if self._is_first and is_inner_fsdp(self._modules[0]):
+            warn(
+                "attach_fsdp got a part of a larger FSDP2 model: the replicas do not average the other parameters; "
+                "expected attach_fsdp(model, ...) of the whole model",
+                depth=2,
+            )
+        self._is_first = False
+
     def _watch(self, module: Any, inputs: Any, output: Any) -> None:
         """Have the backward pass of an output queue its end, and count the calls of the module."""
-        tensors = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in tensors:
             tensor.register_hook(lambda _: self._begin_pass())
         if tensors and not self._in_pass:  # else checkpointing computes it again
@@ -250,16 +265,8 @@ class FSDPHandle(Handle):
         """Return whether this backward pass synchronises gradients; with one of a sharded parameter it does."""
         if any(isinstance(parameter, DTensor) for parameter in self._taken):
             return True
-        # `set_requires_gradient_sync` has no getter
-        states = [module._get_fsdp_state() for module in self._modules]
-        groups = [
-            group
-            for state in states
-            for group in getattr(state, "_fsdp_param_groups", ())
-        ]
-        return bool(self._taken or self._own_error) and all(
-            group.reduce_grads for group in groups
-        )
+        has_gradients = bool(self._taken or self._own_error)
+        return has_gradients and all(map(reduces_gradients, self._modules))
 
     def _check_unchanged(self) -> None:
         """Refuse the step if a parameter was changed in the backward pass, or its gradient replaced."""
@@ -278,32 +285,11 @@ class FSDPHandle(Handle):
 def check_unattached(model: Any) -> None:
     """Raise ValueError if a handle has hooks in a model."""
     for module in parts_of(model, FSDPModule):
-        for hook in module._forward_hooks.values():
+        for hook in forward_hooks_of(module):
             if isinstance(getattr(hook, "__self__", None), FSDPHandle):
                 raise ValueError(
                     "the model is already attached: use the handle that attach_fsdp has returned; or call its remove()"
                 )
-
-
-def _warn_of_others(model: Any) -> None:
-    """Warn of parameters of a larger FSDP2 model that a part of it leaves out."""
-    mine = {*model.parameters()}
-    others = {
-        parameter
-        for larger in living(
-            FSDPModule,
-            lambda larger: larger is not model and model in {*larger.modules()},
-        )
-        for parameter in larger.parameters()
-        if parameter.requires_grad and parameter not in mine
-    }
-    if others:
-        warnings.warn(
-            f"attach_fsdp got a part of a larger FSDP2 model, of which it leaves out {len(others)} parameters: the "
-            "replicas do not average them; expected attach_fsdp(model, ...) of the whole model",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 def _like_parameter(mean: torch.Tensor, parameter: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Local steps of a PyTorch module: `OuterLoop` over its trainable parameters, or over the shards of FSDP2."""
 
 import weakref
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,13 @@ from collectives.local_steps.outer import OuterLoop
 from collectives.torch.common import (
     ModelParameters,
     comm_of,
-    living,
     local_shard,
+    nothing,
     parts_of,
     trainable,
 )
 from collectives.torch.fsdp import check_fsdp, check_unattached
+from collectives.torch.private import active_ddp, after_backward
 from collectives.torch.start import check_launcher
 
 
@@ -30,10 +32,10 @@ def outer_loop(
 ) -> OuterLoop:
     """Return an `OuterLoop` (local steps) of a module's trainable parameters.
 
-    Parameters that are loaded before the first step of an optimiser are the anchor, the same on
-    all ranks; the first round compares them. If the model later has other parameters, or one
-    more that requires a gradient, the next round raises ValueError that names them; parameters
-    that are frozen are left out.
+    Parameters that are loaded before the first backward pass that a step of an optimiser follows
+    are the anchor, the same on all ranks; the first round compares them. If the model later has
+    other parameters, or one more that requires a gradient, the next round raises ValueError that
+    names them; parameters that are frozen are left out.
 
     Args:
         model: a plain module, whose ranks take their steps separately. Or one whose gradients
@@ -49,17 +51,18 @@ def outer_loop(
         TypeError: `model` is no module.
         ValueError: DistributedDataParallel or FSDP2 averages over ranks of the exchange: the
             gradients would be sent dense in every step, and the parameters averaged once more.
-            The errors of `OuterLoop` are raised too.
+            For a module that DistributedDataParallel wraps its first forward pass there raises
+            it. The errors of `OuterLoop` are raised too.
 
     >>> outer = outer_loop(network, exchange, every=10)
     """
     comm = comm_of(exchange)
     everyone = gather_results(partial(_check, model, comm), comm, "outer_loop")
     check_same("shard", [answer["shard"] for answer in everyone])
-    _check_groups(
-        [answer["rank"] for answer in everyone],
-        [group for answer in everyone for group in answer["groups"]],
-    )
+    between = [answer["rank"] for answer in everyone]
+    for answer in everyone:
+        for group in answer["groups"]:
+            _check_group(between, group)
     remedy = "make a new exchange and a new loop, once the model has its parameters"
     known = ModelParameters(model, trainable(model), "outer_loop", remedy)
 
@@ -70,23 +73,96 @@ def outer_loop(
         }
 
     outer = OuterLoop(exchange, parameters, **terms)
-    reference = weakref.ref(outer)
-    mine = {id(parameter) for parameter in known.registered.values()}
-
-    def restart(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before the first step of an optimiser: parameters that were loaded are the anchor."""
-        groups = optimizer.param_groups if mine else []
-        if any(
-            id(parameter) in mine for group in groups for parameter in group["params"]
-        ):
-            # PyTorch cannot remove a hook while it calls others
-            mine.clear()
-            loop = reference()
-            if loop is not None and loop.count == 0:
-                loop.restart()
-
-    register_optimizer_step_pre_hook(restart)
+    _Hooks(outer, model, [*known.registered.values()], between)
     return outer
+
+
+class _Hooks:
+    """The hooks of a module: parameters that were loaded are the anchor; no DDP averages over ranks of the exchange.
+
+    A load comes before a backward pass, and a step of an optimiser after it: so the
+    parameters at the start of a backward pass are the anchor, until an optimiser has
+    taken a step after one, or a step of the loop was counted. Of FSDP2 those at the start
+    of a forward pass, as it calls no hook of its parameters before gradients accumulate.
+    """
+
+    def __init__(
+        self,
+        outer: OuterLoop,
+        model: torch.nn.Module,
+        parameters: list[Any],
+        between: list[int],
+    ) -> None:
+        self._outer = weakref.ref(outer)
+        self._between = between
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._in_pass = False
+        self._had_pass = False
+        self._is_sharded = bool(parts_of(model, FSDPModule))
+        # the module of a parameter too: DDP may have only a part of the model
+        for module in {model, *owners(model, parameters[:1])}:
+            module.register_forward_pre_hook(self, prepend=True)
+        self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
+        if not self._is_sharded:
+            self._hooks += [
+                parameter.register_hook(self._before_gradient)
+                for parameter in parameters
+            ]
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as a function that does nothing: a copy of the model has no hook."""
+        return nothing()
+
+    def __call__(self, *unused: Any) -> None:
+        """Before a forward pass raise ValueError if DDP averages the gradients over ranks of the exchange."""
+        if torch.compiler.is_compiling():
+            return
+        ddp = active_ddp()
+        if ddp is not None and not self._parameters.isdisjoint(
+            map(id, ddp.parameters())
+        ):
+            _check_group(self._between, ranks_of(ddp))
+        if self._is_sharded and torch.is_grad_enabled():
+            self._restart()
+            self._had_pass = True
+
+    def _before_gradient(self, _: torch.Tensor) -> None:
+        """Take the anchor, once a backward pass, before any gradient is accumulated."""
+        if not self._in_pass and self._hooks:
+            self._in_pass = True
+            after_backward(self._end_pass)
+            self._restart()
+            self._had_pass = True
+
+    def _end_pass(self) -> None:
+        self._in_pass = False
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Take the anchor before a step of an optimiser, for the last time if it follows a backward pass."""
+        if not self._hooks or self._parameters.isdisjoint(
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
+            return
+        self._restart()
+        if self._had_pass:
+            self._remove()
+
+    def _restart(self) -> None:
+        """Take the parameters as the anchor; errors are those of the next round, on all ranks."""
+        outer = self._outer()
+        if outer is None or outer.count:
+            self._remove()
+        elif self._hooks:
+            with suppress(TypeError, ValueError):
+                outer.restart()
+
+    def _remove(self) -> None:
+        """Remove all hooks but that of forward passes, and that of optimisers, which PyTorch may be going through."""
+        for hook in self._hooks[1:]:
+            hook.remove()
+        self._hooks = []
 
 
 def _check(model: Any, comm: Any) -> dict[str, Any]:
@@ -97,28 +173,34 @@ def _check(model: Any, comm: Any) -> dict[str, Any]:
             f"model is {type(model).__name__}: expected a torch.nn.Module; OuterLoop takes arrays"
         )
     check_unattached(model)
-    # DDP hooks the parameters, whatever module is passed here
-    mine = {*model.parameters()}
-    wrapped = living(
-        DistributedDataParallel,
-        lambda wrapper: not mine.isdisjoint(wrapper.parameters()),
-    )
     return {
         "shard": check_fsdp(model, comm) if parts_of(model, FSDPModule) else {},
         "rank": dist.get_rank() if dist.is_initialized() else 0,
-        "groups": [
-            dist.get_process_group_ranks(wrapper.process_group) for wrapper in wrapped
-        ],
+        "groups": [*map(ranks_of, parts_of(model, DistributedDataParallel))],
     }
 
 
-def _check_groups(between: list[int], groups: list[list[int]]) -> None:
+def owners(model: torch.nn.Module, parameters: list[Any]) -> set[torch.nn.Module]:
+    """Return the modules that have one of the parameters themselves."""
+    wanted = {*map(id, parameters)}
+    return {
+        module
+        for module in model.modules()
+        if not wanted.isdisjoint(map(id, module.parameters(recurse=False)))
+    }
+
+
+def ranks_of(ddp: DistributedDataParallel) -> list[int]:
+    """Return the ranks of a DDP module's process group."""
+    return [*dist.get_process_group_ranks(ddp.process_group)]
+
+
+def _check_group(between: list[int], inside: list[int]) -> None:
     """Raise ValueError if DDP averages over two ranks of the exchange."""
-    for inside in groups:
-        if len({*between} & {*inside}) > 1:
-            raise ValueError(
-                f"DistributedDataParallel averages the gradients of ranks {inside} in every step, and the exchange "
-                f"would average the parameters of ranks {between} again: pass the module without "
-                "DistributedDataParallel, and delete that; or give it the process group of one node, and the exchange "
-                "a communicator with one rank of each node"
-            )
+    if len({*between} & {*inside}) > 1:
+        raise ValueError(
+            f"DistributedDataParallel averages the gradients of ranks {inside} in every step, and the exchange would "
+            f"average the parameters of ranks {between} again: pass the module without DistributedDataParallel, and "
+            "call it without; or give DistributedDataParallel the process group of one node, and the exchange a "
+            "communicator with one rank of each node"
+        )

@@ -491,14 +491,17 @@ def test_replicas_that_start_with_other_parameters_are_refused(world, mesh, dtyp
     assert attach_fsdp(model, exchange).exchange is exchange
 
 
-def test_a_part_of_a_larger_model_is_warned_of(world, mesh):
+def test_a_part_of_a_larger_model_is_warned_of_in_its_first_pass(world, mesh):
     model, comm = sharded(mesh["shard"]), between_replicas(world, mesh)
-    with pytest.warns(RuntimeWarning, match="it leaves out 4 parameters"):
-        attach_fsdp(model.middle, GradientExchange(comm, TopK(0.1)))
+    attach_fsdp(model.middle, GradientExchange(comm, TopK(0.1)))
+    with pytest.warns(RuntimeWarning, match="a part of a larger FSDP2 model"):
+        model(batch(world, 0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        handle = attach_fsdp(sharded(mesh["shard"]), GradientExchange(comm, TopK(0.1)))
-    assert not handle.exchange.is_in_step
+        model(batch(world, 1)).square().mean().backward()
+        whole = sharded(mesh["shard"])
+        attach_fsdp(whole, GradientExchange(comm, TopK(0.1)))
+        whole(batch(world, 0)).square().mean().backward()
 
 
 def test_a_scaler_on_some_ranks_only_raises(world, mesh):

@@ -9,7 +9,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import zipfile
 from dataclasses import replace
 from itertools import product
 
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 from blocks import bound
 from commands import left
-from jobs import environment, python
 
 from collectives import gtopk_allreduce, quantised_allreduce
 from collectives.planning.choice import Case
@@ -738,20 +736,3 @@ def test_the_page_and_its_command_have_one_answer(capsys):
     (gain,) = [row["gain"] for row in found["rows"] if row["method"] == found["take"]]
     assert row.split("|")[1].startswith(f" {found['take']}: {gain:.2g}x, ")
     assert "--parameters 25M --step 0.3 --ranks 8" in " ".join(command)
-
-
-def test_a_zipped_wheel_explains_from_its_own_measurements(tmp_path):
-    wheel = tmp_path / "mpicomp.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for package in "mpicomp", "collectives", "mpicomp_bench":
-            for file in (ROOT / package).rglob("*.*"):
-                if file.suffix != ".pyc":
-                    archive.write(file, file.relative_to(ROOT))
-    command = "explain --train --parameters 25M --step 0.3 --ranks 8 --network 1gbit"
-    done = python(
-        *("-m", "mpicomp_bench", *command.split()),
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(wheel)),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Take:" in done.stdout
