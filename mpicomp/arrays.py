@@ -249,7 +249,10 @@ def writable_vector(out: Any) -> Array:
     values = to_values(out)
     _check_writable(values, out)
     if not is_contiguous(values):
-        raise ValueError("the array is not C-contiguous: expected a contiguous array")
+        raise ValueError(
+            "the array is not C-contiguous, as one that is transposed or channels_last: expected a contiguous array; "
+            "if it is out=, leave that out, and copy what is returned"
+        )
     return flat(values)
 
 

@@ -226,7 +226,7 @@ class GradientExchange:
             check_between_steps(self)
             form, arrays = by_name(gradient)
             if self._form is not None:
-                check_same_form(form, arrays, self._form, self._names)
+                check_same_form(form, arrays, self._form, self._names, self._order)
             outs = {}
             if out is not None:
                 outs = outs_by_name(out, form, arrays, self._names)
@@ -256,7 +256,8 @@ class GradientExchange:
         """
         if self._buckets:
             raise RuntimeError(
-                "the tensors are registered: expected one call, before the first step"
+                "the tensors of this exchange are registered: expected an exchange for each model, and one call of "
+                "register, before the first step"
             )
         if self.is_in_step:
             self.fail(
@@ -288,7 +289,7 @@ class GradientExchange:
                 f"{name!r} was started before in this step: expected each tensor once"
             )
         if self._form is not None:
-            check_same_form(DICT, {name: array}, self._form, self._names)
+            check_same_form(DICT, {name: array}, self._form, self._names, self._order)
         self.start_together({name: array}, {} if out is None else {name: out})
 
     @defer_interrupt

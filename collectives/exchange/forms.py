@@ -28,14 +28,28 @@ def in_form(form: Form, results: dict[str, Any], names: ByName) -> Any:
     return [results[name] for name in names] if form == LIST else results[ALONE]
 
 
-def check_same_form(form: Form, arrays: ByName, first: Form, names: Set[str]) -> None:
-    """Raise TypeError, KeyError or ValueError for gradients of another form or with other names than the first ones."""
+def check_same_form(
+    form: Form,
+    arrays: ByName,
+    first: Form,
+    names: Set[str],
+    registered: Collection[str] = (),
+) -> None:
+    """Raise TypeError, KeyError or ValueError for gradients of another form or with other names than the first ones.
+
+    registered: all names of the exchange, those that `hold` leaves out too.
+    """
     if form != first:
         raise TypeError(
             f"got {form}: expected {first}, as in the first step of this exchange"
         )
     if not arrays.keys() <= names:
         name = min(arrays.keys() - names, key=str)
+        if name in registered:
+            raise KeyError(
+                f"{name!r} is left out, by hold([...]): leave it out of the gradients as well, as in {{name: p.grad "
+                "for name, p in model.named_parameters() if p.requires_grad}; hold() without it takes it up again"
+            )
         raise KeyError(
             f"{name!r} is none of the tensors of the first step: {_remedy(str(name), names)}"
         )
@@ -50,7 +64,7 @@ def _remedy(name: str, names: Collection[str]) -> str:
         (known for known in names if canonical(known) == canonical(name)), None
     )
     if other is None:
-        return "use another exchange for it; if it is held, call hold() without it"
+        return "use another exchange for it"
     return f"it was registered as {other!r}; take the names of all calls from one model, wrapped or not"
 
 

@@ -25,6 +25,7 @@ from collectives.torch.common import (
 from collectives.torch.fsdp import check_fsdp, check_unattached
 from collectives.torch.private import active_ddp, after_backward
 from collectives.torch.start import check_launcher
+from mpicomp.errors import warn
 
 
 def outer_loop(
@@ -63,6 +64,11 @@ def outer_loop(
     for answer in everyone:
         for group in answer["groups"]:
             _check_group(between, group)
+    if check_launcher() == 1:
+        warn(
+            "MPI has one rank, and nothing is exchanged: start with mpirun -n 4 python -m collectives.torch train.py",
+            depth=2,
+        )
     remedy = "make a new exchange and a new loop, once the model has its parameters"
     known = ModelParameters(model, trainable(model), "outer_loop", remedy)
 

@@ -56,11 +56,15 @@ def init_process_group(comm: Any, backend: str = "gloo") -> None:
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
 
 
-def check_launcher() -> None:
-    """Raise RuntimeError under torchrun, whose processes MPI does not connect, and where torch has one process only."""
+def check_launcher() -> int:
+    """Return the number of ranks of MPI.
+
+    Raises RuntimeError under torchrun, whose processes MPI does not connect, and where
+    torch has one process only.
+    """
     from mpi4py import MPI
 
-    ranks = MPI.COMM_WORLD.size
+    ranks: int = MPI.COMM_WORLD.size
     if warning := torchrun_warning(ranks, os.environ):
         raise RuntimeError(warning)
     if dist.is_initialized() and dist.get_world_size() == 1 < ranks:
@@ -68,3 +72,4 @@ def check_launcher() -> None:
             f"torch.distributed has 1 process, and MPI {ranks}: each would train alone; start with mpirun -n {ranks} "
             "python -m collectives.torch train.py, or call collectives.torch.init_process_group(comm)"
         )
+    return ranks

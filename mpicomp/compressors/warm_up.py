@@ -52,7 +52,7 @@ class WarmUp(Wrapper, SegmentedCompressor):
         if not len(densities) or compressor.density is None:
             raise ValueError(
                 f"got densities={list(densities)}, compressor={compressor!r}: expected at least one density, and a "
-                "compressor made with density="
+                "compressor made with density=, such as TopK(0.001); in few bits Quantised(WarmUp(TopK(0.001)), form)"
             )
         self.densities = list(map(to_density, densities))
         self.calls = to_integer("calls", calls)

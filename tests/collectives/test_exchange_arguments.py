@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import GradientExchange
-from mpicomp import AdaComp, AggregationAware, Dense, Quantised, SIDCo, TopK
+from mpicomp import AdaComp, AggregationAware, Dense, Quantised, SIDCo, TopK, WarmUp
 
 
 @pytest.mark.parametrize(
@@ -197,3 +197,31 @@ def test_a_torch_tensor_stays_one_in_later_steps(form):
             ):
                 exchange(form(later))
         assert exchange.steps == 2
+
+
+def test_errors_of_what_is_left_out_registered_and_not_contiguous_name_the_remedy():
+    gradients = {"a": np.ones((2, 3)), "b": np.ones(4)}
+    exchange = GradientExchange(MPI.COMM_SELF, TopK(0.5))
+    exchange.register(gradients)
+    with pytest.raises(RuntimeError, match="expected an exchange for each model"):
+        exchange.register(gradients)
+    with pytest.raises(ValueError, match="if it is out=, leave that out, and copy"):
+        exchange(gradients, out={"a": np.ones((3, 2)).T, "b": np.ones(4)})
+    exchange.hold(["a"])
+    with pytest.raises(
+        KeyError, match=r"'a' is left out, by hold\(.*if p.requires_grad"
+    ):
+        exchange(gradients)
+    del gradients["a"]
+    assert exchange(gradients).keys() == {"b"}
+    exchange.hold([])
+    gradients["a"] = np.ones((2, 3))
+    assert exchange(gradients).keys() == {"a", "b"}
+
+
+def test_warm_up_of_few_bits_names_the_order_that_works():
+    with pytest.raises(
+        ValueError, match=r"Quantised\(WarmUp\(TopK\(0\.001\)\), form\)"
+    ):
+        WarmUp(Quantised(TopK(0.1), "sign"))
+    assert Quantised(WarmUp(TopK(0.1)), "sign").compress(np.arange(8.0)).nnz

@@ -116,7 +116,7 @@ def test_a_script_that_ends_early_on_some_ranks_is_reported_and_ended_at_the_dea
     done = start(tmp_path, script, MPICOMP_TIMEOUT="3")
     assert min(done.returncode, 1) == status, done.stderr
     assert (
-        "ago on ranks 0, 2, and has not on rank 1, which may wait for a message of the others; the job"
+        "ago on ranks 0, 2, and has not on rank 1, which may wait for a message of the others (fewer batches?"
         in done.stderr
     )
 

@@ -704,7 +704,7 @@ def test_tensors_are_registered_once(comm):
     exchange(gradients(comm.rank, 0))
     norm = exchange.residual_norm
     with pytest.raises(
-        RuntimeError, match="the tensors are registered: expected one call"
+        RuntimeError, match="are registered: expected an exchange for each model"
     ):
         exchange.register(gradients(comm.rank, 0))
     assert exchange.residual_norm == norm > 0

@@ -156,6 +156,26 @@ def test_a_process_group_that_is_left_is_destroyed_before_the_interpreter_and_mp
     assert done.stdout.count("group False, MPI True") == 2, done.stdout
 
 
+ALONE = """
+import torch
+from mpi4py import MPI
+
+from collectives import GradientExchange
+from collectives.torch import outer_loop
+
+outer_loop(torch.nn.Linear(4, 2), GradientExchange(MPI.COMM_WORLD, bits=4))
+"""
+
+
+def test_local_steps_of_one_rank_say_how_to_start_several(tmp_path):
+    (tmp_path / "train.py").write_text(ALONE)
+    done = run([sys.executable, "train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "MPI has one rank, and nothing is exchanged: start with mpirun" in done.stderr
+    )
+
+
 def test_under_torchrun_it_says_how_to_start(tmp_path):
     (tmp_path / "train.py").write_text(
         "from mpi4py import MPI\nfrom collectives.torch import init_process_group\ninit_process_group(MPI.COMM_WORLD)\n"
