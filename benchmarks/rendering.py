@@ -11,6 +11,9 @@ from mpicomp_bench.files import FileType, new_file
 
 Panel = dict[str, Any]  # `lines`, and what matplotlib's Axes.set takes
 
+COLUMNS = 2  # of a figure, at most
+MOST_IN_A_LEGEND = 12
+
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table in Markdown."""
@@ -38,20 +41,25 @@ def new_figure(path: Path) -> Path:
 
 
 def draw(grid: Sequence[Sequence[Panel]], file: Path) -> None:
-    """Draw lines of panels, with one legend below them: narrow, as a page shrinks what is wider, letters included.
+    """Draw lines of panels in at most two columns: a page shrinks what is wider, letters included.
 
-    A panel has `lines`: arguments of matplotlib's `Axes.errorbar` with `label`, and
-    `look`, which selects the colour in all panels. `marks` are vertical lines:
-    position, text, look.
+    One legend is below them; panels of different lines have one each. A panel has
+    `lines`: arguments of matplotlib's `Axes.errorbar` with `label`, and `look`, which
+    selects the colour in all panels. `marks` are vertical lines: position, text, look.
     """
     matplotlib: Any = importlib.import_module("matplotlib.figure")
+    if max(map(len, grid)) > COLUMNS:
+        grid = [*itertools.zip_longest(*grid)] if len(grid) == COLUMNS else cut(grid)
     columns = max(map(len, grid))
     drawing = matplotlib.Figure(
         figsize=(1 + 3.6 * columns, 1.6 + 3.2 * len(grid)), layout="constrained"
     )
-    every_line = [
-        line for panels in grid for panel in panels for line in panel["lines"]
-    ]
+    panels_of_all = [panel for panels in grid for panel in panels if panel]
+    every_line = [line for panel in panels_of_all for line in panel["lines"]]
+    kinds = {
+        frozenset(line["label"] for line in each["lines"]) for each in panels_of_all
+    }
+    legend_each = len(kinds) > 1 and len(frozenset.union(*kinds)) > MOST_IN_A_LEGEND
     looks = list(dict.fromkeys(line.get("look", line["label"]) for line in every_line))
     handles: dict[str, Any] = {}
     for axes_of_line, panels in zip(
@@ -73,12 +81,16 @@ def draw(grid: Sequence[Sequence[Panel]], file: Path) -> None:
                 axes.axvline(place, color=color, linestyle=":", linewidth=1)
                 axes.text(
                     place,
-                    0.02,
+                    0.98,
                     words,
                     color=color,
                     rotation=90,
+                    va="top",
                     transform=axes.get_xaxis_transform(),
                     fontsize=8,
+                    # above the curves, which it would cross
+                    zorder=5,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
                 )
             ticks = settings.pop("xticks", None)
             axes.set(**settings)
@@ -90,14 +102,26 @@ def draw(grid: Sequence[Sequence[Panel]], file: Path) -> None:
                     axis="x", which="minor", bottom=False, labelbottom=False
                 )
             axes.grid(alpha=0.3)
-    drawing.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=columns,
-        fontsize="small",
-    )
+            if legend_each:
+                axes.legend(fontsize=8)
+    if not legend_each:
+        drawing.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=columns,
+            fontsize="small",
+        )
     drawing.savefig(file, dpi=120)
+
+
+def cut(grid: Sequence[Sequence[Panel]]) -> list[Sequence[Panel]]:
+    """Return the panels in rows of at most `COLUMNS`."""
+    return [
+        row[first : first + COLUMNS]
+        for row in grid
+        for first in range(0, len(row), COLUMNS)
+    ]
 
 
 def look_of(place: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def draw_header(axes) -> None:
             name,
             ha="center",
             va="center",
-            size=6.5 if width == 1 else 8.5,
+            size=7 if width == 1 else 8.5,
         )
         if not offset % ROW:
             axes.text(-0.3, y + 0.5, f"byte {offset}", ha="right", va="center", size=8)

@@ -17,11 +17,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from collectives.agreement.metadata import WHOLE_NBYTES
 from style import save
 
 from collectives.planning.choice import Case, choose
 from collectives.planning.links import NETWORKS, Links
+from collectives.runtime.metadata import WHOLE_NBYTES
 from mpicomp_bench import explain
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -96,7 +96,7 @@ def draw_step() -> None:
                     color=COLOURS[number],
                     label=STEPS[step],
                 )
-                axes.bar_label(bar, fmt="%.1f", size=7, padding=2)
+                axes.bar_label(bar, fmt="%.1f", size=7.5, padding=2)
         axes.axvline(1, color="#333333", linewidth=1)
         axes.set(
             title=f"density {density:g}",
@@ -133,7 +133,7 @@ def draw_compressors() -> None:
         bars = axes.barh(
             places, reads, 0.4, color=COLOURS[number], label=f"density {density:g}"
         )
-        axes.bar_label(bars, fmt="%.3g", size=7, padding=2)
+        axes.bar_label(bars, fmt="%.3g", size=7.5, padding=2)
     axes.axvline(1, color="#333333", linewidth=1)
     axes.set_yticks([0.2 - place for place in range(len(names))], names)
     axes.set(xscale="log", xlabel="time, in reads of the gradient", xlim=(0.5, 400))
@@ -185,7 +185,7 @@ def gain(ranks: int, density: float, collective: str, rate: float) -> float:
 
 def draw_choice() -> None:
     """Draw which algorithm "auto" takes, by ranks and density, for 10^6 float32 with independent supports."""
-    figure, panels = panels_of(len(PANELS), 11, 3.9)
+    figure, panels = panels_of(len(PANELS), 8.4, 4)
     half_step, taken = (DENSITIES[1] / DENSITIES[0]) ** 0.5, set()
     for axes, (title, (collective, apart)) in zip(panels, PANELS.items(), strict=True):
         for ranks in RANKS:
@@ -222,9 +222,7 @@ def draw_choice() -> None:
     patches = [
         matplotlib().patches.Patch(color=colour, label=name) for name, colour in used
     ]
-    figure.legend(
-        handles=patches, loc="outside lower center", ncols=len(used), fontsize=8
-    )
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8)
     save(figure, "choice")
 
 

@@ -341,7 +341,7 @@ def test_the_anchors_to_which_a_page_links_exist(page):
 def test_the_pages_for_users_are_short():
     """All words of README and docs/*.md, as `wc -w` counts them; pages for contributors are in docs/contributing."""
     pages = [page.read_text() for page in [ROOT / "README.md", *DOCS.glob("*.md")]]
-    assert len(" ".join(pages).split()) <= 17_000
+    assert len(" ".join(pages).split()) <= 17_100
 
 
 def test_a_word_of_the_search_is_of_one_page_that_exists():
@@ -352,6 +352,17 @@ def test_a_word_of_the_search_is_of_one_page_that_exists():
     add = runpy.run_path(str(DOCS / "pages.py"))["with_words"]
     page = add("# Title\n\nText.\n", ["hang", "outer step"])
     assert page == "# Title\n\n```{index} !hang, !outer step\n```\n\nText.\n"
+
+
+def test_every_measured_figure_has_a_source():
+    of = runpy.run_path(str(ROOT / "benchmarks" / "doc_figures.py"))
+    found = of["all_figures"]()
+    assert len(found) > 60
+    assert [figure for figure in found if not of["source_of"](figure)] == []
+    assert of["missing_files"]() == []
+    used = {(figure.page, figure.section) for figure in found}
+    named = {(page, each) for page, some in of["SOURCES"].items() for each in some}
+    assert named <= used, "sections without figures"
 
 
 def test_every_figure_is_on_a_page():
