@@ -7,6 +7,7 @@
     python benchmarks/threads.py --json docs/results/threads.json
     mpirun -n 4 python -m mpi4py benchmarks/few_bits.py --json docs/results/quantised-4.json             # and on 2
     python benchmarks/cold.py --json docs/results/cold.json
+    python benchmarks/patches.py --json docs/results/patches.json --weights build/weights.npz    # names all
     python experiments/race/race.py --json experiments/results/race.json    # experiments/race/README.md has all
     mpirun -n 4 python -m mpi4py experiments/race/hook.py --json experiments/results/hook.json
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
@@ -317,6 +318,43 @@ def race(schedule: str) -> list[str]:
     return "\n".join(tables).rstrip().split("\n")
 
 
+def patches() -> list[str]:
+    """Return the table of bytes a change, and GB of weights a second, of each codec."""
+    codecs = {"rows": "rows, columns, zstd", "zlib": "differences, zlib"}
+    heads = ["rate", "steps", "changed", "bytes a change: patch"]
+    heads += [*codecs.values(), "32 bits and a value"]
+    heads += ["entropy", "given exponents", "patch: make, apply"]
+    heads += [f"{name}: make, apply" for name in codecs.values()]
+    rows = []
+    for row in loaded("patches")["rows"]:
+        cells = [row["rate"].replace("e-0", "e-"), str(row["steps"])]
+        cells.append(f"{100 * row['changed']:.1f} %")
+        names = "bytes", *(f"{name} bytes" for name in codecs), "naive bytes"
+        cells += [
+            f"{row[name]:.2f}" for name in (*names, "bound", "bound given exponents")
+        ]
+        for name in ("", *(f"{name} " for name in codecs)):
+            cells.append(f"{row[f'{name}encode']:.2f}, {row[f'{name}apply']:.2f}")
+        rows.append(cells)
+    return table(heads, rows)
+
+
+def patches_over_links() -> list[str]:
+    """Return the table of the patch of a step beside a broadcast of all weights."""
+    found = loaded("patches-8")
+    taken, nbytes = found["seconds"], found["bytes"]
+    rows = [
+        ["`changes` on the root", "", f"{taken['making']:.3f}"],
+        [
+            "`sparse_bcast`, applied on all ranks",
+            f"{nbytes['patch']:,}",
+            f"{taken['patch']:.3f}",
+        ],
+        ["MPI_Bcast of all weights", f"{nbytes['model']:,}", f"{taken['model']:.3f}"],
+    ]
+    return table([f"{found['ranks']} hosts", "bytes", "seconds"], rows)
+
+
 def quantisers() -> list[str]:
     """Return the table of relative squared errors."""
     rows = loaded("quantisers")["rows"]
@@ -550,6 +588,10 @@ TABLES = {
         "hook": hook,
         "quantisers": quantisers,
         "gains": gains,
+    },
+    "docs/patches.md": {
+        "patches": patches,
+        "patches-network": patches_over_links,
     },
     "experiments/race/README.md": {
         "race-linear": partial(race, "linear"),

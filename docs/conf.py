@@ -38,6 +38,7 @@ contents = {  # the pages in their order; those that are not here come last
         "compressors",
         "feedback",
         "collectives",
+        "patches",
         "reliability",
         "devices",
         "memory",

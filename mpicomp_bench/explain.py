@@ -33,7 +33,8 @@ from mpicomp_bench.options import above_zero, positive, share
 
 ABOUT = """\
 For every algorithm: seconds, bytes that the busiest rank sends, rounds; beside the least bytes, the
-entropy of what has to be sent. "auto" chooses by estimates with fewer terms; no MPI is started.
+entropy of what has to be sent. "patch" is sparse_bcast of a patch of weights, of which --density
+changed. "auto" chooses by estimates with fewer terms; no MPI is started.
 Every rank has a core of its own. Where ranks share a node, algorithms that ignore nodes count its
 link as shared by all of them; a dense sum is the faster of a ring over the ranks and one over the
 nodes.
@@ -288,6 +289,9 @@ def costs_of(
         found[name] = seconds(cost := formula(case), constants), cost
         if name == "mpi":
             found[name] = dense_seconds(case, links), cost
+    elif collective.name == "sparse_bcast":
+        cost, timed = formulas.patch(case)
+        found["patch"] = seconds(timed, constants), cost
     if case.ranks <= most_counted and not case.bits:
         for name in collective.algorithms.keys() - found.keys() - NOT_COUNTED:
             found[name] = (

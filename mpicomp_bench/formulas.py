@@ -17,9 +17,10 @@ from collectives.planning.choice import Case, constants_of, upper
 from collectives.planning.links import Cost, Links, seconds
 from collectives.planning.partition import likely
 from collectives.planning.schedule import core_size
-from collectives.runtime.group import SHORT_NBYTES
+from collectives.runtime.group import PIECE_OVERHEAD, SHORT_NBYTES
 from collectives.runtime.messages import LINE
 from mpicomp.arrays import index_dtype
+from mpicomp_bench.bounds import index_bits
 
 # benchmarks/fit_choice.py prints what the codec and docs/results/choice-*.json give for
 # each of these. Bits of a value as `smallest` codes it, over those in memory: of floats
@@ -27,6 +28,10 @@ from mpicomp.arrays import index_dtype
 FLOATS = 0.77
 SUMS = 0.88
 HALF_SUMS = 0.54
+# Bits of a change in a patch: in all, and a bit of the entropy of its position
+# (docs/results/patches.json; the old weights tell the rest).
+OF_PATCH = 3.1
+OF_POSITION = 0.62
 # Seconds over those of merging an entry: of an entry in a sum of many lists or in a
 # selection; of a value of a dense array that is read and written, and of one that MPI
 # adds.
@@ -139,6 +144,21 @@ def gather_shares(case: Case, entries: float, merged: float) -> Cost:
 def _split_allgather(case: Case) -> Cost:
     union = case.union(case.ranks)
     return plus(split(case), gather_shares(case, union, union))
+
+
+def patch(case: Case) -> tuple[Cost, Cost]:
+    """Return the cost of broadcasting a patch of weights, of which `entries` changed: what a rank sends, and the time.
+
+    In the time the last rank also waits for a piece of each rank before it.
+    """
+    bits = OF_PATCH + OF_POSITION * index_bits(case.entries / case.length)
+    nbytes = case.entries * bits / 8
+    piece = 1 + math.isqrt(int(nbytes) * PIECE_OVERHEAD // case.ranks)
+    others = max(0, case.ranks - 2)
+    # the calls are compared, memory and versions are agreed on
+    rounds = (nbytes / piece + others + 3 * upper(case.ranks)) * (case.ranks > 1)
+    sent = nbytes * (case.ranks > 1)
+    return in_rounds(rounds, sent), in_rounds(rounds, sent + others * piece)
 
 
 def dense_mpi(case: Case) -> Cost:

@@ -71,7 +71,7 @@ class DisagreementError(Exception):
 
 # a packet of a network: it takes longer to shorten it than to send it
 SHORT_NBYTES = 1 << 10
-_OVERHEAD = 1 << 14  # bytes that a link carries in the time of a few messages
+PIECE_OVERHEAD = 1 << 14  # bytes that a link carries in the time of a few messages
 
 
 class Group:
@@ -238,7 +238,7 @@ class Group:
         """
         previous = (self.rank - 1) % self.size
         following = (self.rank + 1) % self.size
-        piece = 1 + math.isqrt(buffer.size * _OVERHEAD // self.size)
+        piece = 1 + math.isqrt(buffer.size * PIECE_OVERHEAD // self.size)
         sendings: tuple[Pending, ...] = ()
         for first in range(0, buffer.size, piece):
             part = buffer[first : first + piece]

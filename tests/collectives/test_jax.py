@@ -15,7 +15,7 @@ from foreign import (
 from mpi4py import MPI
 
 from collectives import GradientExchange
-from mpicomp import Dense, SparseVector, TopK
+from mpicomp import Dense, SparseVector, TopK, changes
 from mpicomp.arrays import like, to_array, writable_vector
 
 # read when JAX first looks for devices
@@ -155,3 +155,15 @@ def test_two_leaves_of_one_path_in_jax_are_refused_before_the_step():
     means = exchange_pytree(calls, {"a": leaves})
     assert [leaf.tolist() for leaf in means["a"]] == [[1, 1], [2, 2]]
     assert exchange_pytree(exchange(), {"a": leaves[0], "b": None})["b"] is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_patch_of_weights_of_jax(dtype):
+    before = jax.random.normal(jax.random.key(0), (300, 7)).astype(dtype)
+    after = before + (before * 1e-3).astype(dtype)
+    patch = changes({"weight": before}, {"weight": after})
+    given = {"weight": np.array(before)}
+    patch.apply(given)
+    assert given["weight"].tobytes() == np.asarray(after).tobytes()
+    with pytest.raises(ValueError, match="read-only"):
+        patch.apply({"weight": before})

@@ -49,6 +49,11 @@ for path in sys.argv[1:]:
 """
 
 
+def test_weight_patches(tmp_path):
+    printed = checked("weight_patches.py", size=3, cwd=tmp_path, checks=4)
+    assert "3.1% of weights change" in printed
+
+
 def test_the_files_to_read_have_the_bits_of_the_library(tmp_path):
     """In one job: ranks take longer to start than these files run."""
     paths = [

@@ -191,7 +191,7 @@ BUDGET = {
     "tokens": 91500,
     "density": 8.5,
     "wide assignments": 1,
-    "tool tokens": 23600,
+    "tool tokens": 23800,
 }
 SLACK = 1.03
 

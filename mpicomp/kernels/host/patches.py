@@ -179,13 +179,14 @@ def _section_writer(
         classes = _Classes(dtype)
         state = np.stack([np.zeros_like(starts), starts, head[0]])
         is_cut = _begin(head, state, words)
-        for array, (whole, last) in parts:
-            for part in (whole, last):
+        for array, words_of_it in parts:
+            for part in words_of_it:
                 # after a cut stream the next change is unknown
                 if not is_cut:
                     is_cut = _apply(part, *classes.given[:3], head, state, words)
-            rest = array.size - whole.size
-            array[whole.size :] = last[:rest].view(dtype)
+            rest = array.size % WORD
+            if rest:
+                array[-rest:] = words_of_it[-1][:rest].view(dtype)
         is_cut |= state[2].any()
         assert not is_cut, "these are changes of other weights"
 
@@ -221,12 +222,13 @@ class _Classes:
 
 
 def _words_of(array: Array) -> list[Array]:
-    """Return the bits of an array in whole words: a view of all but the last values, and these padded with zeros."""
+    """Return the bits of an array in whole words: a view, and behind it up to 63 last values, padded with zeros."""
     bits = array.reshape(-1).view(f"u{array.itemsize}")
     whole = bits.size // WORD * WORD
     last = np.zeros(WORD if whole < bits.size else 0, bits.dtype)
     last[: bits.size - whole] = bits[whole:]
-    return [as_writable(bits[:whole]), last]
+    parts = [as_writable(bits[:whole]), last]
+    return [part for part in parts if part.size]
 
 
 def _plan(members: Array, lengths: Array) -> tuple[Array, Array]:
