@@ -84,7 +84,9 @@ def outer_loop(
 
 
 class _Hooks:
-    """The hooks of a module: parameters that were loaded are the anchor; no DDP averages over ranks of the exchange.
+    """The hooks of a module until the first step that is counted.
+
+    Parameters that were loaded are the anchor, and no DDP averages over ranks of the exchange.
 
     A load comes before a backward pass, and a step of an optimiser after it: so the
     parameters at the start of a backward pass are the anchor, until an optimiser has
@@ -104,16 +106,15 @@ class _Hooks:
         self._parameters = {id(parameter) for parameter in parameters}
         self._in_pass = False
         self._had_pass = False
+        self._has_begun = False  # a step of an optimiser followed a backward pass
         self._is_sharded = bool(parts_of(model, FSDPModule))
+        self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
         # the module of a parameter too: DDP may have only a part of the model
         for module in {model, *owners(model, parameters[:1])}:
-            module.register_forward_pre_hook(self, prepend=True)
-        self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
+            self._hooks.append(module.register_forward_pre_hook(self, prepend=True))
         if not self._is_sharded:
-            self._hooks += [
-                parameter.register_hook(self._before_gradient)
-                for parameter in parameters
-            ]
+            for parameter in parameters:
+                self._hooks.append(parameter.register_hook(self._before_gradient))
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a function that does nothing: a copy of the model has no hook."""
@@ -128,13 +129,15 @@ class _Hooks:
             map(id, ddp.parameters())
         ):
             _check_group(self._between, ranks_of(ddp))
-        if self._is_sharded and torch.is_grad_enabled():
+        if not self._is_sharded:
+            self._remove_once_counted()
+        elif torch.is_grad_enabled():
             self._restart()
             self._had_pass = True
 
     def _before_gradient(self, _: torch.Tensor) -> None:
         """Take the anchor, once a backward pass, before any gradient is accumulated."""
-        if not self._in_pass and self._hooks:
+        if not self._in_pass:
             self._in_pass = True
             after_backward(self._end_pass)
             self._restart()
@@ -145,30 +148,35 @@ class _Hooks:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Take the anchor before a step of an optimiser, for the last time if it follows a backward pass."""
-        if not self._hooks or self._parameters.isdisjoint(
+        if self._parameters.isdisjoint(
             id(parameter)
             for group in optimizer.param_groups
             for parameter in group["params"]
         ):
             return
         self._restart()
-        if self._had_pass:
-            self._remove()
+        self._has_begun = self._had_pass
 
     def _restart(self) -> None:
         """Take the parameters as the anchor; errors are those of the next round, on all ranks."""
-        outer = self._outer()
-        if outer is None or outer.count:
-            self._remove()
-        elif self._hooks:
+        outer = self._remove_once_counted()
+        if outer is not None and not self._has_begun:
             with suppress(TypeError, ValueError):
                 outer.restart()
 
-    def _remove(self) -> None:
-        """Remove all hooks but that of forward passes, and that of optimisers, which PyTorch may be going through."""
+    def _remove_once_counted(self) -> OuterLoop | None:
+        """Return the loop; once it has counted a step, or is deleted, None, and remove the hooks.
+
+        That of optimisers stays: PyTorch may be calling them, one after the other.
+        """
+        outer = self._outer()
+        if outer is not None and not outer.count:
+            return outer
         for hook in self._hooks[1:]:
             hook.remove()
         self._hooks = []
+        self._parameters = set()
+        return None
 
 
 def _check(model: Any, comm: Any) -> dict[str, Any]:
