@@ -35,6 +35,7 @@ DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}
 _SHORT = np.dtype(np.int32)
 _LONG = np.dtype(np.int64)
 _LINE = 64  # bytes of a cache line
+_BLOCK = 65536  # values
 _FIRST = ctypes.c_char.from_buffer  # of a writable C-contiguous array that is not empty
 # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
 _HOST_DEVICES = (1, 3, 11)
@@ -304,8 +305,9 @@ def writable_memory(array: Any) -> Array:
 def _check_writable(values: Array, array: Any) -> None:
     if not (on_device(values) or values.flags.writeable):
         raise ValueError(
-            f"{_type_name(array)} is read-only for NumPy: expected a writable array (JAX's never are; NumPy before 2.2 "
-            "gets read-only views through DLPack)"
+            f"{_type_name(array)} is read-only for NumPy: expected a writable array. JAX's never are: leave out= out; "
+            "give OuterLoop a copy that is made once, copy = np.array(array), and write each step to it, copy[...] = "
+            "new. NumPy before 2.2 gets read-only views through DLPack"
         )
 
 
@@ -416,6 +418,12 @@ def nonzero(values: Array) -> Array:
     if not on_device(values):
         return values != 0  # type: ignore[no-any-return]
     return values.view(f"u{values.itemsize}") << 1 != 0  # type: ignore[no-any-return]
+
+
+def has_nonzero(values: Array) -> bool:
+    """Return whether a value of a vector is not zero; unlike any(), stops at the first block that has one."""
+    starts = range(0, values.size, _BLOCK)
+    return any(nonzero(values[start : start + _BLOCK]).any() for start in starts)
 
 
 def converted(values: Array, dtype: Any) -> Array:

@@ -16,6 +16,7 @@ import numpy as np
 from mpicomp.arrays import (
     Array,
     ByName,
+    Dtype,
     Write,
     address,
     adjacent,
@@ -30,7 +31,6 @@ from mpicomp.arrays import (
     sizes_of,
     to_values,
     views_between,
-    widened_values,
 )
 from mpicomp.bases import Basis, Coefficients, runs
 from mpicomp.coded import CodedSum
@@ -38,6 +38,7 @@ from mpicomp.compressors import Compressor
 from mpicomp.compressors.selection import Selection
 from mpicomp.correction import Correction
 from mpicomp.feedback import Feedback, InPlaceErrorFeedback
+from mpicomp.state import Configured
 from mpicomp.tensors import ALONE, Tensor, plain_vectors
 from mpicomp.vector import SparseVector, check_range
 
@@ -77,8 +78,16 @@ class Bucket:
         shown = [None] if is_alone else names
         self.selection = Selection(shown, self.edges, compressors)
         self.names_of_tensors = [tensor.name for tensor in tensors]
+        # What else has a state of these tensors, by name; see `Layout.parts`.
+        self.parts: dict[str, Configured] = {}
         # of a list of arrays that are one segment
         self._buffer: Array | None = None
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of the vector to compress; coefficients of float16, which may be out of range, are float32."""
+        dtype = self.tensors[0].dtype
+        return dtype if self.basis is None else np.promote_types(dtype, np.float32)
 
     def correct(
         self, vectors: list[Array], arrays: ByName, takes: type[Any] = SparseVector
@@ -88,8 +97,7 @@ class Bucket:
         takes: what is to be summed; see `payload`.
         """
         if self.basis is not None:
-            # coefficients of float16 may be out of its range
-            vectors = [widened_values(vector) for vector in vectors]
+            vectors = [converted(vector, self.dtype) for vector in vectors]
         is_by_tensor = self.in_place or (takes is Correction and self.basis is None)
         if len(self.names) == 1 and not is_by_tensor:
             joined = adjacent(vectors)

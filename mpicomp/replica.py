@@ -8,7 +8,7 @@ size.
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,27 +17,34 @@ from mpicomp.arrays import (
     ByName,
     address,
     check_apart,
+    has_nonzero,
     kernels_for,
-    nonzero,
     on_device,
+    to_device_of,
+    to_numpy,
     writable_memory,
 )
 from mpicomp.bucket import Mean
 from mpicomp.coded import CodedSum
 from mpicomp.feedback.base import accumulation_dtype
+from mpicomp.state import POSITIONS, Configured
 from mpicomp.tensors import DICT, Tensor, describe
 from mpicomp.vector import SparseVector
 
 # values: the arithmetic after the exchange allocates no more than this at once
 _PIECE = 2**18
+_SAMPLE = 1000
 
 
-class Replica:
+class Replica(Configured):
     """Parameters of this rank that are one vector: anchor, pseudo-gradient and momentum, one tensor after the other.
 
     tensors: of one dtype, on one device. parameters: the caller's arrays by name, which are
     written to. Parameters in bfloat16 are vectors in float32.
     """
+
+    layout = POSITIONS
+    state: ClassVar = dict.fromkeys(("anchor", "velocity", "delta"), (-np.inf, np.inf))
 
     def __init__(
         self,
@@ -47,13 +54,13 @@ class Replica:
     ) -> None:
         self.tensors = tensors
         self.momentum = momentum
+        self._is_sent = False
         edges = [0, *accumulate(tensor.size for tensor in tensors)]
         self._spans = [slice(first, end) for first, end in pairwise(edges)]
         length = edges[-1]
         dtype = tensors[0].dtype
         xp = tensors[0].xp
         self.delta: Array = xp.zeros(length, dtype)
-        self.deltas = self.by_tensor(self.delta)
         self.anchor: Array = xp.zeros(length, dtype)
         self.velocity: Array | None = None
         if momentum:
@@ -77,13 +84,27 @@ class Replica:
         ]
         self._thetas = [_vector(memory) for memory in self._memory]
 
+    def send(self) -> dict[str, Array]:
+        """Return the pseudo-gradients by tensor, which are part of the state until `receive`."""
+        self._is_sent = True
+        return self.by_tensor(self.delta)
+
+    def receive(self) -> None:
+        """End the exchange of what was sent, whatever became of it."""
+        self._is_sent = False
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether any value is not as it was at the start of the round, after `subtract`; stops at the first one."""
+        return has_nonzero(self.delta)
+
     def changed(self, names: Collection[str]) -> set[str]:
         """Return which of the named tensors are not as they were at the start of the round, after `subtract`."""
         pairs = zip(self.tensors, self._spans, strict=True)
         return {
             tensor.name
             for tensor, span in pairs
-            if tensor.name in names and nonzero(self.delta[span]).any()
+            if tensor.name in names and has_nonzero(self.delta[span])
         }
 
     def by_tensor(self, array: Array) -> dict[str, Array]:
@@ -178,14 +199,84 @@ class Replica:
         factor = rate * self.momentum if nesterov else rate
         _add(velocity, -factor, anchor)
 
-    def vectors(self, *, in_flight: bool) -> dict[str, Array]:
-        """Return the vectors to save, not copied."""
-        vectors = {"anchor": self.anchor}
-        if self.velocity is not None:
-            vectors["momentum"] = self.velocity
-        if in_flight:
-            vectors["delta"] = self.delta
-        return vectors
+    def sample(self) -> Array:
+        """Return up to 2,000 values of each parameter that was found last, as it is now, in host memory."""
+        samples = []
+        for memory in self._memory:
+            values = memory.reshape(-1)[:: max(1, memory.size // _SAMPLE)]
+            samples.append(to_numpy(_vector(values)).astype(np.float64))
+        return np.concatenate(samples)
+
+    def held(self) -> dict[str, Any]:
+        delta = self.delta if self._is_sent else None
+        return {"anchor": self.anchor, "velocity": self.velocity, "delta": delta}
+
+    def take(self, values: ByName) -> None:
+        """Take checked values, of a replica with momentum, or of one without."""
+        own = {"anchor": self.anchor, "velocity": self.velocity}
+        if values["delta"] is not None:
+            own["delta"] = self.delta
+        for name, array in own.items():
+            kinds = [getattr(one, "dtype", None) for one in (values[name], array)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"the state of {self.tensors[0].name!r} has {kinds[0]} as {name}: expected {kinds[1]}; make the "
+                    "loop with the parameters and the momentum with which it was saved"
+                )
+        for name, array in own.items():
+            if array is not None:
+                setattr(self, name, to_device_of(values[name], array))
+        self._is_sent = "delta" in own
+
+
+class Trial:
+    """Samples by which to tell whether the first step behind a round goes on from what the round has written.
+
+    An optimiser that keeps copies of the parameters goes on from these, and writes
+    them. Make it before the round writes, call `end_round` behind it, and `distances`
+    after a step.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+        self._before = self._values()
+        self._written = self._before
+
+    def end_round(self) -> None:
+        """Take the values that the round has written."""
+        self._written = self._values()
+
+    def distances(self) -> list[float]:
+        """Return the squares of the distances from now to before the round wrote, and to what it has written.
+
+        Where optimisers go on from the mean, the squares of the former add up over the
+        ranks to more: the changes that the round wrote add up to almost nothing, and
+        steps in a direction that the ranks have in common do not bring them back.
+        """
+        now = self._values()
+        differences = now - self._before, now - self._written
+        return [float(np.vdot(values, values)) for values in differences]
+
+    def _values(self) -> Array:
+        return np.concatenate([replica.sample() for replica in self._replicas])
+
+
+def check_same_memory(arrays: ByName, again: ByName) -> None:
+    """Raise ValueError if a function returned parameters in other memory when it was asked again.
+
+    arrays, again: what it returned, all of which is alive.
+    """
+    for tensor in describe(arrays, DICT):
+        places = [
+            address(tensor.writable(given[tensor.name], tensor.name, writable_memory))
+            for given in (arrays, again)
+        ]
+        if tensor.size and places[0] != places[1]:
+            raise ValueError(
+                f"the function of the parameters returns {tensor.name} in other memory whenever it is called, so that "
+                "what a round writes is lost: expected the arrays that the program trains, no copies; make the copies "
+                "once, and write each step to them, as by copy[...] = new"
+            )
 
 
 def untied(arrays: ByName) -> dict[str, str]:

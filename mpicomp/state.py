@@ -2,18 +2,15 @@
 
 A state is a dict of arrays by name. Segments of a vector, such as the tensors of a
 bucket, have a state each, whatever the bucket: how a part holds the values of its
-segments is its layout. Settings are saved beside it as text, in a table.
+segments is its layout.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from inspect import Parameter, ismethod, signature
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp.arrays import VALUE_DTYPES, Array, ByName, new_vector, to_numpy
 
@@ -24,6 +21,7 @@ Range = tuple[float, float]
 SHARED = "shared"
 ROWS = "rows"
 POSITIONS = "positions"
+CLASS = "class"  # in settings
 ONE = [slice(None)]  # the span of the only segment, of any length
 
 
@@ -84,13 +82,17 @@ class Configured:
                     "fails nor saved: draw from np.random.default_rng([seed, step]), with step in `state`"
                 )
 
+    def get_config(self) -> dict[str, Any]:
+        """Return the class and the settings by name, by which states are compared."""
+        config: dict[str, Any] = {CLASS: type(self).__name__}
+        for name, value in self._settings().items():
+            config[name] = (
+                value.get_config() if isinstance(value, Configured) else value
+            )
+        return config
+
     def __repr__(self) -> str:
-        shown = ", ".join(
-            f"{name}={value!r}"
-            for name, value in self._settings().items()
-            if value is not None
-        )
-        return f"{type(self).__name__}({shown})"
+        return shown(self.get_config())
 
     def parts(self) -> dict[str, "Configured"]:
         """Return what has a state, by the prefix of its names: this object, and those it wraps."""
@@ -288,33 +290,13 @@ def kind_of_array(array: Array) -> str:
     return f"{array.dtype} of shape {array.shape}"
 
 
-def to_table(settings: ByName) -> NDArray[Any]:
-    """Return settings as an array of bytes, the JSON of an object of texts, which any store of arrays takes."""
-    texts = {name: str(value) for name, value in settings.items()}
-    return np.frombuffer(json.dumps(texts).encode(), np.uint8).copy()
-
-
-def from_table(table: Any) -> dict[str, str]:
-    """Return the names and values, as text, of an array that `to_table` returned; raises ValueError for another one."""
-    array = np.asarray(table)
-    texts: Any = None
-    if array.dtype == np.uint8:
-        with suppress(ValueError):
-            texts = json.loads(array.tobytes())
-    values = texts.values() if isinstance(texts, dict) else [None]
-    if not all([isinstance(value, str) for value in values]):
-        raise ValueError(
-            f"the settings of the state are {kind_of_array(array)}: expected bytes (uint8) that state_dict() "
-            "returned; the state is damaged, or was saved by another version"
-        )
-    return texts  # type: ignore[no-any-return]
-
-
-def check_table(state: str, table: Any, settings: ByName, remedy: str) -> None:
-    """Raise ValueError that names both values if a table from `to_table`, of a state, differs from `settings`."""
-    saved = from_table(table)
-    for name, value in settings.items():
-        if saved.get(name) != str(value):
-            raise ValueError(
-                f"{state} was saved with {name} {saved.get(name)}: expected {value}; {remedy}"
-            )
+def shown(config: Any) -> str:
+    """Return settings from JSON as errors show them, those of `get_config` as a call."""
+    if not (isinstance(config, dict) and CLASS in config):
+        return repr(config)
+    arguments = [
+        f"{name}={shown(value)}"
+        for name, value in config.items()
+        if name != CLASS and value is not None
+    ]
+    return f"{config[CLASS]}({', '.join(arguments)})"

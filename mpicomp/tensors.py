@@ -51,7 +51,10 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, array: Any) -> "Kind":
         """Return the kind of an array."""
-        library = type(array).__module__.partition(".")[0]
+        # Also of a subclass of one's own.
+        library = "numpy"
+        if not isinstance(array, np.ndarray):
+            library = type(array).__module__.partition(".")[0]
         dtype = str(getattr(array, "dtype", "")).rpartition(".")[2]
         return cls(dtype, library)
 

@@ -1,128 +1,221 @@
-"""Checkpoints of an exchange: the states of its buckets as arrays by name, which np.savez can store.
+"""The format of states: one header in JSON, and arrays "tensor/part/name", for np.savez, torch.save, safetensors, HDF5.
 
-A state is by segment, "segment/part.name", so it fits other buckets; wrappers of a
-model do not change the names. Each segment lists its keys, and has a table, as text:
-the settings, and `PLACE`, so that states of several ranks or steps are not mixed.
+    header = {
+        "format": 1,
+        "rank": 0, "ranks": 4, "steps": 12,          of the exchange that saved
+        "settings": {...},                           of the exchange
+        "loop": {...},                               of a loop alone: its facts and settings
+        "tensors": {tensor: {part: {"settings": {...}, "arrays": {name: role}}}},
+    }
+
+The parts of a tensor are its feedback, its compressor, and that of a loop. The role of
+an array says what another number of ranks does with it. A state is by tensor, so it fits
+other buckets; wrappers of a model do not change the names.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from collectives.exchange.names import canonical_names
-from mpicomp.arrays import Array, ByName
+from mpicomp.arrays import Array, ByName, to_numpy
 from mpicomp.bucket import Bucket
 from mpicomp.compressors.base import restore
 from mpicomp.settings import OTHER_SETTINGS
 from mpicomp.state import (
     ONE,
+    POSITIONS,
     Configured,
     check_names,
-    check_table,
-    from_table,
     load,
     save,
-    to_table,
+    shown,
 )
 
-_HOLDS = "holds"  # the row of a table that lists the other keys of a segment
-TABLE = "settings"  # the key of the table
-PLACE = "rank", "ranks", "steps"  # the rows of a table that are no settings
+Header = dict[str, Any]
+
+HEADER = "header/json"  # the key of the header, which is no prefix of another one
+FORMAT = 1
 FEEDBACK = "feedback"
 COMPRESSOR = "compressor"
+LOOP = "loop"
+
+# roles of arrays
+SUM = "sum"  # differs by rank: the sum over the ranks counts
+SAME = "same"  # on all ranks
+OWN = "own"  # of a rank
 
 
-def whole_state(buckets: Sequence[Bucket], settings: ByName) -> dict[str, Array]:
-    """Return copies of the states of buckets. settings: the rows that all tables have, those of `PLACE` first."""
-    saved = _saved_names(buckets)
-    whole: dict[str, Array] = {}
+def pack(header: Header) -> NDArray[Any]:
+    """Return a header as an array of bytes, which any store of arrays takes."""
+    return np.frombuffer(_json(header).encode(), np.uint8).copy()
+
+
+def _json(value: Any) -> str:
+    """Return settings as JSON; what it cannot hold as text."""
+
+    def plain(setting: Any) -> Any:
+        is_part = isinstance(setting, Configured)
+        return setting.get_config() if is_part else repr(setting)
+
+    return json.dumps(value, default=plain)
+
+
+def header_of(state: ByName, called: str = "the state") -> Header:
+    """Return the header of a state.
+
+    called: the state, in errors. Raises TypeError for no state, and ValueError for one
+    that is damaged, of another version, or without an array that it had.
+    """
+    check_names(state)
+    header: Any = None
+    try:
+        header = json.loads(np.asarray(to_numpy(state[HEADER]), np.uint8).tobytes())
+        keys = {*roles(header)} | {HEADER}
+        is_known = header["format"] == FORMAT
+    except (KeyError, TypeError, ValueError, AttributeError):
+        is_known = False
+    if not is_known:
+        raise ValueError(
+            f"{called} has no {HEADER!r} of format {FORMAT}: expected all that state_dict() returned; the state is "
+            "damaged, or was saved by another version"
+        )
+    if missing := sorted(keys - state.keys()):
+        raise ValueError(
+            f"{called} has no {missing[:5]}: expected all that state_dict() returned"
+        )
+    if more := sorted(state.keys() - keys):
+        raise ValueError(
+            f"{called} has {more[:5]} too: expected what state_dict() returned"
+        )
+    return header  # type: ignore[no-any-return]
+
+
+def roles(header: Header) -> dict[str, str]:
+    """Return the role of each array of a state, by its key."""
+    return {
+        f"{tensor}/{part}/{name}": role
+        for tensor, parts in header["tensors"].items()
+        for part, content in parts.items()
+        for name, role in content["arrays"].items()
+    }
+
+
+def check_saved(
+    called: str, saved: Mapping[str, Any], expected: Mapping[str, Any], remedy: str
+) -> None:
+    """Raise ValueError that names both values if a saved one differs from what is expected."""
+    for name, value in json.loads(_json(expected)).items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"{called} was saved with {name} {shown(saved.get(name))}: expected {shown(value)}; {remedy}"
+            )
+
+
+def whole_state(buckets: Sequence[Bucket], place: Header) -> dict[str, Array]:
+    """Return copies of the states of buckets. place: rank, ranks, steps, and the settings of the exchange."""
+    saved = canonical_names([name for bucket in buckets for name in bucket.names])
+    tensors: Header = {}
+    whole: dict[str, Array] = {HEADER: np.empty(0, np.uint8)}
     for bucket in buckets:
-        states: list[dict[str, Array]] = [{} for _ in bucket.names]
         for part, segments, spans, owner in _owners(bucket):
-            for state, own in zip(states[segments], save(owner, spans), strict=True):
-                state |= {f"{part}.{name}": array for name, array in own.items()}
-        for name, state, table in zip(
-            bucket.names, states, _settings_of_parts(bucket), strict=True
-        ):
-            rows = {**settings, **table, _HOLDS: " ".join(sorted(state))}
-            state[TABLE] = to_table(rows)
-            whole |= {f"{saved[name]}/{key}": array for key, array in state.items()}
+            states = save(owner, spans)
+            for name, settings, state in zip(
+                bucket.names[segments],
+                _settings(bucket, part)[segments],
+                states,
+                strict=True,
+            ):
+                content = {"settings": settings, "arrays": _roles(part, owner, state)}
+                tensors.setdefault(saved[name], {})[part] = content
+                for key, array in state.items():
+                    whole[f"{saved[name]}/{part}/{key}"] = array
+    in_order = dict(sorted(tensors.items()))  # whatever the buckets
+    whole[HEADER] = pack({"format": FORMAT, **place, "tensors": in_order})
     return whole
+
+
+def _roles(part: str, owner: Configured, state: ByName) -> dict[str, str]:
+    """Return the roles of the arrays of a part; ranks may have compressors of their own."""
+    if part == COMPRESSOR:
+        return dict.fromkeys(state, OWN)
+    declared = owner.declared()
+    is_summed = part == FEEDBACK
+    return {
+        name: SUM if is_summed and declared[name][1] == POSITIONS else SAME
+        for name in state
+    }
 
 
 def load_whole_state(
     buckets: Sequence[Bucket],
     state: ByName,
-    settings: ByName,
+    place: Header,
     *,
     same_settings: bool,
 ) -> int:
     """Load copies of a `whole_state`, all or nothing, and return its step.
 
-    same_settings: also refuse a state with other settings. Raises ValueError that names
-    both for a state of another rank, number of ranks or settings, and ValueError for
-    one that does not fit, is incomplete, or is of several steps; TypeError for no state.
+    place: as of `whole_state`. same_settings: also refuse a state with other settings.
+    Raises ValueError that names both for a state of another rank, number of ranks or
+    settings, and ValueError for one that does not fit; TypeError for no state.
     """
-    check_names(state)
-    saved = _saved_names(buckets)
-    names = {*saved.values()}
-    by_segment: dict[str, dict[str, Any]] = {}
-    for key, array in state.items():
-        name, _, part = key.rpartition("/")
-        by_segment.setdefault(name, {})[part] = array
-    if by_segment.keys() != names:
+    header = header_of(state)
+    if LOOP in header:
         raise ValueError(
-            f"the state is of {len(by_segment)} tensors, with {sorted(by_segment.keys() - names)[:5]} and without "
-            f"{sorted(names - by_segment.keys())[:5]}: expected the {len(names)} of the exchange; register named "
+            "the state is of an OuterLoop: expected one of a GradientExchange; load it into the loop"
+        )
+    saved = canonical_names([name for bucket in buckets for name in bucket.names])
+    tensors = header["tensors"]
+    names = {*saved.values()}
+    if tensors.keys() != names:
+        raise ValueError(
+            f"the state is of {len(tensors)} tensors, with {sorted(tensors.keys() - names)[:5]} and without "
+            f"{sorted(names - tensors.keys())[:5]}: expected the {len(names)} of the exchange; register named "
             "tensors first"
         )
-    steps = {}
-    for bucket in buckets:
-        for name, parts in zip(bucket.names, _settings_of_parts(bucket), strict=True):
-            own = by_segment[saved[name]]
-            called = f"the state of {name!r}"
-            steps[name] = _step_of(called, own, settings)
-            if same_settings:
-                # first those of the parts, so that another compressor is named
-                rows = {**parts, **settings}
-                for place in PLACE:
-                    rows.pop(place)
-                check_table(called, own[TABLE], rows, OTHER_SETTINGS)
-    if len({*steps.values()}) > 1:
-        raise ValueError(
-            f"the state is of different steps, {steps}: expected what one state_dict() returned"
-        )
+    remedy = "each rank loads what it saved; redistribute_state continues on another number of ranks"
+    here = {name: place[name] for name in ("rank", "ranks")}
+    check_saved("the state", header, here, remedy)
+    if same_settings:
+        # Those of the parts are compared first, so that another compressor is named.
+        for bucket in buckets:
+            for part in FEEDBACK, COMPRESSOR:
+                for name, own in zip(
+                    bucket.names, _settings(bucket, part), strict=True
+                ):
+                    settings = {part: tensors[saved[name]][part]["settings"]}
+                    check_saved(
+                        f"the state of {name!r}", settings, {part: own}, OTHER_SETTINGS
+                    )
+        check_saved("the state", header["settings"], place["settings"], OTHER_SETTINGS)
     with restored_on_error(buckets):
         for bucket in buckets:
-            _load(bucket, [by_segment[saved[name]] for name in bucket.names])
-    return int(*{*steps.values()})
+            for part, segments, spans, owner in _owners(bucket):
+                own = {
+                    f"the state of {name!r}": {
+                        key: state[f"{saved[name]}/{part}/{key}"]
+                        for key in tensors[saved[name]][part]["arrays"]
+                    }
+                    for name in bucket.names[segments]
+                }
+                load(owner, own, spans)
+            _check_fits(bucket)
+    return int(header["steps"])
 
 
-def _saved_names(buckets: Sequence[Bucket]) -> dict[str, str]:
-    return canonical_names([name for bucket in buckets for name in bucket.names])
-
-
-def _step_of(called: str, state: ByName, settings: ByName) -> str:
-    """Return the step of a segment's state; raises ValueError if it is incomplete, or of another rank."""
-    table = from_table(state[TABLE]) if TABLE in state else {_HOLDS: TABLE}
-    missing = set(table.get(_HOLDS, "").split()) - state.keys()
-    if missing:
+def _check_fits(bucket: Bucket) -> None:
+    """Raise ValueError if arrays that were loaded are not for the vector of a bucket."""
+    if bucket.tensors and not bucket.feedback.fits(bucket.length, bucket.dtype):
         raise ValueError(
-            f"{called} has no {sorted(missing)}: expected all that state_dict() returned"
+            f"the state of {', '.join(map(repr, bucket.names[:3]))} is not that of a vector of {bucket.dtype}: "
+            f"expected {bucket.length} values"
         )
-    for key in state:
-        if key.partition(".")[0] not in (TABLE, COMPRESSOR, FEEDBACK):
-            raise ValueError(
-                f"{called} has {key!r}: expected parts of {COMPRESSOR} and {FEEDBACK}"
-            )
-    remedy = "each rank loads what it saved; redistribute_state continues on another number of ranks"
-    rank_and_size = {key: settings[key] for key in ("rank", "ranks")}
-    check_table(called, state[TABLE], rank_and_size, remedy)
-    step = table.get("steps", "")
-    if not step.isdecimal():
-        raise ValueError(f"{called} is of step {step}: expected an integer")
-    return step
 
 
 @contextmanager
@@ -132,7 +225,10 @@ def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
         snapshot
         for bucket in buckets
         for snapshot in (
-            (bucket.feedback, dict(vars(bucket.feedback))),
+            *[
+                (part, dict(vars(part)))
+                for part in (bucket.feedback, *bucket.parts.values())
+            ],
             *bucket.selection.snapshot(),
         )
     ]
@@ -143,40 +239,22 @@ def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
         raise
 
 
-def _load(bucket: Bucket, states: Sequence[ByName]) -> None:
-    """Load copies of the states of segments, which may have been in other buckets; ValueError if one does not fit."""
-    for part, segments, spans, owner in _owners(bucket):
-        pairs = zip(bucket.names[segments], states[segments], strict=True)
-        own = {
-            f"the state of {name!r}": {
-                key.removeprefix(f"{part}."): array
-                for key, array in state.items()
-                if key.startswith(f"{part}.")
-            }
-            for name, state in pairs
-        }
-        load(owner, own, spans)
-    dtype = bucket.tensors[0].dtype if bucket.tensors else None
-    if dtype is not None and not bucket.feedback.fits(bucket.length, dtype):
-        raise ValueError(
-            f"the state of {', '.join(map(repr, bucket.names[:3]))} is not that of a gradient of {dtype}: expected "
-            f"{bucket.length} values"
-        )
-
-
 def _owners(bucket: Bucket) -> Iterator[tuple[str, slice, list[slice], Configured]]:
-    """Yield what has a state: the part of its keys, its segments, where these are in its vector, and the object."""
-    feedback = bucket.feedback, 0, len(bucket.names), bucket.edges
-    runs = [(COMPRESSOR, run) for run in bucket.selection.runs]
-    for part, (owner, first, end, edges) in [(FEEDBACK, feedback), *runs]:
-        spans = [slice(*pair) for pair in pairwise(edges)]
-        yield part, slice(first, end), spans if bucket.tensors else ONE, owner
+    """Yield what has a state: the part, its segments, where these are in its vector, and the object."""
+
+    def spans(edges: Sequence[int]) -> list[slice]:
+        return [slice(*pair) for pair in pairwise(edges)] if bucket.tensors else ONE
+
+    for run in bucket.selection.runs:
+        segments = slice(run.first, run.end)
+        yield COMPRESSOR, segments, spans(run.bounds), run.compressor
+    for part, owner in {FEEDBACK: bucket.feedback, **bucket.parts}.items():
+        yield part, slice(None), spans(bucket.edges), owner
 
 
-def _settings_of_parts(bucket: Bucket) -> list[dict[str, str]]:
-    """Return the settings of feedback and compressor of each segment, as text by part."""
-    feedback = repr(bucket.feedback)
-    return [
-        {FEEDBACK: feedback, COMPRESSOR: compressor}
-        for compressor in bucket.selection.settings
-    ]
+def _settings(bucket: Bucket, part: str) -> list[Header]:
+    """Return the settings of a part of each segment."""
+    if part == COMPRESSOR:
+        return bucket.selection.settings
+    settings = bucket.feedback.get_config() if part == FEEDBACK else {}
+    return [settings] * len(bucket.names)

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.calls import checking
 from collectives.calls.all_or_none import (
     all_or_none,
     check_same,
@@ -25,10 +24,10 @@ from collectives.exchange.checkpoint import (
     restored_on_error,
     whole_state,
 )
-from collectives.exchange.debug import CheckedStep
 from collectives.exchange.forms import by_name, check_same_form, in_form, outs_by_name
 from collectives.exchange.layout import Choose, Layout
 from collectives.exchange.reduction import CONTRIBUTORS, OPERATION, SIGN, reduction
+from collectives.exchange.skips import Skips
 from collectives.exchange.statistics import Statistics, report
 from collectives.exchange.step import Step
 from collectives.faults.interrupts import defer_interrupt
@@ -82,6 +81,8 @@ class GradientExchange:
             infinity. "skip" skips the step on all ranks, which takes one more pass over the
             gradients: residuals do not change, and all means are zero (empty with
             sparse=True).
+        most_skips: the number of steps skipped in a row after which a warning on all ranks
+            names the ranks and the values.
         log: a function that is called with the `Statistics` of each step that was kept; an
             error in it becomes a warning.
 
@@ -131,6 +132,7 @@ class GradientExchange:
         small: int | None = None,
         bucket_nbytes: int | None = None,
         nonfinite: str = "raise",
+        most_skips: int = 10,
         log: Callable[[Statistics], None] | None = None,
     ) -> None:
         feedback = ErrorFeedback() if feedback is None else feedback
@@ -160,6 +162,7 @@ class GradientExchange:
         self.log = log
         # that were kept, also before the state that was loaded; that were skipped
         self.steps = self.skipped = 0
+        self._skips = Skips(most_skips)
         # calls that changed the state after the last step, the same on all ranks
         self._changes: list[str] = []
         self.finite = True  # the last step was kept, and not skipped
@@ -176,17 +179,17 @@ class GradientExchange:
             basis=basis,
             reduction=summing,
         )
+        self.parts = self._layout.parts
         self._form: Form | None = None  # of the gradients, once it is known
         self._names: set[str] = set()
         # of the named tensors in the buckets, before any were held
         self._order: list[str] = []
         self._buckets: list[Bucket] = []
         self._held: list[Bucket] = []  # of tensors that `hold` leaves out
-        self._kind_of_step = CheckedStep if checking.is_enabled() else Step
         self._step: Step | None = None  # the one under way
         self._comparison = Comparison(dict, EVERY, REMEDY)  # of no parameters
         # of the exchanges on this communicator, in the order in which they were made
-        self.comm, self._rank_and_size, self._number = place_on(comm)
+        self.comm, self._rank_and_size, self.number = place_on(comm)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -446,7 +449,7 @@ class GradientExchange:
         not.
         """
         with set_back(self._step.snapshots if self._step else []):
-            return whole_state(self.buckets, self._settings())
+            return whole_state(self.buckets, self._place())
 
     @defer_interrupt
     def load_state_dict(self, state: ByName, *, same_settings: bool = True) -> None:
@@ -467,7 +470,7 @@ class GradientExchange:
         """
         check_between_steps(self)
         self.steps = load_whole_state(
-            self.buckets, state, self._settings(), same_settings=same_settings
+            self.buckets, state, self._place(), same_settings=same_settings
         )
         self._changes = ["load_state_dict"]
         self._comparison.begin()
@@ -520,7 +523,7 @@ class GradientExchange:
             return held
         with all_or_none(self.comm, OPERATION):
             rearranged = self._layout.rearranged(
-                self.buckets, self._order, held, self._settings()
+                self.buckets, self._order, held, self._place()
             )
         self._buckets, self._held = rearranged
         self._names = {
@@ -559,7 +562,7 @@ class GradientExchange:
             "state, or load a checkpoint",
             gather_objects(mine, comm, f"{OPERATION}.continue_on"),
         )
-        self.comm, self._rank_and_size, self._number = place_on(comm)
+        self.comm, self._rank_and_size, self.number = place_on(comm)
 
     @defer_interrupt
     def reset(self) -> None:
@@ -610,7 +613,7 @@ class GradientExchange:
             with self._in_step() as step:
                 if not self._buckets:
                     self._register(form, step.arrays)
-                here = f"step {self.steps} of exchange {self._number}"
+                here = f"step {self.steps} of exchange {self.number}"
                 changes = [f"after {call}" for call in self._changes]
                 state = ", ".join([here, *changes, *settings])
                 position = outcome_of(self._comparison.position, state, self.steps)
@@ -625,25 +628,27 @@ class GradientExchange:
         self.finite = step.is_kept
         if step.is_kept:
             self.steps += 1
+            self._skips.end()
             self._changes = []
             self._record(step.close())
             self._is_on_one_node = step.is_on_one_node
         else:
             self.skipped += 1
+            self._skips.count(step.why_skipped)
         return step
 
-    def _settings(self) -> dict[str, Any]:
-        """Return what a saved state names besides the parts of each segment: rank, number of ranks, and settings."""
+    def _place(self) -> dict[str, Any]:
+        """Return what a saved state names besides the parts of each tensor."""
         return {
             **self._rank_and_size,  # also after MPI.Finalize
             "steps": self.steps,
-            **self._layout.settings,
+            "settings": self._layout.settings,
         }
 
     def _new_step(self) -> Step:
         for bucket in self._buckets:
             bucket.feedback.take_settings(self.feedback)
-        return self._kind_of_step(self.comm, self.steps, self._layout)
+        return Step(self.comm, self.steps, self._layout)
 
     @contextmanager
     def _in_step(self) -> Iterator[Step]:

@@ -19,7 +19,7 @@ One array, or the arrays of a list, are one bucket of one segment.
 import math
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collectives.calls.all_or_none import (
@@ -30,7 +30,7 @@ from collectives.calls.all_or_none import (
     outcome_of,
 )
 from collectives.calls.first_call import link_of
-from collectives.exchange.checkpoint import load_whole_state, whole_state
+from collectives.exchange.checkpoint import Header, load_whole_state, whole_state
 from collectives.exchange.reduction import CONTRIBUTORS, OPERATION, Reduction
 from collectives.planning.links import Links
 from collectives.runtime.link import Link
@@ -40,7 +40,7 @@ from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback
-from mpicomp.state import check_object
+from mpicomp.state import Configured, check_object
 from mpicomp.tensors import ALONE, DICT, Form, Tensor, describe
 
 # Bytes of a bucket, at most: in host memory they are for the caches. On a device a bucket
@@ -53,6 +53,7 @@ _CODED = 1 / 8
 
 # of the name and the shape of a tensor
 Choose = Callable[[str, tuple[int, ...]], Compressor]
+Part = Callable[[Bucket], Configured]
 
 
 class _Members:
@@ -75,7 +76,8 @@ class _Members:
 class Layout:
     """The settings of an exchange, and its buckets; see the module. Those of named tensors have copies of the parts.
 
-    bucket_nbytes: None for a number by the links, and the memory of the tensors.
+    parts: by name, functions that make for a bucket of named tensors what else has a state
+    of them. bucket_nbytes: None for a number by the links, and the memory of the tensors.
     """
 
     compressor: Compressor | Choose
@@ -85,6 +87,7 @@ class Layout:
     nonfinite: str
     basis: Basis | None
     reduction: Reduction
+    parts: dict[str, Part] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # what it chooses is checked then
@@ -242,7 +245,7 @@ class Layout:
         buckets: Sequence[Bucket],
         order: Sequence[str],
         held: Collection[str],
-        settings: ByName,
+        place: Header,
     ) -> tuple[list[Bucket], list[Bucket]]:
         """Return buckets of the tensors that are not held, and of those that are, with copies of the states."""
         tensors = {
@@ -261,14 +264,14 @@ class Layout:
             for is_held in (False, True)
         )
         load_whole_state(
-            [*left, *out], whole_state(buckets, settings), settings, same_settings=False
+            [*left, *out], whole_state(buckets, place), place, same_settings=False
         )
         return left, out
 
     def _bucket(self, members: _Members) -> Bucket:
-        """Return a bucket with a feedback of its own."""
+        """Return a bucket with a feedback of its own, and its parts."""
         dense = members.tensors[0].size < self.small
-        return Bucket(
+        bucket = Bucket(
             [tensor.name for tensor in members.tensors],
             members.tensors,
             members.compressors,
@@ -276,6 +279,9 @@ class Layout:
             dense=dense,
             basis=None if dense else self.basis,
         )
+        for name, make in self.parts.items():
+            bucket.parts[name] = make(bucket)
+        return bucket
 
 
 def is_choice(compressor: Any) -> bool:

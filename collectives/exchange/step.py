@@ -80,6 +80,7 @@ class Step:
         self.results: dict[str, Any] = {}  # by name
         self._statistics: list[Statistics] = []  # of the buckets, without times
         self.is_kept = False
+        self.why_skipped = ""  # the first error, which names the ranks
         # the compressors' attributes before the step
         self.snapshots: list[Snapshot] = []
         self._outs: dict[str, Any] = {}
@@ -237,13 +238,15 @@ class Step:
         written = [started.written for started in self.started]
         check_apart([*chain(*written)])
         if errors:
+            self.why_skipped = str(errors[0])
             return False
         try:
             for started, outcome in zip(self.started, outcomes, strict=True):
                 self._finished(started, outcome, form)
-        except NotFiniteError:
+        except NotFiniteError as out_of_range:
             if not self._skips:
                 raise
+            self.why_skipped = str(out_of_range)
             return False
         finally:
             self._restoring += perf_counter() - arrived
@@ -337,7 +340,7 @@ class Step:
         return self._link is not None and len(self._link.by_node) == 1
 
     def close(self) -> Statistics:
-        """Return the statistics of a step that was kept and counted; a subclass may raise here, on all ranks."""
+        """Return the statistics of a step that was kept and counted."""
         link = self._link = self._link or link_if_any(self._comm)
         total = reduce(Statistics.plus, self._statistics)
         return Statistics(

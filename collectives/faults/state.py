@@ -29,6 +29,10 @@ _ORDER = (
     "If the ranks use their communicators in another order: make and step exchanges, and call collectives, in the same "
     "order on all ranks. "
 )
+_SAME_ORDER = (
+    ": make and step exchanges and loops, and call collectives, in the same order on "
+    "all ranks"
+)
 _REMEDY = "The library no longer uses this communicator: end the job, or continue on another communicator"
 
 
@@ -234,6 +238,7 @@ def disagreement(
         if who:
             faults.append(f"{name} must be the same on all ranks, got {who}")
         if who and name == "operation":
+            faults[-1] += _SAME_ORDER
             break
     text = (
         f"{operation} raised on all {len(reports)} ranks, nothing was changed. "

@@ -33,7 +33,7 @@ there is no weight decay in the outer step; a round at rate 0 discards its progr
 the residuals.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import isroutine
 from typing import Any
 
@@ -45,27 +45,39 @@ from collectives.calls.all_or_none import check_same, gather_results
 from collectives.calls.positions import check_digests
 from collectives.calls.replicas import EVERY, digests_of
 from collectives.exchange import GradientExchange
+from collectives.exchange.checkpoint import (
+    HEADER,
+    LOOP,
+    Header,
+    check_saved,
+    header_of,
+    pack,
+)
 from collectives.exchange.forms import by_name, in_form
-from collectives.exchange.names import canonical_names
+from collectives.exchange.names import canonical
+from collectives.faults.errors import CollectiveError
 from collectives.faults.interrupts import defer_interrupt
-from collectives.local_steps.redistribution import EXCHANGE, is_in_flight
+from collectives.local_steps.redistribution import IN_FLIGHT, PROGRESS
 from collectives.runtime import staging
-from mpicomp.arrays import Array, ByName, read_only, to_array, to_numpy
+from mpicomp.arrays import Array, ByName, read_only, to_array
+from mpicomp.bucket import Bucket, dense
 from mpicomp.digests import joint_digest
-from mpicomp.replica import Replica, copy_from_host, untied
+from mpicomp.errors import warn
+from mpicomp.replica import (
+    Replica,
+    Trial,
+    check_same_memory,
+    untied,
+)
 from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
 from mpicomp.state import (
     check_names,
-    check_table,
-    checked,
-    from_table,
-    to_table,
 )
 from mpicomp.tensors import ARRAY
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
-TABLE = "settings"  # the key of the loop's settings in a state
-HELD = "held"  # the key of the parameters that were left out, in a state
+FACTS = "count", "rounds", "steps_into_round", PROGRESS, IN_FLIGHT
+_TRIALS = 3  # rounds that are looked at, if they do not tell
 OTHER_PARAMETERS = (
     "Expected the same values at the start: broadcast rank 0's, as by comm.Bcast(array, root=0), and make a new "
     "exchange and loop. To resume within a round, make the loop first, and then load its state and the parameters"
@@ -82,10 +94,9 @@ class OuterLoop:
     broadcast those of rank 0 first. Then each calls `step` after each step of its own
     optimiser, whose state it does not change.
 
-    A tensor of PyTorch that no longer requires a gradient is left out of the rounds, with its
-    residual, once it was unchanged for a round on all ranks; until it requires one again, or
-    has changed in a round, which the next one then includes. Average the statistics of batch
-    normalisation yourself, with `dense_allreduce`, before you evaluate or save the model.
+    A tensor of PyTorch that no longer requires a gradient is left out of the rounds in which
+    no rank has changed it, with its residual. Average the statistics of batch normalisation
+    yourself, with `dense_allreduce`, before you evaluate or save the model.
 
     Args:
         exchange: a `GradientExchange` that nothing else uses; the constructor registers its
@@ -152,15 +163,21 @@ class OuterLoop:
         self.exchange = exchange
         self.count = 0  # of steps
         self.rounds = 0  # that were kept
+        self.steps_into_round = 0  # since the last exchange was started
+        # The parameters have changed since the last kept exchange was started.
+        self.has_progress = False
+        self._is_changed = False  # a parameter, in the round whose exchange was started
+        # Rounds to look at: whether a step behind one goes on from what it has written.
+        self._trials = _TRIALS
+        self._trial: Trial | None = None  # of the round that has just ended
         self._rate = 0.0
-        self._in_flight = False  # an exchange was started, and is not finished
+        self.in_flight = False  # an exchange was started, and is not finished
         self._parameters = parameters
         self._held: set[str] = set()  # frozen parameters, which the exchange leaves out
         self._trained: set[str] = set()  # those that required a gradient at the start
         self._form = ARRAY
         # for each parameter the first one with the same memory: tied ones count once
         self._first: dict[str, str] = {}
-        self._replicas: list[Replica] = []
         self._check_every = EVERY
 
         def settings() -> dict[str, str]:
@@ -173,6 +190,8 @@ class OuterLoop:
             self._check_settings()
             current = self._named_parameters()
             self._first.update(untied(current))
+            if isroutine(parameters):
+                check_same_memory(current, self._named_parameters())
             self._trained = {
                 name
                 for name in {*self._first.values()}
@@ -182,12 +201,12 @@ class OuterLoop:
             compared = {"check_every": repr(self._check_every)}
             return self._settings() | trained | compared
 
-        def copy_parameters() -> dict[str, str]:
-            self._replicas = self._new_replicas()
-            return digests_of(self._anchors())
+        def new_replica(bucket: Bucket) -> Replica:
+            return Replica(bucket.tensors, self._named_parameters(), self.momentum)
 
         check_same(f"settings of {OPERATION}", self._gather(settings))
         current = self._named_parameters()
+        exchange.parts[LOOP] = new_replica
         # pseudo-gradients are arrays of NumPy or CuPy, whatever the parameters are
         exchange.register(
             {
@@ -196,7 +215,7 @@ class OuterLoop:
                 if name == first
             }
         )
-        digests = dict(enumerate(self._gather(copy_parameters)))
+        digests = dict(enumerate(self._gather(lambda: digests_of(self._anchors()))))
         check_digests(f"{OPERATION}: ", digests, OTHER_PARAMETERS)
         exchange.compare_replicas(
             self._anchors,
@@ -244,13 +263,15 @@ class OuterLoop:
                 too.
         """
         self.count += 1
-        steps_into_round = self.count % self.every
+        self.steps_into_round += 1
+        self.has_progress = True
         with np.errstate(all="ignore"):  # they may be set differently by rank
-            if self._in_flight and steps_into_round != self.delay:
+            self._end_trial()
+            if self.in_flight and self.steps_into_round != self.delay:
                 self.exchange.progress()
-            if steps_into_round == 0:
+            if self.steps_into_round >= self.every:
                 self._start()
-            if self._in_flight and steps_into_round == self.delay:
+            if self.in_flight and self.steps_into_round == self.delay:
                 return self._finish()
         return False
 
@@ -258,27 +279,27 @@ class OuterLoop:
     def synchronise(self) -> bool:
         """End the round now, such as at the end of training or to save.
 
-        All ranks call it. The steps since the last exchange are exchanged, an exchange in flight
-        is finished before, and all ranks hold the anchor. The next round has `every` steps again.
+        All ranks call it. The steps since the last exchange that was kept are exchanged, an
+        exchange in flight is finished before, and all ranks hold the anchor. The next round has
+        `every` steps again.
 
         Returns:
-            Whether the exchange was kept; False if there was no step since the last one.
+            Whether the exchange was kept; False if there was no step since the last one, or if it
+            is skipped: call it again once all parameters are finite.
 
         Raises:
             CollectiveError: another rank failed. The errors of `step` are raised too.
 
         >>> parameters = {"weight": np.ones(4, np.float32)}
         >>> outer = OuterLoop(GradientExchange(comm, bits=4), parameters, every=10)
+        >>> parameters["weight"] -= 0.1 * gradient
         >>> outer.step(), outer.synchronise()
         (False, True)
         """
         with np.errstate(all="ignore"):
-            kept = self._in_flight and self._finish()
-            if self.count % self.every:
-                self.count += -self.count % self.every
-                # with what changed while it was left out
-                self._hold(self._subtract())
-                self._send()
+            kept = self.in_flight and self._finish()
+            if self.has_progress:
+                self._start()
                 kept = self._finish("synchronised")
         return kept
 
@@ -298,6 +319,8 @@ class OuterLoop:
         parameters = self._named_parameters()
         for replica in self._replicas:
             replica.take_anchor(parameters)
+        self.steps_into_round = 0
+        self.has_progress = False
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Return copies of the state of this rank's loop and its exchange: arrays by name, for np.savez.
@@ -306,19 +329,12 @@ class OuterLoop:
         optimiser, at any step: also within a round, and with an exchange in flight. It
         contains the settings of the loop, as text.
         """
-        names = canonical_names(self._first)
-        arrays = self._arrays(in_flight=self._in_flight)
-        return {
-            "count": np.array(self.count),
-            "rounds": np.array(self.rounds),
-            TABLE: to_table(self._settings()),
-            HELD: to_table({names[name]: "" for name in self._held}),
-            **{key: np.array(to_numpy(array)) for key, array in arrays.items()},
-            **{
-                f"{EXCHANGE}{key}": array
-                for key, array in self.exchange.state_dict().items()
-            },
-        }
+        state: dict[str, NDArray[Any]] = self.exchange.state_dict()
+        facts = {name: getattr(self, name) for name in FACTS}
+        held = sorted(canonical(name) for name in self._held)
+        loop = {**facts, "held": held, "settings": self._settings()}
+        state[HEADER] = pack({**header_of(state), LOOP: loop})
+        return state
 
     @defer_interrupt
     def load_state_dict(
@@ -330,9 +346,9 @@ class OuterLoop:
         """Load a `state_dict`; the following steps have the same bits. All ranks call it.
 
         Construct model, exchange and loop as at the start of the run, and call this. It writes
-        the anchor to the parameters if the state was saved at the end of a round. Else write the
-        saved parameters to the model after it. An exchange that was in flight is started again.
-        If it raises, nothing changes.
+        the anchor to the parameters if they held it when the state was saved: at the end of a
+        round, without a delay. Else write the saved parameters to the model after it. An exchange
+        that was in flight is started again. If it raises, nothing changes.
 
         Args:
             state: arrays by name, as `state_dict` returned them; or a function that returns them,
@@ -347,58 +363,61 @@ class OuterLoop:
             RuntimeError: an exchange is in flight.
             CollectiveError: another rank failed, or the states are of different steps.
         """
-        if self._in_flight:
+        if self.in_flight:
             raise RuntimeError(
                 "an exchange is in flight: load the state into a new OuterLoop"
             )
         before: dict[str, Any] = {}
         loaded: dict[str, Any] = {}
 
-        def load_own() -> dict[str, str]:
+        def load_own() -> dict[str, Any]:
             before.update(self.exchange.state_dict())
             source = state() if callable(state) else state
             check_names(source)
             saved = dict(source)  # each array read from a file once
-            if same_settings:
-                check_table(
-                    "the state", saved.get(TABLE, ()), self._settings(), OTHER_LOOP
-                )
-            loaded.update(self._checked_state(saved))
+            header = header_of(saved)
+            loaded.update(self._taken_out(header, same_settings=same_settings))
+            saved[HEADER] = pack(header)
             self._find_parameters()
-            of_exchange = {
-                key.removeprefix(EXCHANGE): array
-                for key, array in saved.items()
-                if key.startswith(EXCHANGE)
-            }
-            self.exchange.load_state_dict(of_exchange, same_settings=same_settings)
-            anchors = [
-                array for key, array in loaded.items() if key.startswith("anchor/")
-            ]
-            return {
-                "count": str(loaded["count"]),
-                "in flight": str(is_in_flight(loaded)),
-                "tensors left out": str(sorted(loaded[HELD])),
-                "anchor": joint_digest(anchors),
-            }
+            self.exchange.load_state_dict(saved, same_settings=same_settings)
+            return {**loaded, "anchor": joint_digest(self._anchors().values())}
 
         try:
             check_same("saved state", self._gather(load_own))
-            self._rearrange(self.exchange.hold(loaded[HELD]))
+            held = {name for name in self._trained if canonical(name) in loaded["held"]}
+            self._held = self.exchange.hold(held)
         except Exception:
             if before:
                 self.exchange.load_state_dict(before)
             raise
-        self.count = loaded["count"]
-        self.rounds = loaded["rounds"]
-        in_flight = is_in_flight(loaded)
-        for key, array in self._arrays(in_flight=in_flight).items():
-            copy_from_host(loaded[key], array)
-        if in_flight:
+        for name in FACTS:
+            setattr(self, name, loaded[name])
+        self._trials = _TRIALS
+        self._trial = None
+        if loaded[IN_FLIGHT]:
             self._send()
-        elif self.count % self.every == 0:
+        elif not self.has_progress:
             for replica in self._replicas:
                 replica.write_anchor()
             staging.complete(replica.tensors[0].xp for replica in self._replicas)
+
+    def _taken_out(self, header: Header, *, same_settings: bool) -> dict[str, Any]:
+        """Take the facts of a loop out of the header of a state, and return them, checked."""
+        loop: dict[str, Any] = header.pop(LOOP, {})
+        if not loop:
+            raise ValueError(
+                "the state is of a GradientExchange: expected one of an OuterLoop"
+            )
+        settings = loop.pop("settings")
+        if same_settings:
+            check_saved("the state", settings, self._settings(), OTHER_LOOP)
+        into_round = loop["steps_into_round"]
+        if loop[IN_FLIGHT] and not into_round < self.delay:
+            raise ValueError(
+                f"the state is of step {loop['count']}, with an exchange that was started {into_round} steps before: "
+                f"expected the delay with which it was saved, got delay={self.delay}"
+            )
+        return loop
 
     def _check_settings(self) -> None:
         """Raise ValueError for settings that exclude each other."""
@@ -421,9 +440,9 @@ class OuterLoop:
                 f"the feedback of the exchange is {exchange.feedback!r}: expected one such as ErrorFeedback()"
             )
 
-    def _settings(self) -> dict[str, str]:
+    def _settings(self) -> dict[str, Any]:
         return {
-            name: repr(getattr(self, name))
+            name: getattr(self, name)
             for name in ("every", "rate", "momentum", "nesterov", "delay")
         }
 
@@ -447,7 +466,8 @@ class OuterLoop:
             replica.find_parameters(parameters)
 
     def _gather(self, call: Callable[[], Any]) -> list[Any]:
-        return gather_results(call, self.exchange.comm, OPERATION)
+        operation = f"{OPERATION} of exchange {self.exchange.number}"
+        return gather_results(call, self.exchange.comm, operation)
 
     def _anchors(self) -> dict[str, Array]:
         """Return the anchor by name; of tied parameters once."""
@@ -458,10 +478,14 @@ class OuterLoop:
         }
 
     def _start(self) -> None:
-        """Start the exchange of this round's pseudo-gradients."""
+        """Start the exchange of this round's pseudo-gradients, also of frozen parameters that a rank has changed."""
+        self.steps_into_round = 0
         frozen = self._subtract()
-        if frozen != self._held:
+        before = self._held
+        if frozen or before:
             self._hold(frozen)
+        if self._held != before:
+            self._subtract()
         self._send()
 
     def _subtract(self) -> set[str]:
@@ -470,6 +494,7 @@ class OuterLoop:
             parameters = self._named_parameters()
             for replica in self._replicas:
                 replica.subtract(parameters)
+            self._is_changed = any(replica.is_changed for replica in self._replicas)
             frozen = {
                 name
                 for name in self._trained
@@ -485,52 +510,40 @@ class OuterLoop:
         changed = {
             name for replica in self._replicas for name in replica.changed(names)
         }
-        self._rearrange(self.exchange.hold(names, changed))
+        self._held = self.exchange.hold(names, changed)
 
-    def _rearrange(self, held: set[str]) -> None:
-        """Leave out parameters, as the exchange does now."""
-        if held == self._held:
-            return
-        before = self._arrays(in_flight=True)
-        replicas = list[Replica]()
-        try:
-            self._gather(lambda: replicas.extend(self._new_replicas()))
-        except Exception:
-            self.exchange.hold(self._held)
-            raise
-        self._replicas = replicas
-        self._held = held
-        for name, array in self._arrays(in_flight=True).items():
-            array[...] = before[name]
-
-    def _new_replicas(self) -> list[Replica]:
-        """Return a replica for each bucket of the exchange, whose anchor are the parameters."""
-        parameters = self._named_parameters()
-        return [
-            Replica(bucket.tensors, parameters, self.momentum)
-            for bucket in self.exchange.buckets
-        ]
+    @property
+    def _replicas(self) -> list[Replica]:
+        """The parameters of each bucket of the exchange, at the end those that are left out."""
+        return [bucket.parts[LOOP] for bucket in self.exchange.buckets]
 
     def _send(self) -> None:
         for replica in self._replicas:
             if replica.tensors[0].name not in self._held:
-                self.exchange.start_together(replica.deltas)
-        self._in_flight = True
+                self.exchange.start_together(replica.send())
+        self.in_flight = True
 
     def _finish(self, *how: str) -> bool:
         """Finish the exchange in flight, and take the outer step if it was kept; return whether it was.
 
         how: the round ends, the same on all ranks. Nothing after the exchange can fail.
         """
-        self._in_flight = False
+        self.in_flight = False
+        for replica in self._replicas:
+            replica.receive()
+        trial = None
         try:
             if self.delay:  # without one, `subtract` has just found them
                 self._find_parameters()
+            # In shorter rounds a step is not less than their progress.
+            if self._trials and self.every > 3:
+                trial = Trial(self._replicas)
         except BaseException as error:
             self.exchange.fail(error)
         means = self.exchange.finish_vectors(f"rate {self.rate!r}", *how)
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
+        self._warn_without_progress(means)
         # without those that are held, at the end
         for replica, mean in zip(self._replicas, means, strict=False):
             replica.end_round(
@@ -540,42 +553,41 @@ class OuterLoop:
         if not self.rate:
             self.exchange.reset()
         self.rounds += 1
-        # trained in this round, and frozen whenever one starts: they take part in the next one
-        if self._held:
-            self._hold(self._held)
+        # The steps of a delay are progress since the start of this exchange.
+        self.has_progress = self.steps_into_round > 0
+        if trial is not None:
+            trial.end_round()
+            self._trial = trial
         return True
 
-    def _arrays(self, *, in_flight: bool) -> dict[str, Array]:
-        """Return the arrays of each tensor to save, by their keys in a state; not copied."""
-        names = canonical_names(self._first)
-        return {
-            f"{part}/{names[name]}": array
-            for replica in self._replicas
-            for part, vector in replica.vectors(in_flight=in_flight).items()
-            for name, array in replica.by_tensor(vector).items()
-        }
+    def _warn_without_progress(self, means: Sequence[Any]) -> None:
+        """Warn if no rank has changed its parameters in the round that ends."""
+        if self._is_changed or any(dense(mean).any() for mean in means):
+            return
+        warn(
+            "no rank has changed a parameter in a round: expected steps that write to the arrays of OuterLoop, such as "
+            "w -= rate * g, or w[...] = new; w = w - rate * g makes another array, of which the loop does not know",
+            depth=5,
+        )
 
-    def _checked_state(self, state: ByName) -> dict[str, Any]:
-        """Return the checked values of a saved state, except that of the exchange; see `mpicomp.state.checked`."""
-        arrays = self._arrays(in_flight=is_in_flight(state))
-        own = {key for key in state if not key.startswith(EXCHANGE)}
-        known = {"count", "rounds", TABLE, HELD, *arrays}
-        if not own <= known:
-            raise ValueError(
-                f"the state has {sorted(own)}: expected {sorted(known)} at most"
+    def _end_trial(self) -> None:
+        """Raise on all ranks if the first step behind a round has undone it on all that took one."""
+        trial = self._trial
+        if trial is None:
+            return
+        self._trial = None
+
+        def distances() -> list[float]:
+            self._find_parameters()
+            return trial.distances()
+
+        everyone = self._gather(distances)
+        to_before, to_written = map(sum, zip(*everyone, strict=True))
+        is_known = 4 * to_written < to_before
+        self._trials = 0 if is_known else self._trials - 1
+        if 4 * to_before < to_written:
+            raise CollectiveError(
+                f"after one step the parameters are where they were before round {self.rounds} wrote the mean to them: "
+                "the optimiser, or the program, keeps copies of them, such as float32 masters, and trains those. Give "
+                "these copies to OuterLoop, or a function that returns them"
             )
-        loaded: dict[str, Any] = {
-            key: checked(state, key, array, "the state")
-            for key, array in arrays.items()
-        }
-        for key in "count", "rounds":
-            loaded[key] = checked(state, key, 0, "the state", (0, 2**62))
-        if is_in_flight(state) and not loaded["count"] % self.every < self.delay:
-            raise ValueError(
-                f"the state is of step {loaded['count']}, with an exchange in flight: expected the every and delay "
-                f"with which it was saved, got every={self.every} and delay={self.delay}"
-            )
-        held = from_table(state.get(HELD, ()))
-        names = canonical_names(self._first)
-        loaded[HELD] = {name for name, saved in names.items() if saved in held}
-        return loaded

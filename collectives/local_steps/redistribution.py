@@ -13,16 +13,26 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from collectives.exchange.checkpoint import COMPRESSOR, FEEDBACK, TABLE
+from collectives.exchange.checkpoint import (
+    HEADER,
+    LOOP,
+    SAME,
+    SUM,
+    Header,
+    check_saved,
+    header_of,
+    pack,
+    roles,
+)
 from mpicomp.arrays import Array, ByName, converted, to_numpy
 from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.settings import to_choice, to_integer
-from mpicomp.state import check_table, from_table, to_table
 
 Load = Callable[[int], ByName | None]
 CONSERVED = "sum", "mean"
-EXCHANGE = "exchange/"  # the prefix of the exchange's keys in the state of a loop
-_BY_RANK = COMPRESSOR, TABLE  # parts that may differ by rank: a seed
+# facts of a loop
+PROGRESS = "has_progress"
+IN_FLIGHT = "in_flight"
 
 
 def redistribute_state(
@@ -52,8 +62,9 @@ def redistribute_state(
 
     Raises:
         ValueError: there is no state; one is of another rank than requested or of another
-            step; or it is of a loop within a round or with an exchange in flight, whose
-            progress belongs to single ranks (save when `step` has returned True, with delay=0).
+            step; or it is of a loop within a round, behind one that failed or was skipped, or
+            with an exchange in flight, whose progress belongs to single ranks (save after
+            `OuterLoop.synchronise`).
         OverflowError: a sum leaves the range of its dtype.
 
     >>> exchange = GradientExchange(comm, TopK(k=2))
@@ -71,8 +82,10 @@ def redistribute_state(
     source, state = next((pair for pair in loaded if pair[1]), (None, None))
     if state is None:
         raise ValueError(f"load returned no state of {saved} ranks: expected one")
-    _check_between_rounds(state)
-    dtypes = {key: state[key].dtype for key in state if _differs(key, state)}
+    header = header_of(state)
+    _check_at_anchor(header)
+    parts = roles(header)
+    dtypes = {key: state[key].dtype for key, role in parts.items() if role == SUM}
     start = np.array if source == rank else np.zeros_like
     for key, dtype in dtypes.items():
         state[key] = start(state[key], accumulation_dtype(dtype))
@@ -91,82 +104,54 @@ def redistribute_state(
             raise OverflowError(
                 f"{key} of rank {rank}: the sum over the ranks it continues leaves the range of {dtype}"
             )
-    for key in _tables(state):
-        table = from_table(state[key])
-        state[key] = to_table({**table, "rank": rank, "ranks": ranks})
+    state[HEADER] = pack({**header, "rank": rank, "ranks": ranks})
     return state
 
 
-def _part(key: str, state: ByName) -> str:
-    """Return the part of an exchange's state; in the state of a loop parameters may have any name."""
-    prefix = EXCHANGE if "count" in state else ""
-    return key.rpartition("/")[2].partition(".")[0] if key.startswith(prefix) else ""
-
-
-def _tables(state: ByName) -> list[str]:
-    """Return the keys of the tables of segments."""
-    return [key for key in state if _part(key, state) == TABLE]
-
-
-def _differs(key: str, state: Mapping[str, Array]) -> bool:
-    """Return whether an array of an exchange differs by rank: all of a feedback do, its numbers do not."""
-    return _part(key, state) == FEEDBACK and state[key].ndim > 0
-
-
-def _check_between_rounds(state: Mapping[str, Array]) -> None:
+def _check_at_anchor(header: Header) -> None:
     """Raise ValueError for the state of a loop unless all ranks held its anchor."""
-    if "count" not in state:
-        return
-    count = int(state["count"])
-    every = int(from_table(state[TABLE])["every"])
-    if count % every or is_in_flight(state):
+    loop = header.get(LOOP)
+    if loop is not None and (loop[PROGRESS] or loop[IN_FLIGHT]):
         raise ValueError(
-            f"the state is of step {count}, within a round of {every} steps or with an exchange in flight: "
-            "expected one saved at the end of a round with delay=0, where all ranks hold the anchor"
+            f"the state is of step {loop['count']}, within a round or with an exchange in flight: expected one that "
+            "was saved when all ranks held the anchor, as after synchronise()"
         )
-
-
-def is_in_flight(state: ByName) -> bool:
-    """Return whether the state of a loop was saved with an exchange in flight."""
-    return any(key.startswith("delta/") for key in state)
 
 
 def _loaded(load: Load, rank: int, ranks: int) -> dict[str, Array] | None:
     """Return the state of a rank, None if it is lost; ValueError if it is of another rank, or number of ranks."""
     saved = load(rank)
-    if saved is None:
+    if not saved:
         return None
     state = {name: np.asarray(to_numpy(saved[name])) for name in saved}
     remedy = "load(rank) returns the state that this rank saved, and saved is the number of ranks that saved one"
-    for key in _tables(state):
-        check_table(
-            f"load({rank}): the state",
-            state[key],
-            {"rank": rank, "ranks": ranks},
-            remedy,
-        )
+    called = f"load({rank}): the state"
+    place = {"rank": rank, "ranks": ranks}
+    check_saved(called, header_of(state, called), place, remedy)
     return state
 
 
 def _check_same_step(
     state: Mapping[str, Array], other: Mapping[str, Array], rank: int, source: int
 ) -> None:
-    """Raise ValueError if two states differ in an array that is the same on all ranks in one step."""
+    """Raise ValueError if two states differ in what is the same on all ranks in one step."""
     remedy = "expected states that all ranks saved after the same step"
-    if state.keys() ^ other.keys():
-        raise ValueError(
-            f"the states of ranks {rank} and {source} have different arrays: {remedy}"
-        )
-    for key in _tables(state):
-        steps = {"steps": from_table(state[key]).get("steps")}
-        check_table(f"the state of rank {source}", other[key], steps, remedy)
-    for key, array in state.items():
-        if _differs(key, state):
-            is_same = array.shape == other[key].shape
-        else:
-            is_by_rank = _part(key, state) in _BY_RANK
-            is_same = is_by_rank or np.array_equal(array, other[key])
+    header = header_of(state)
+    theirs = header_of(other)
+    facts = {name: header.get(name) for name in ("steps", LOOP)}
+    check_saved(f"the state of rank {source}", theirs, facts, remedy)
+    parts = roles(header)
+    is_same = parts == roles(theirs)
+    for key, role in parts.items() if is_same else []:
+        if role == SUM:
+            is_same = state[key].shape == other[key].shape
+        if role == SAME:
+            is_same = np.array_equal(state[key], other[key])
         if not is_same:
             raise ValueError(
                 f"{key} differs between the states of ranks {rank} and {source}: {remedy}"
             )
+    if not is_same:
+        raise ValueError(
+            f"the states of ranks {rank} and {source} have different arrays: {remedy}"
+        )

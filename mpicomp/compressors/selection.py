@@ -54,7 +54,8 @@ class Selection:
         # of errors
         self._prefixes = ["" if name is None else f"in {name}: " for name in names]
         self.bounds = list(bounds)
-        self.settings = [repr(compressor) for compressor in compressors]
+        # As they are now: `WarmUp` changes those of the compressor that it wraps.
+        self.settings = [compressor.get_config() for compressor in compressors]
         self.runs: list[Run] = []
         first = 0
         for end in range(1, len(compressors) + 1):

@@ -23,14 +23,12 @@ exact.
 from collections.abc import Iterator
 from itertools import pairwise
 
-from mpicomp.arrays import Array, Dtype, Write, kernels_for, nonzero
+from mpicomp.arrays import Array, Dtype, Write, has_nonzero, kernels_for
 from mpicomp.bases import Basis
 from mpicomp.correction import Correction
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype
 from mpicomp.settings import to_bool, to_number
 from mpicomp.vector import SparseVector, places_of
-
-_BLOCK = 65536
 
 
 class MomentumCorrection(Feedback):
@@ -103,14 +101,8 @@ class MomentumCorrection(Feedback):
             *map(pairwise, (self._bounds, places, returned)), strict=True
         ):
             is_partial = end - first < span[1] - span[0]
-            if high > low or (is_partial and _has_nonzero(corrected[slice(*span)])):
+            if high > low or (is_partial and has_nonzero(corrected[slice(*span)])):
                 yield sent.indices[first:end]
 
     def dtypes(self, dtype: Dtype) -> Dtypes:
         return {"residual": dtype, "velocity": accumulation_dtype(dtype)}
-
-
-def _has_nonzero(values: Array) -> bool:
-    """Return whether a value is not zero; unlike any(), stops at the first block that has one."""
-    starts = range(0, values.size, _BLOCK)
-    return any(nonzero(values[start : start + _BLOCK]).any() for start in starts)

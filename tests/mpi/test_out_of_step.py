@@ -100,9 +100,6 @@ def test_a_torn_checkpoint_is_refused_by_the_first_step(comm):
     ):
         resumed(gradients(comm, 4))
     assert "4 exchanges" not in resumed.report()
-    mixed = {key: states["other" in key][key] for key in states[0]}
-    with pytest.raises(ValueError, match="different steps"):
-        resumed.load_state_dict(mixed)
 
 
 @pytest.mark.at_least(2)
@@ -209,7 +206,7 @@ def test_tensors_that_are_held_do_not_change_and_are_taken_up_again(comm, maker)
         expect_same(comm, means)
         after = exchange.state_dict()
         for key in after:
-            if key.partition("/")[0] in held and not key.endswith("settings"):
+            if key.partition("/")[0] in held:
                 np.testing.assert_array_equal(after[key], before[key])
         with pytest.raises(KeyError if comm.size == 1 else (KeyError, CollectiveError)):
             exchange(gradients(comm, 3))

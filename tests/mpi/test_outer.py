@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from cases import RandomK, is_last, through_a_file
+from cases import RandomK, is_last, through_a_file, with_header
 from devices import cupy_for_tests
 
 from collectives import (
@@ -259,7 +259,7 @@ def test_ranks_with_different_numbers_of_batches_lose_nothing(comm):
                 if rank == comm.rank:
                     parameters["weight"] += learnt
         loop.step()
-    residual = np.array(loop.exchange.state_dict()["weight/feedback.residual"])
+    residual = np.array(loop.exchange.state_dict()["weight/feedback/residual"])
     comm.Allreduce(residual.copy(), residual)
     np.testing.assert_array_equal(parameters["weight"] - residual, total)
     assert residual.any() or comm.size == 1
@@ -361,8 +361,8 @@ def test_tied_parameters_count_once_and_a_list_and_an_array_are_taken(comm):
     loop.step()
     np.testing.assert_array_equal(shared, 2)
     assert list(loop.anchor) == ["embedding", "head"]
-    assert [name for name in loop.state_dict() if name.startswith("anchor/")] == [
-        "anchor/embedding"
+    assert [name for name in loop.state_dict() if name.endswith("/anchor")] == [
+        "embedding/loop/anchor"
     ]
     assert loop.exchange.residual_norm == 0
     first, second = np.zeros(5), np.zeros((30, 40), np.float32)
@@ -391,17 +391,16 @@ def test_a_frozen_parameter_does_not_change_and_can_be_trained_again(comm, setti
     before = {
         key: array.tobytes()
         for key, array in loop.state_dict().items()
-        if "weight/" in key or "/weight" in key
-    }
-    kept = {
-        key: array for key, array in before.items() if not key.endswith("/settings")
+        if key.startswith("weight/")
     }
     anchor, theta = loop.anchor["weight"].tobytes(), weight.tobytes()
     assert len(set(comm.allgather((anchor, theta)))) == 1
     assert not np.array_equal(weight, START["weight"])
     train(comm, rest, loop, 8, 14)
     assert weight.tobytes() == theta
-    assert all(loop.state_dict()[key].tobytes() == array for key, array in kept.items())
+    assert all(
+        loop.state_dict()[key].tobytes() == array for key, array in before.items()
+    )
     weight.requires_grad = True
     train(comm, parameters, loop, 14, 18)
     assert weight.tobytes() != theta
@@ -635,7 +634,7 @@ def test_a_run_that_is_taken_up_at_any_step_continues_bit_for_bit(comm, case):
             )
         )
         train(comm, parameters, loop, step, step + 1)
-    assert len([state for state, _ in saved if "delta/weight" in state]) == (
+    assert len([state for state, _ in saved if "weight/loop/delta" in state]) == (
         4 if "delay" in settings else 0
     )
     for step, (state, then) in enumerate(saved, 1):
@@ -656,17 +655,22 @@ def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
     train(comm, parameters, loop, 1, 4)
     good = loop.state_dict()
     _, other = made(comm, every=2, delay=1)
+    plain = GradientExchange(comm, TopK(DENSITY), small=SMALL)
+    plain.register(START)
     before = bits(other.state_dict())
-    for change, match in (
-        ({"anchor/weight": np.zeros(5)}, r"has float64 of shape \(5,\) as anchor/weight: expected float64 of"),
-        ({"momentum/weight": np.zeros(600)}, "the state has .*momentum/weight.*: expected .* at most"),
-        ({"count": np.array(0.5)}, r"has array\(0\.5\) as count: expected an integer from 0"),
-        ({"exchange/weight/feedback.residual": np.zeros(3)}, "600"),
-        ({f"delta/{name}": np.zeros(SHAPES[name])
-          for name in SHAPES}, "the every and delay with which it was saved"),
+    anchor, residual = "weight/loop/anchor", "weight/feedback/residual"
+    for bad, match in (
+        (good | {anchor: np.zeros(5)}, "the state of 'weight' has 5 values: expected 600"),
+        (good | {anchor: np.zeros(600, np.float32)}, "has float32 as anchor: expected float64; make the"),
+        (good | {anchor: np.full(600, np.nan)}, "expected a finite vector"),
+        (good | {residual: np.zeros(3)}, "600"),
+        (good | {"weight/loop/velocity": np.zeros(600)}, r"the state has \['weight/loop/velocity'\] too"),
+        (good | {"header/json": np.zeros(3, np.uint8)}, "no 'header/json' of format 1: .* damaged"),
+        (with_header(good, loop={"in_flight": True, "steps_into_round": 1}), "the delay with which it was saved"),
+        (plain.state_dict(), "the state is of a GradientExchange: expected one of an OuterLoop"),
     ):  # fmt: skip
         with pytest.raises(ValueError if last else CollectiveError, match=match):
-            other.load_state_dict(good | (change if last else {}))
+            other.load_state_dict(bad if last else good)
         assert bits(other.state_dict()) == before
     for state in None, [3], good | {3: np.array(3)}:
         with pytest.raises(
@@ -679,7 +683,9 @@ def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm):
             CollectiveError,
             match="the same saved state: 'count' is 3 on rank 0, and 5 on rank",
         ):
-            other.load_state_dict(good | ({"count": np.array(5)} if last else {}))
+            other.load_state_dict(
+                with_header(good, loop={"count": 5}) if last else good
+            )
     assert bits(other.state_dict()) == before
     learn(parameters, comm.rank, 4)
     loop.step()
@@ -748,7 +754,8 @@ def test_a_round_that_fails_leaves_all_as_it_was_and_training_goes_on(comm, sett
     with all_raise(comm, r"\[63\] is nan"):
         loop.step()
     assert bits(parameters) == local
-    assert bits(loop.state_dict()) == bits(before | {"count": np.array(6 + delay)})
+    facts = {"count": 6 + delay, "steps_into_round": delay, "has_progress": True}
+    assert bits(loop.state_dict()) == bits(with_header(before, loop=facts))
     if last and not delay:
         parameters["weight"][2, 3] = whole
     train(comm, parameters, loop, 7 + delay, 14)
@@ -771,11 +778,14 @@ def test_a_step_that_the_exchange_skips_is_no_round(comm, settings):
     if comm.rank == comm.size - 1:
         parameters["weight"][2, 3] = np.nan
     local = bits(parameters)
-    assert [loop.step() for _ in range(2)] == [False, False]
-    assert (loop.rounds, bits(loop.anchor), bits(parameters)) == (1, before, local)
+    assert loop.step() is False
+    assert bits(parameters) == local
     parameters["weight"][2, 3] = whole
-    loop.count -= 1  # of the step that learnt nothing
-    train(comm, parameters, loop, 7, 14)
+    learn(parameters, comm.rank, 7)
+    local = bits(parameters)
+    assert loop.step() is False
+    assert (loop.rounds, bits(loop.anchor), bits(parameters)) == (1, before, local)
+    train(comm, parameters, loop, 8, 14)
     anchors, _ = simulate(comm.size, 13, 3, **settings, skipped=[6])
     for name in SHAPES:
         np.testing.assert_allclose(loop.anchor[name], anchors[name], rtol=0, atol=1e-12)
@@ -913,9 +923,7 @@ def test_a_round_ends_early_on_all_ranks(comm, steps, delay):
         parameters["weight"] += 2 * comm.rank
         assert loop.step() == (step == 3 + delay)
     assert loop.rounds == rounds + 1
-    saved = loop.state_dict()
-    if not delay:
-        assert int(saved["count"]) % 4 == 0
+    assert loop.count == steps + 4 + delay
 
 
 def test_parameters_that_were_loaded_are_the_anchor_after_restart(comm):

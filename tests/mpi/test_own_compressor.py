@@ -79,7 +79,7 @@ def test_a_state_of_another_seed_is_refused(comm):
     exchange, other = made(comm), made(comm, seed=2)
     for each in (exchange, other):
         each(gradients(comm, 0))
-    with pytest.raises(ValueError, match=r"seed=\(1, .*seed=\(2, "):
+    with pytest.raises(ValueError, match=r"seed=\[1, .*seed=\[2, "):
         other.load_state_dict(exchange.state_dict())
 
 

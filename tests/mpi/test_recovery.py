@@ -63,7 +63,7 @@ def test_an_exchange_goes_on_with_some_of_its_ranks_and_conserves_their_mass(
         state = exchange.state_dict()
         return sum(
             ranks.allgather(
-                state[f"{'all' if named else 'gradient'}/feedback.residual"]
+                state[f"{'all' if named else 'gradient'}/feedback/residual"]
             )
         )
 

@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from cases import RandomK, compressed_sum
+from cases import RandomK, compressed_sum, with_header
 from mpi4py import MPI
 
 from collectives import (
@@ -24,7 +24,6 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
-from mpicomp.state import from_table, to_table
 
 SAVED = 4  # ranks
 SHAPES = {"weight": (20, 60), "bias": (7,)}  # the second one is sent dense
@@ -90,7 +89,7 @@ def saved_by(comm, made, train):
 def sums(states):
     """Return the sums over the ranks of the arrays that differ by rank."""
     names = "residual", "velocity"
-    keys = [key for key in states[0] if key.endswith(names) and "/feedback." in key]
+    keys = [key for key in states[0] if key.endswith(names) and "/feedback/" in key]
     return {key: sum(np.float64(state[key]) for state in states) for key in keys}
 
 
@@ -118,7 +117,7 @@ def test_all_that_4_ranks_kept_is_kept_on_2_3_and_6(comm, feedback):
         factor = size / SAVED if conserve == "mean" else 1
         for key, array in before.items():
             np.testing.assert_array_equal(after[key], factor * array)
-        assert state["weight/compressor.0.step"] == 3, (
+        assert state["weight/compressor/0.step"] == 3, (
             "the same random positions on all ranks"
         )
         exchange(gradients(group.rank, 3))
@@ -179,7 +178,7 @@ def test_a_run_on_another_number_of_ranks_returns_and_keeps_all_that_was_put_in(
             np.testing.assert_array_equal(array, saved[key])
     after = account(exchange, range(3, 5))
     for name, shape in SHAPES.items():
-        kept = exchange.state_dict()[f"{name}/feedback.residual"]
+        kept = exchange.state_dict()[f"{name}/feedback/residual"]
         if run == "basis":
             BASIS.inverse(kept.copy(), kept)
         kept = sum(group.allgather(kept.astype(np.float64))).reshape(shape)
@@ -202,7 +201,7 @@ def test_ranks_may_have_compressors_of_their_own(comm):
     resume(alone, 2, lambda rank: states[rank])
     np.testing.assert_array_equal(
         alone.feedback.residual,
-        sum(state["gradient/feedback.residual"] for state in states),
+        sum(state["gradient/feedback/residual"] for state in states),
     )
 
 
@@ -224,14 +223,10 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
     def state(rank, ranks=2, value=1.0, changed=(), **more):
         exchange = GradientExchange(comm, TopK(k=1))
         exchange(np.zeros(3, np.float16))
-        arrays = {"gradient/feedback.residual": np.full(3, value, np.float16)}
+        arrays = {"gradient/feedback/residual": np.full(3, value, np.float16)}
         saved = exchange.state_dict()
-        table = (
-            from_table(saved["gradient/settings"])
-            | {"rank": rank, "ranks": ranks}
-            | dict(changed)
-        )
-        return saved | arrays | {"gradient/settings": to_table(table)} | more
+        place = {"rank": rank, "ranks": ranks} | dict(changed)
+        return with_header(saved, **place) | arrays | more
 
     exchange = GradientExchange(comm, TopK(k=1))
     exchange(np.ones(3, np.float16))
@@ -247,11 +242,9 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
         (
             2,
             lambda rank: (
-                fresh | {"gradient/settings": state(1)["gradient/settings"]}
-                if rank
-                else state(0)
+                with_header(fresh, rank=1, ranks=2, steps=1) if rank else state(0)
             ),
-            "arrays",
+            "have different arrays",
         ),
         (
             2,
@@ -262,8 +255,8 @@ def test_states_that_do_not_belong_together_change_nothing(comm):
         (2, lambda rank: state(rank, value=4e4), "leaves the range of float16"),
         (
             2,
-            lambda rank: state(rank, **{"gradient/feedback.rate": np.array(rank)}),
-            r"rate differs between .* 0 and 1",
+            lambda rank: state(rank, **{"gradient/feedback/rate": np.array(rank)}),
+            r"load\(0\): the state has \['gradient/feedback/rate'\] too",
         ),
         (2, lambda rank: {}, "returned no state of 2 ranks"),
         (0, state, "saved is 0"),
@@ -300,14 +293,12 @@ def test_a_parameter_of_any_name_keeps_its_value(comm, name):
     """Keys of an exchange's feedback are added over the ranks; those of a loop's parameters are not."""
     outer = loop_of(comm, {name: np.full(9, 3, np.float32)})
     saved = outer.state_dict()
-    key = f"exchange/{name}/settings"
 
     def load(rank):
-        table = from_table(saved[key]) | {"rank": rank, "ranks": 2}
-        return saved | {key: to_table(table)}
+        return with_header(saved, rank=rank, ranks=2)
 
     state = redistribute_state(load, 2, 0, 1)
-    assert state[f"anchor/{name}"].tolist() == [3] * 9
+    assert state[f"{name}/loop/anchor"].tolist() == [3] * 9
 
 
 @pytest.mark.exactly(6)
@@ -339,7 +330,7 @@ def test_local_steps_continue_on_another_number_of_ranks(comm, size, bits):
         for rank in range(SAVED if step < 4 else size)
     )
     residuals = sum(
-        group.allgather(outer.exchange.state_dict()["weight/feedback.residual"])
+        group.allgather(outer.exchange.state_dict()["weight/feedback/residual"])
     )
     np.testing.assert_allclose(
         residuals.reshape(given.shape) - model["weight"], given, 0, 0.1 if bits else 0
@@ -363,7 +354,7 @@ def test_local_steps_within_a_round_or_in_flight_do_not_continue_on_another_numb
     befores = comm.allgather(before)
     with pytest.raises(
         ValueError,
-        match=f"the state is of step {steps}, within a round of 2 steps or with an",
+        match=f"the state is of step {steps}, within a round or with an exchange in flight",
     ):
         resume(fresh, 3, lambda rank: states[rank])
     np.testing.assert_equal(fresh.state_dict(), before)

@@ -12,7 +12,7 @@ def test_each_tensor_of_a_bucket_gets_its_own_part_of_the_aggregate(comm):
     gradient[[comm.rank, 19]] = 4, 5
     exchange({"forth": gradient, "back": gradient[::-1]})
     state = exchange.state_dict()
-    forth, back = (state[f"{name}/compressor.0._history"] for name in ("forth", "back"))
+    forth, back = (state[f"{name}/compressor/0._history"] for name in ("forth", "back"))
     np.testing.assert_array_equal(forth[: comm.size], 1)
     np.testing.assert_array_equal(forth[comm.size : 19], 0)
     assert forth[19] == 1

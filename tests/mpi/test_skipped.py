@@ -1,5 +1,7 @@
 """nonfinite="skip": a step in which the gradient of a rank is not finite is skipped on all ranks."""
 
+import re
+import warnings
 from functools import partial
 
 import numpy as np
@@ -9,6 +11,7 @@ from cases import RandomK, compressed_sum, is_last, normals, state_of
 from collectives import (
     CollectiveError,
     GradientExchange,
+    OuterLoop,
     dense_allreduce,
     gtopk_allreduce,
     sparse_allgather,
@@ -283,3 +286,56 @@ def test_an_error_of_a_later_bucket_counts_before_a_skipped_step(comm):
     assert state_of(exchange) == before
     assert (exchange.steps, exchange.skipped) == (1, 0)
     exchange(mine)
+
+
+@pytest.mark.parametrize("most", [3, 10])
+def test_many_skipped_steps_in_a_row_warn_on_all_ranks(comm, most):
+    """They name the ranks and the remedy, once; a step that is kept ends the row."""
+    more = {} if most == 10 else {"most_skips": most}
+    exchange = GradientExchange(comm, TopK(k=3), nonfinite="skip", **more)
+    good = np.ones(2000, np.float32)
+    bad = good.copy()
+    bad[7] = np.nan
+    mine = bad if is_last(comm) else good
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(most - 1):
+                exchange(mine)
+        with pytest.warns(RuntimeWarning) as caught:
+            exchange(mine)
+        (warning,) = caught
+        text = str(warning.message)
+        assert f"{most} steps in a row were skipped" in text
+        assert re.search(rf"rank {comm.size - 1}: .*values\[7\] is nan", text)
+        assert "set them to those of another rank" in text
+        assert warning.filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(most):
+                exchange(mine)
+        exchange(good)
+        assert exchange.finite
+    with pytest.raises(ValueError, match="most_skips is 0: expected an integer of"):
+        GradientExchange(comm, TopK(k=3), nonfinite="skip", most_skips=0)
+
+
+def test_parameters_that_are_not_finite_are_set_from_the_anchor(comm):
+    """The remedy that the error and the warning name; without it no round is ever kept again."""
+    parameters = {"w": np.zeros(2000, np.float32)}
+    exchange = GradientExchange(comm, bits=4, nonfinite="skip", most_skips=2)
+    outer = OuterLoop(exchange, parameters, every=1)
+    for step in range(5):
+        parameters["w"] += 1
+        if step == 2 and is_last(comm):
+            parameters["w"][:] = np.nan
+        if step == 3:
+            with pytest.warns(RuntimeWarning, match=r"outer\.anchor"):
+                assert not outer.step()
+            if is_last(comm):
+                parameters["w"][:] = outer.anchor["w"]
+        else:
+            assert outer.step() == (step != 2)
+    assert outer.rounds == 3
+    assert len({*comm.allgather(parameters["w"].tobytes())}) == 1
+    assert np.isfinite(parameters["w"]).all()

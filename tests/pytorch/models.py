@@ -52,7 +52,7 @@ def residuals(handle, comm):
     """Return the sum over the ranks of the residuals, by name."""
     state, found = handle.state_dict(), {}
     for name, size in SIZES.items():
-        mine = state.get(f"{name}/feedback.residual", torch.zeros(size)).numpy()
+        mine = state.get(f"{name}/feedback/residual", torch.zeros(size)).numpy()
         found[name] = comm.allreduce(mine, MPI.SUM)
     return found
 

@@ -280,7 +280,7 @@ def test_bfloat16_parameters_have_residuals_in_float32(world):
     model, handle = attached(world, dtype=torch.bfloat16)
     for step in range(2):
         backward(model, world, step)
-    assert handle.state_dict()["a/feedback.residual"].dtype == torch.float32
+    assert handle.state_dict()["a/feedback/residual"].dtype == torch.float32
     assert model.module.a.grad.dtype == torch.bfloat16
     assert 0 < np.count_nonzero(gradients(model.module)["a"]) < SIZES["a"]
     assert len(set(world.allgather(gradients(model.module)["a"].tobytes()))) == 1
@@ -439,14 +439,14 @@ def test_a_frozen_layer_does_not_move_and_thaws(world, method, views):
         optimizer.zero_grad()
         is_frozen, before = 2 <= step < 6, frozen.detach().clone()
         frozen.requires_grad_(not is_frozen)
-        residual = handle.state_dict().get("branch/feedback.residual")
+        residual = handle.state_dict().get("branch/feedback/residual")
         frozen.grad = five.clone() if is_frozen else None
         scale = math.inf if method == "skip" and step == 3 and world.rank == 1 else 1
         scaler.scale(model(inputs_of(step, world.rank)) * scale).backward()
         if is_frozen:
             assert torch.equal(frozen.grad, five)
             assert torch.equal(
-                handle.state_dict()["branch/feedback.residual"], residual
+                handle.state_dict()["branch/feedback/residual"], residual
             )
             frozen.grad = None  # else SGD would use it
         scaler.step(optimizer)
@@ -735,10 +735,10 @@ def test_the_model_in_ddp_may_be_called_without_what_wraps_it(world, wrap):
     handle = attach(wrap(inner), GradientExchange(world, TopK(0.1), small=0))
     backward(inner, world, 0)
     inner.module.branch.requires_grad_(False)
-    residual = handle.state_dict()["branch/feedback.residual"]
+    residual = handle.state_dict()["branch/feedback/residual"]
     backward(inner, world, 1)
     assert inner.module.branch.grad is None
-    assert torch.equal(handle.state_dict()["branch/feedback.residual"], residual)
+    assert torch.equal(handle.state_dict()["branch/feedback/residual"], residual)
     inner.module.a = nn.Parameter(torch.ones(3000))
     with pytest.raises(ValueError, match="replaced are 'a'"):
         backward(inner, world, 2)
@@ -1043,9 +1043,9 @@ def test_a_state_of_a_loop_over_the_wrapped_model_is_taken(world):
     )
     loaded = attach(wrapped(Weighted()), GradientExchange(world, TopK(0.1), small=4001))
     loaded.load_state_dict(saved(to_tensors(exchange.state_dict())))
-    assert torch.count_nonzero(loaded.state_dict()["b/feedback.residual"])
+    assert torch.count_nonzero(loaded.state_dict()["b/feedback/residual"])
     with pytest.raises(ValueError, match="expected"):
-        loaded.load_state_dict({"other/feedback.residual": torch.zeros(3)})
+        loaded.load_state_dict({"other/feedback/residual": torch.zeros(3)})
 
 
 def test_a_future_for_a_bucket_on_a_device_names_the_device(monkeypatch):
@@ -1059,7 +1059,7 @@ def test_a_future_for_a_bucket_on_a_device_names_the_device(monkeypatch):
 
 def test_bytes_and_numbers_of_a_state_survive():
     state = {
-        "x/settings": np.frombuffer("é".encode(), np.uint8),
+        "header/json": np.frombuffer("é".encode(), np.uint8),
         "x/rank": np.array(3),
         "y": np.array(0.5),
         "z": np.zeros(0),

@@ -197,7 +197,7 @@ def test_nothing_is_lost_between_the_replicas(world, mesh, case):
     state = handle.state_dict()
     for name, parameter in model.named_parameters():
         mine = (
-            state[f"{name}/feedback.residual"]
+            state[f"{name}/feedback/residual"]
             .reshape(parameter.to_local().shape)
             .numpy()
         )
@@ -302,8 +302,8 @@ def test_a_frozen_layer_does_not_change_and_goes_on_where_it_stopped(world, mesh
         weight = model.middle.weight.to_local().detach().numpy().tobytes()
         return (
             weight,
-            state["middle.weight/feedback.residual"],
-            state["first.weight/feedback.residual"],
+            state["middle.weight/feedback/residual"],
+            state["first.weight/feedback/residual"],
         )
 
     train(0)

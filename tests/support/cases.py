@@ -10,6 +10,7 @@ from functools import partial, wraps
 import numpy as np
 
 from collectives import compressed_allreduce, gtopk_allreduce
+from collectives.exchange.checkpoint import HEADER, header_of, pack
 from mpicomp import SparseVector
 from mpicomp.compressors.common import Density, at_positions, finite_vector
 from mpicomp.compressors.selection import Selection
@@ -288,3 +289,11 @@ class RandomK(Density):
         positions = np.sort(rng.choice(dense.size, count, replace=False, shuffle=False))
         self.step += 1
         return at_positions(dense, positions)
+
+
+def with_header(state, loop=None, **changes):
+    """Return a state whose header, and the facts of its loop, have other values."""
+    header = header_of(state) | changes
+    if loop is not None:
+        header["loop"] |= loop
+    return state | {HEADER: pack(header)}

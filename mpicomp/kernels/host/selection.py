@@ -124,7 +124,8 @@ def not_finite_error(position: int, shape: tuple[int, ...], bad: Any) -> ValueEr
     """Return the error that names a value by its position in an array of a shape."""
     place = ", ".join(str(int(each)) for each in np.unravel_index(position, shape))
     return ValueError(
-        f"values[{place}] is {bad}: expected finite values; clip them, or use GradientExchange(nonfinite='skip')"
+        f"values[{place}] is {bad}: expected finite values; clip them, or use GradientExchange(nonfinite='skip'). "
+        "Where parameters are not finite, set them to those of another rank, with local steps to outer.anchor"
     )
 
 
