@@ -1,5 +1,7 @@
 """The buckets of an exchange between nodes: their bytes follow from the links, on all ranks alike."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,11 @@ pytestmark = pytest.mark.small_groups
 LENGTH = 2**15  # of a tensor of 128 KiB
 COUNT = 40
 SLOWEST = Links(1e-5, 1e5)
+# so that the number of messages does not depend on the length
+BY_DOUBLING = {
+    "compressor": TopK(0.1),
+    "collective": partial(sparse_allreduce, algorithm="recursive_doubling"),
+}
 
 
 def gradients(comm):
@@ -140,3 +147,22 @@ def test_a_sum_of_the_users_own_has_the_buckets_inside_a_node(comm, on_links):
     exchange = GradientExchange(comm, TopK(0.5), ErrorFeedback(), own)
     exchange.register(gradients(comm))
     assert len(exchange.buckets) == 1
+
+
+@pytest.mark.at_least(2)
+@pytest.mark.parametrize("settings", [{"bits": 4}, BY_DOUBLING], ids=repr)
+def test_a_step_has_one_agreement_for_any_number_of_buckets(comm, settings):
+    mine = gradients(comm)
+    sent = []
+    for buckets in 1, 2, 4:
+        nbytes = 4 * LENGTH * COUNT // buckets
+        exchange = GradientExchange(comm, **settings, bucket_nbytes=nbytes)
+        exchange(mine)
+        assert len(exchange.buckets) == buckets
+        before = traffic(comm).messages
+        exchange(mine)
+        sent.append(traffic(comm).messages - before)
+    one, two, four = sent
+    of_a_bucket = two - one
+    assert four == two + 2 * of_a_bucket
+    assert one > of_a_bucket, "the agreement"
