@@ -8,6 +8,7 @@
     mpirun -n 4 python -m mpi4py benchmarks/few_bits.py --json docs/results/quantised-4.json             # and on 2
     python benchmarks/cold.py --json docs/results/cold.json
     python benchmarks/patches.py --json docs/results/patches.json --weights build/weights.npz    # names all
+    sudo python benchmarks/overlap.py --json docs/results/overlap.json                    # with PyTorch installed
     python experiments/race/race.py --json experiments/results/race.json    # experiments/race/README.md has all
     mpirun -n 4 python -m mpi4py experiments/race/hook.py --json experiments/results/hook.json
     mpirun -n 8 python -m mpi4py benchmarks/large.py --json docs/results/large/1e8-memory.json  # names all
@@ -52,6 +53,7 @@ sys.path += [
 
 import cells
 import losses
+import overlap
 import results
 from cold import FIRST_STEPS
 from cold import shown as first_steps
@@ -572,7 +574,11 @@ TABLES = {
         "gpu-instructions": gpu_instructions,
     },
     "docs/slow_links.md": {"map": partial(local_steps, "behind")},
-    "docs/performance.md": {"large": large, "first": first},
+    "docs/performance.md": {
+        "large": large,
+        "first": first,
+        "overlap": lambda: overlap.shown_short(loaded("overlap")["steps"]),
+    },
     "docs/memory.md": {"memory": memory},
     "docs/contributing/measurements.md": {
         "steps": lambda: times(STEPS),
@@ -580,6 +586,8 @@ TABLES = {
         "compressors": compressors,
         "threads": threads,
         "cold": lambda: first_steps(loaded("cold")["rows"]),
+        "overlap": lambda: overlap.shown(loaded("overlap")["steps"]),
+        "rounds": lambda: overlap.shown_rounds(loaded("overlap")["rounds"]),
         "few_bits": few_bits,
         "by_name": by_name,
         "parts": parts,
