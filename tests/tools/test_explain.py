@@ -49,6 +49,7 @@ def test_explain_has_a_row_for_each_algorithm_for_an_exchange_and_for_a_step(cap
     known |= {
         ("sparse_reduce", "tree"),
         ("sparse_bcast", "tree"),
+        ("sparse_bcast", "patch"),
         ("sparse_reduce_scatter", "split"),
     }
     known |= {

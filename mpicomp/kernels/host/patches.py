@@ -12,7 +12,7 @@ infinities, and each NaN.
 The receiver has the old weights, so they need not be sent, but may be asked. An
 optimiser moves all weights by about as much, and the distance between neighbours doubles
 from one exponent to the next: whether a weight changes, and by how many steps, depends on
-its exponent. There are 16 classes of exponents, one below 2^-15, one at 2^-1 and above,
+its exponent. There are 12 classes of exponents, one below 2^-13, one at 2^-3 and above,
 and one for each between. Each has a stream of its own, in which the gap to the next
 change counts only weights of the class.
 
@@ -22,7 +22,7 @@ are negative, as v = this + 2^j: a zero for each bit of v above bit j, a one, an
 of v but the highest. k and j are the class's own. Low bits come first.
 
 Changes are words, uint64: the sizes of a section for each dtype, then the sections. A
-section has of the 16 classes the numbers of changes, k, j, and the bit after the stream;
+section has of the 12 classes the numbers of changes, k, j, and the bit after the stream;
 then the streams, each from a word on, and one spare word.
 
 Weights are read 64 at a time; the last ones of an array are padded with zeros.
@@ -49,7 +49,7 @@ from mpicomp.kernels.host.instructions import (
     word_sum,
 )
 
-CLASSES = 16
+CLASSES = 12
 _HEAD = 4 * CLASSES  # words of a section before the streams
 _MOST_GAP_BITS = 40
 _MOST_STEP_BITS = 32
@@ -69,9 +69,9 @@ class Form(NamedTuple):
 
 # by dtype; uint16 are the bits of bfloat16
 FORMS: dict[np.dtype[Any], Form] = {
-    np.dtype(np.uint16): Form(7, 127 - 16),
-    np.dtype(np.float16): Form(10, 0),
-    np.dtype(np.float32): Form(23, 127 - 16),
+    np.dtype(np.uint16): Form(7, 127 - 14),
+    np.dtype(np.float16): Form(10, 1),
+    np.dtype(np.float32): Form(23, 127 - 14),
 }
 
 
