@@ -21,7 +21,7 @@ from collectives import (
 )
 from collectives.calls.notification import run_or_notify
 from collectives.planning.partition import likely
-from collectives.runtime.group import Group
+from collectives.runtime.group import PIECE_OVERHEAD, Group
 from collectives.runtime.metadata import BITS_WIDTH, entries_of
 from mpicomp import SparseVector, TopK, quantise
 from mpicomp.correction import Correction
@@ -292,6 +292,25 @@ def test_sums_in_few_bits_over_nodes(nodes):
             + 64 * size * 2 * size
         )
         assert sum(sending) <= most
+
+
+@pytest.mark.parametrize("nbytes", [1, 300_001])
+@pytest.mark.parametrize("rendezvous", [False, True])
+def test_bytes_in_pieces_along_a_chain(nbytes, rendezvous):
+    sent = np.random.default_rng(nbytes).integers(256, size=nbytes, dtype=np.uint8)
+    for size in FEW:
+        root = size // 3
+        buffers = [np.zeros_like(sent) for _ in range(size)]
+        buffers[root] = sent.copy()
+        network = Network(size, seed=size, rendezvous=rendezvous)
+
+        def run(rank, group, held=buffers, root=root):
+            return group.relay(held[rank], root)
+
+        _, rounds = network.run(run)
+        assert all((buffer == sent).all() for buffer in buffers)
+        piece = 1 + math.isqrt(nbytes * PIECE_OVERHEAD // size)
+        assert rounds == (-(-nbytes // piece) + size - 2 if size > 1 else 0)
 
 
 @pytest.mark.parametrize("size", SIZES)
