@@ -117,7 +117,10 @@ class OuterLoop:
         delay: steps computed while an exchange is in flight, 0 <= delay < every.
         check_every: rounds from one comparison of the anchors of all ranks to the next; the
             first round has one. The digests are part of the agreement of a round, without
-            further messages.
+            further messages. 0 compares nothing, and does not look for an optimiser that keeps
+            copies: for programs that undo, on purpose, what a round has written.
+        first: steps before the first exchange, 1 <= first <= every, by default `every`: loops
+            over the parts of a model, each with another number, exchange one after the other.
 
     Attributes:
         exchange: as passed.
@@ -155,6 +158,7 @@ class OuterLoop:
         nesterov: bool = False,
         delay: int = 0,
         check_every: int = EVERY,
+        first: int | None = None,
     ) -> None:
         if not isinstance(exchange, GradientExchange):
             raise TypeError(
@@ -183,7 +187,10 @@ class OuterLoop:
         def settings() -> dict[str, str]:
             self.every = to_integer("every", every)
             self.delay = to_integer("delay", delay, 0)
-            self._check_every = to_integer("check_every", check_every)
+            self._check_every = to_integer("check_every", check_every, 0)
+            before = self.every if first is None else first
+            before = to_integer("first", before, most=self.every)
+            self.steps_into_round = self.every - before
             self.rate = rate
             self.momentum = to_number("momentum", momentum, least=0, below=1)
             self.nesterov = to_bool("nesterov", nesterov)
@@ -198,7 +205,7 @@ class OuterLoop:
                 if getattr(current[name], "requires_grad", False)
             }
             trained = {f"parameter {name}": "trained" for name in self._trained}
-            compared = {"check_every": repr(self._check_every)}
+            compared = {"check_every": repr(self._check_every), "first": repr(before)}
             return self._settings() | trained | compared
 
         def new_replica(bucket: Bucket) -> Replica:
@@ -217,11 +224,9 @@ class OuterLoop:
         )
         digests = dict(enumerate(self._gather(lambda: digests_of(self._anchors()))))
         check_digests(f"{OPERATION}: ", digests, OTHER_PARAMETERS)
-        exchange.compare_replicas(
-            self._anchors,
-            1 if checking.is_enabled() else self._check_every,
-            OTHER_PARAMETERS,
-        )
+        compared_every = 1 if checking.is_enabled() else self._check_every
+        if compared_every:
+            exchange.compare_replicas(self._anchors, compared_every, OTHER_PARAMETERS)
 
     @property
     def rate(self) -> float:
@@ -319,7 +324,6 @@ class OuterLoop:
         parameters = self._named_parameters()
         for replica in self._replicas:
             replica.take_anchor(parameters)
-        self.steps_into_round = 0
         self.has_progress = False
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
@@ -536,7 +540,7 @@ class OuterLoop:
             if self.delay:  # without one, `subtract` has just found them
                 self._find_parameters()
             # In shorter rounds a step is not less than their progress.
-            if self._trials and self.every > 3:
+            if self._check_every and self._trials and self.every > 3:
                 trial = Trial(self._replicas)
         except BaseException as error:
             self.exchange.fail(error)
