@@ -2,6 +2,7 @@
 
     python benchmarks/pairs.py ../before .                     # --help for the options
     python benchmarks/pairs.py ../before . --ranks 1 --hook    # DDP's hook as well, where PyTorch is installed
+    python benchmarks/pairs.py . . --old MPICOMP_PROGRESS=0    # one tree in two environments
 
 Each pair is one process of a tree beside one of the other (on P ranks, P of each), the
 first of them in turns; within it, each call is repeated in batches. A time is the lower
@@ -106,13 +107,19 @@ def times(with_hook: bool, batches: int, calls: int) -> dict[str, list[float]]:
     return found
 
 
-def times_of(tree: pathlib.Path, ranks: int, options: list[str]) -> Any:
-    """Run the calls with the sources of a tree, on some ranks; return their times on rank 0."""
+def times_of(
+    tree: pathlib.Path, variables: list[str], ranks: int, options: list[str]
+) -> Any:
+    """Run the calls with the sources of a tree, on some ranks; return their times on rank 0.
+
+    variables: of the environment, as NAME=VALUE.
+    """
     command = [sys.executable, "-m", "mpi4py", __file__, "--one", *options]
     if ranks > 1:
         command = ["mpirun", "-n", str(ranks), *command]
     cache = tree / "build" / "pairs"
     environment = {"PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": str(cache)}
+    environment |= dict(variable.split("=", 1) for variable in variables)
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True
     )
@@ -141,6 +148,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--calls", type=int, default=50, help="in a batch")
     parser.add_argument("--hook", action="store_true", help="DDP's hook as well")
+    parser.add_argument("--old", nargs="+", default=[], help="its NAME=VALUE variables")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
@@ -150,20 +158,21 @@ def main() -> None:
         if MPI.COMM_WORLD.rank == 0:
             print(json.dumps(found), flush=True)
         return
-    old, new = (tree.resolve() for tree in asked.trees)
+    trees = [tree.resolve() for tree in asked.trees]
+    sides = [*zip(trees, (asked.old, []), strict=True)]
     options = [f"--batches={asked.batches}", f"--calls={asked.calls}"]
     options += ["--hook"] if asked.hook else []
     print(HEADER)
     for ranks in asked.ranks:
-        found: dict[pathlib.Path, list[Any]] = {old: [], new: []}
-        for tree in (old, new):
-            times_of(tree, ranks, ["--batches=1", "--calls=1", *options[2:]])
+        found: list[list[Any]] = [[], []]  # old and new
+        for side in sides:
+            times_of(*side, ranks, ["--batches=1", "--calls=1", *options[2:]])
         for number in range(asked.pairs):
-            for tree in (old, new) if number % 2 else (new, old):
-                found[tree].append(times_of(tree, ranks, options))
-        for name in found[old][0]:
+            for at in (0, 1) if number % 2 else (1, 0):
+                found[at].append(times_of(*sides[at], ranks, options))
+        for name in found[0][0]:
             columns = [
-                row(*([run[name][clock] for run in found[tree]] for tree in (old, new)))
+                row(*([run[name][clock] for run in runs] for runs in found))
                 for clock in (0, 1)
             ]
             print(f"| {name} | {ranks} | {' | '.join(columns)} |", flush=True)

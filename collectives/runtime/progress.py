@@ -15,7 +15,6 @@ import os
 import time
 from _thread import start_new_thread
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from signal import SIG_BLOCK, Signals, pthread_sigmask, valid_signals
 from threading import Event, Lock, local
@@ -34,18 +33,16 @@ class Look(Enum):
     """What the thread found when it looked at the operations in flight; the longest pause after it, in seconds."""
 
     MOVED = 5e-5
-    NOTHING_MOVED = 1e-3
+    NOTHING_MOVED = 2e-3
     USER_INSIDE = 5e-3
     NOTHING_IN_FLIGHT = 4e-3
 
 
 _SHORTEST = Look.MOVED.value
-_GROWTH = (
-    1.25  # of a pause: what arrives is noticed late by at most a quarter of the wait
-)
-_REST = (
-    0.2  # seconds without an operation in flight after which the thread waits for one
-)
+# of a pause: what arrives is noticed late by at most an eighth of the wait
+_GROWTH = 1.125
+# seconds without an operation in flight after which the thread waits for one
+_REST = 0.2
 
 
 class _Here(local):
@@ -122,8 +119,10 @@ class Progress:
             pthread_sigmask(SIG_BLOCK, valid_signals() - _FATAL)
             with np.errstate(all="ignore"):  # as in a step; ranges are checked instead
                 while not self._is_stopped:
-                    with suppress(MemoryError):
+                    try:
                         self._serve()
+                    except BaseException:  # no memory, as no code of the user is here
+                        self._work.set()
         finally:
             self._alone.release()
 
