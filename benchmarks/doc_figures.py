@@ -71,6 +71,7 @@ SOURCES: dict[str, dict[str, list[str]]] = {
     },
     "docs/index.md": {"mpicomp": [RACE]},
     "docs/memory.md": {"Memory": ["docs/results/memory.json"]},
+    "docs/mpi.md": {"Progress": ["collectives/runtime/progress.py"]},
     "docs/overlap.md": {
         "What overlaps with what": [
             "PyTorch's default of bucket_cap_mb",
