@@ -82,7 +82,6 @@ SOURCES: dict[str, dict[str, list[str]]] = {
         "A large gradient": ["docs/results/large/1e8-1gbit.json"],
         "Behind the computation": ["docs/results/overlap.json"],
     },
-    "docs/mpi.md": {"Progress": ["collectives/runtime/progress.py"]},
     "docs/reliability.md": {
         "A node or a rank died: what now": ["collectives/faults/ulfm.py"],
         "Timeouts": ["collectives/torch/__main__.py"],
