@@ -29,10 +29,12 @@ from collectives.runtime.messages import Steps
 from collectives.runtime.metadata import (
     Metadata,
     bounds_of,
+    can_show,
     entries_of,
     exchange_metadata,
     is_short,
     mean_bits,
+    union_of,
     whole_vectors,
 )
 from collectives.runtime.patterns import add, doubling
@@ -183,10 +185,12 @@ def choose_freely(
     coding = group.coding(vector)
     bits = 8 * coding[1].nbytes(vector.values.size) / max(1, vector.nnz)
 
-    def best(entries: float, bits: float | None) -> str:
+    def best(entries: float, bits: float | None, union: float | None = None) -> str:
         case = group.case(
             vector.length, entries, value_nbytes=vector.value_nbytes, bits=bits
         )
+        if union is not None:
+            case = case.with_union(union)
         links = group.link.choice
         return choose("sparse_allreduce", case, links, of_all_ranks=of_all_ranks)
 
@@ -198,24 +202,29 @@ def choose_freely(
         vector.nnz.bit_length(),
         math.frexp(bits)[1],
     )
-    gathered = group.link.gathered
+    taken = group.link.taken
+    last = taken.get(kind)
     short = is_short(vector, group)
-    again = kind in gathered and not on_device(vector.indices)
+    again = last == "allgather" and not on_device(vector.indices)
     again = again and (group.size - 1) * encoded_nbytes(vector, coding) <= LONG_NBYTES
     # a sum of vectors like this one needs samples
-    cut = not short and best(vector.nnz, bits=bits) not in UNSAMPLED
+    cut = not short and (last or best(vector.nnz, bits)) not in UNSAMPLED
     metadata = yield from exchange_metadata(
-        vector, group, sampling=cut, bits=bits, sends_vector=short or again
+        vector,
+        group,
+        sampling=cut,
+        bits=bits,
+        sends_vector=short or again,
+        shows=can_show(vector, group),
     )
     vectors = whole_vectors(metadata)
     if vectors and all([is_short(vector, group) for vector in vectors]):
         return "allgather", metadata
-    name = best(sum(entries_of(metadata)) / group.size, bits=mean_bits(metadata))
-    gathered.discard(kind)
-    if name == "allgather":
-        if len(gathered) >= MOST_KINDS:
-            gathered.clear()
-        gathered.add(kind)
+    mean = sum(entries_of(metadata)) / group.size
+    name = best(mean, mean_bits(metadata), union_of(metadata))
+    if len(taken) >= MOST_KINDS:
+        taken.clear()
+    taken[kind] = name
     return name, metadata
 
 

@@ -103,6 +103,8 @@ def add_to(commands: Any) -> None:
     )
     about = "fraction of entries each rank contributes (only sums of all values)"
     add("--density", type=share, metavar="D", help=about)
+    about = "entries of the sum over those of a rank (independent supports)"
+    add("--union", type=float, metavar="U", help=about)
     add(
         "--per-node",
         type=positive,
@@ -209,6 +211,8 @@ def explain_sum(options: argparse.Namespace, out: TextIO) -> int:
     on_node = evenly(options.ranks, options.per_node)
     entries = max(1, round(options.length * (density or 1)))
     case = Case(options.ranks, options.length, entries, on_node)
+    if options.union:
+        case = case.with_union(options.union * entries)
     links = with_memory(options.network, options.memory)
     collectives = None if density else OF_ALL
     found = list(explained(case, links, options.step, collectives=collectives))

@@ -238,11 +238,7 @@ def _node_lanes(case: Case, links: Links) -> OnNodes:
 
 def _sum_between(case: Case, lanes: int, links: Links) -> Cost:
     """Return the cost of the fastest exact sum between the nodes, in each of several lanes."""
-    length = max(1, case.length // lanes)
-    entries = min(length, case.union(case.per_node) / lanes)
-    between = replace(
-        case, ranks=case.nodes, per_node=1, length=length, entries=entries, bits=None
-    )
+    between = case.of_nodes()
     sums = FORMULAS["sparse_allreduce"].items()
     costs = [
         plus(metadata_cost(between, name), sum_of(between))

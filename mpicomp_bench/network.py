@@ -107,7 +107,7 @@ class SimulatedLink:
         self.queue = list[int]()
         self.reduced = 0
         self.choice = network.choice
-        self.gathered = set[tuple[Any, ...]]()
+        self.taken = dict[tuple[Any, ...], str]()
         self.checked = False
         # the last round that this rank took part in, and that it sent in
         self.clock = 0

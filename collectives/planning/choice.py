@@ -13,6 +13,8 @@ from functools import lru_cache
 from collectives.planning.links import Constants, Cost, Links, seconds
 from mpicomp.arrays import index_dtype
 
+_STEPS = 64  # of `fresh`, to 1
+
 
 @dataclass(frozen=True)
 class Case:
@@ -20,7 +22,8 @@ class Case:
 
     per_node: ranks on a node. value_nbytes: bytes of an entry's values in memory. bits:
     bits of an entry's values as coded; None for float values that were selected by
-    magnitude.
+    magnitude. fresh: each further rank extends the union as so many independent supports
+    do: 1 if they are independent, 0 if all are the same, more if they are disjoint.
     """
 
     ranks: int
@@ -29,6 +32,7 @@ class Case:
     per_node: int = 1
     value_nbytes: int = 4
     bits: float | None = None
+    fresh: float = 1.0
 
     @property
     def nodes(self) -> int:
@@ -36,11 +40,39 @@ class Case:
         return -(-self.ranks // self.per_node)
 
     def union(self, ranks: float) -> float:
-        """Return the expected number of entries of the sum of `ranks` vectors with independent supports."""
+        """Return the expected number of entries of the sum of `ranks` vectors."""
         if self.entries >= self.length:
             return float(self.length)
         return self.length * -math.expm1(
-            ranks * math.log1p(-self.entries / self.length)
+            self._independent(ranks) * math.log1p(-self.entries / self.length)
+        )
+
+    def _independent(self, ranks: float) -> float:
+        """Return the number of independent supports with the union of those of `ranks` ranks."""
+        return 1 + (ranks - 1) * self.fresh
+
+    def with_union(self, entries: float) -> "Case":
+        """Return the case in which the sum of all vectors has so many entries."""
+        if not (0 < self.entries < self.length and self.ranks > 1):
+            return self
+        # a sum without zeros stands for one with half of an entry less
+        dense = math.log1p(-min(entries / self.length, 1 - 0.5 / self.length))
+        independent = dense / math.log1p(-self.entries / self.length)
+        fresh = max(0.0, independent - 1) / (self.ranks - 1)
+        # rounded, for equal cases in later calls
+        return replace(self, fresh=round(_STEPS * fresh) / _STEPS)
+
+    def of_nodes(self) -> "Case":
+        """Return the sums between the nodes, of a share of the index space for each rank of a node."""
+        lanes = self.per_node
+        return replace(
+            self,
+            ranks=self.nodes,
+            length=max(1, self.length // lanes),
+            entries=self.union(lanes) / lanes,
+            per_node=1,
+            bits=None,
+            fresh=lanes * self.fresh / self._independent(lanes),
         )
 
 
@@ -73,20 +105,12 @@ def _sparse_allreduce(case: Case, links: Links) -> dict[str, float]:
     estimates = _exact_sums(case, constants_of(case, links))
     if 1 < case.nodes < case.ranks:
         lanes = case.per_node
-        shares = replace(
-            case,
-            ranks=case.nodes,
-            length=case.length // lanes,
-            entries=case.union(lanes) / lanes,
-            per_node=1,
-            bits=None,
-        )
         between = links.between(lanes)
         moved = case.entries + case.union(case.ranks)
         estimates["node_lanes"] = (
             seconds((3, 2 * lanes, 8 * moved, moved), links.inside())
             + upper(case.ranks) * between[0]
-            + min(_exact_sums(shares, between).values())
+            + min(_exact_sums(case.of_nodes(), between).values())
         )
     return estimates
 
@@ -96,10 +120,11 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
     rounds = upper(case.ranks)
     union = case.union(case.ranks)
     gathered = case.ranks * case.entries
-    doubled = min(gathered, rounds * union)
-    if case.ranks & (case.ranks - 1):
-        # one rank folds into another
-        doubled *= 2
+    # entries that are exchanged in each round, of sums of so many vectors
+    doubled = {1 << step: case.union(1 << step) for step in range(rounds)}
+    # one rank may fold into another; all bytes are multiplied below by what is sent to others
+    folds = 2.0 if case.ranks & (case.ranks - 1) else 1.0
+    folds *= case.ranks / max(1, case.ranks - 1)
     dense = 2.0 * case.length * case.value_nbytes
     waits = rounds
     index = index_dtype(case.length).itemsize
@@ -111,12 +136,21 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
         index = 1
     value = case.value_nbytes if case.bits is None else case.bits / 8
     sent = value + index
-    # sums of values of a few bits need all bits of a float
-    summed = (value if value > 1 else case.value_nbytes) + index
-    shares = case.entries * sent + union * summed
+
+    def summed(ranks: int) -> float:
+        """Return the bytes of an entry of the sum of so many vectors."""
+        if ranks == 1 or value > 1:
+            return sent
+        # values of a few bits need all bits of a float, but for signs of two equal supports
+        is_short = 8 * ranks * value <= 2 and not case.fresh
+        return (ranks * value if is_short else case.value_nbytes) + index
+
+    shares = case.entries * sent + union * summed(case.ranks)
     added = 0.6 * (case.entries + union)
+    exchanged = folds * sum(held * summed(ranks) for ranks, held in doubled.items())
+    merged = 1.5 * folds * sum(doubled.values())
     costs: dict[str, Cost] = {
-        "recursive_doubling": (2 * rounds, 0, doubled * summed, 1.5 * doubled),
+        "recursive_doubling": (2 * rounds, 0, exchanged, merged),
         "allgather": (rounds, 0, gathered * sent, 2.5 * gathered),
         "split_allgather": (2 * rounds + 1, case.ranks, shares, added),
         "dense_mpi": (waits, 0, dense, case.length / 6),

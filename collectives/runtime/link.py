@@ -55,8 +55,9 @@ class Link:
     duplicate: the library's. nodes: for each rank, the first rank on its node. choice:
     by which "auto" chooses. backs_off: this rank polls, and sleeps in between. direct:
     MPI accepts device pointers. checked: the debug mode is on. on_free: called before
-    the duplicate is freed. gathered: the kinds of sums whose last call on this rank
-    gathered all vectors; ranks may differ in it, after an error on one of them.
+    the duplicate is freed. taken: the algorithm of the last sum on this rank, by kinds of
+    sums: for what is sent first, and not for the choice, as ranks may differ in it after an
+    error on one of them, and a resumed run does.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Link:
         self.direct = direct
         self.checked = checked
         self.on_free = on_free
-        self.gathered: set[tuple[Any, ...]] = set()
+        self.taken: dict[tuple[Any, ...], str] = {}
         self.traffic = Traffic()
         # the numbers of operations that are to call MPI's own collectives, in order
         self.queue: list[int] = []

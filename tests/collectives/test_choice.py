@@ -13,7 +13,7 @@ from collectives import allreduce, gtopk_allreduce, reduce_scatter, sparse_allre
 from collectives.planning.choice import Case, choose
 from collectives.planning.links import NETWORKS, Links, links_of, rounded, seconds
 from collectives.runtime.group import Group
-from collectives.runtime.metadata import BITS_WIDTH
+from collectives.runtime.metadata import ENTRIES_AT
 from mpicomp import SparseVector
 from mpicomp.codec import CODECS
 from mpicomp.compressors.quantised import quantise
@@ -80,7 +80,9 @@ def counted(vectors, steps_of, nodes=None):
 )
 def test_auto_sends_little_more_than_the_best_algorithm(size):
     """Supports and values in all combinations, densities in turn; what is far from the least is not counted."""
-    for place, pattern in enumerate(("independent", "overlapping", "disjoint")):
+    for place, pattern in enumerate(
+        ("independent", "overlapping", "disjoint", "equal")
+    ):
         for turn, kind in enumerate(("signs", "two_bit", "bfloat16", "float32")):
             density = (0.001, 0.01, 0.05 if pattern == "disjoint" else 0.1)[
                 (place + turn) % 3
@@ -119,7 +121,7 @@ def test_formulas_against_counted_bytes_and_rounds(size, coded):
             )
             for rank in range(size)
         ]
-        metadata = [(SparseVector.empty(length), entries << BITS_WIDTH)] * size
+        metadata = [(SparseVector.empty(length), entries << ENTRIES_AT)] * size
         case = Case(size, length, entries, 1 if coded else size)
         nodes = None if coded else [0] * size
         for name in SUMS:

@@ -22,7 +22,7 @@ from collectives import (
 from collectives.calls.notification import run_or_notify
 from collectives.planning.partition import likely
 from collectives.runtime.group import PIECE_OVERHEAD, Group
-from collectives.runtime.metadata import BITS_WIDTH, entries_of
+from collectives.runtime.metadata import ENTRIES_AT, entries_of
 from mpicomp import SparseVector, TopK, quantise
 from mpicomp.correction import Correction
 from mpicomp_bench.network import Network
@@ -69,7 +69,7 @@ def fold(size):
 
 
 def metadata_of(size):
-    return [(SparseVector.empty(2 * size + 1), 4 << BITS_WIDTH)] * size
+    return [(SparseVector.empty(2 * size + 1), 4 << ENTRIES_AT)] * size
 
 
 def over(network, steps, **signature):
@@ -374,7 +374,10 @@ def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
             length=length,
         )
         (gathered,) = {
-            any(kind[4] == entries.bit_length() for kind in link.gathered)
+            any(
+                kind[4] == entries.bit_length() and last == "allgather"
+                for kind, last in link.taken.items()
+            )
             for link in network.links
         }
         assert len({total.values.tobytes() for total in results}) == 1
@@ -395,7 +398,7 @@ def test_a_call_like_one_that_gathered_the_vectors_needs_no_metadata(size):
     # another number of entries is no call like it
     assert summed(40_000, network) == fresh(40_000)
     assert not fresh(40_000)[0]
-    network.links[size - 1].gathered.clear()  # as after an error on this rank alone
+    network.links[size - 1].taken.clear()  # as after an error on this rank alone
     assert summed(few, network)[:3] == first[:3]
     assert summed(few, network) == again
 
@@ -413,7 +416,7 @@ def test_the_order_in_which_ranks_advance_changes_no_bit(seed):
         return start
 
     def exact(name):
-        metadata = [(SparseVector.empty(50), 50 << BITS_WIDTH)] * size
+        metadata = [(SparseVector.empty(50), 50 << ENTRIES_AT)] * size
         return lambda vector, group: allreduce.ALGORITHMS[name](vector, group, metadata)
 
     for steps in [

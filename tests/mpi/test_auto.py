@@ -16,6 +16,7 @@ from collectives.allreduce import ALGORITHMS
 from collectives.calls.first_call import link_of
 from collectives.planning import links
 from collectives.planning.links import agreed_links
+from collectives.planning.schedule import groups
 from mpicomp import SparseVector
 
 LENGTH = 30_000
@@ -61,7 +62,7 @@ def test_ranks_that_remember_different_calls_sum_all_the_same(fresh):
     for turn in range(fresh.size):
         for forget in fresh.rank != turn, fresh.rank == turn:
             if forget:
-                link_of(fresh).gathered.clear()
+                link_of(fresh).taken.clear()
             assert (
                 sparse_allreduce(vector, fresh).values.tobytes()
                 == before.values.tobytes()
@@ -142,3 +143,47 @@ def test_ranks_with_different_lengths_or_algorithms_meet_and_raise(fresh, entrie
                 algorithm=name if fresh.rank == 0 else "auto",
             )
     check_sums(fresh, (40,))
+
+
+def alike(rank, entries, length, common):
+    """Return a vector of which so many indices are those of all ranks."""
+    shared = np.random.default_rng(0).choice(length, entries, replace=False)[:common]
+    own = np.random.default_rng([3, rank]).choice(length, entries, replace=False)
+    own = np.setdiff1d(own, shared)[: entries - common]
+    indices = np.sort(np.concatenate([shared, own]))
+    values = np.random.default_rng([4, rank]).standard_normal(indices.size)
+    return SparseVector(indices, values.astype(np.float32), length)
+
+
+@pytest.mark.at_least(3)
+@pytest.mark.parametrize("common", [0, 10_000, 20_000])
+def test_ranks_choose_alike_by_the_union_whatever_they_remember(fresh, common):
+    """Each rank as on a node of its own; after an error, or a resumption, some remember less than others."""
+    link = link_of(fresh)
+    link.nodes = tuple(range(fresh.size))
+    link.by_node = groups(link.nodes)
+    entries = 20_000
+    vectors = [
+        alike(rank, entries, 100 * entries, common) for rank in range(fresh.size)
+    ]
+    mine = vectors[fresh.rank]
+    first = sparse_allreduce(mine, fresh)
+    dense = sum(vector.to_dense().astype(np.float64) for vector in vectors)
+    np.testing.assert_allclose(first.to_dense(), dense, atol=1e-5)
+    for turn in range(fresh.size):
+        for forget in fresh.rank != turn, fresh.rank == turn:
+            if forget:
+                link.taken.clear()
+            total = sparse_allreduce(mine, fresh)
+            assert total.values.tobytes() == first.values.tobytes()
+        with pytest.raises(TypeError if fresh.rank == turn else CollectiveError):
+            sparse_allreduce(None if fresh.rank == turn else mine, fresh)
+        (taken,) = link.taken.values()
+        assert set(fresh.allgather(taken)) == {taken}
+        if common == entries:
+            assert taken not in ("allgather", "dense_mpi")
+    assert set(fresh.allgather(first.values.tobytes())) == {first.values.tobytes()}
+    # some show their supports, and some have too few entries for it
+    few = vectors[fresh.rank] if fresh.rank else contributed(0, 100, 100 * entries)
+    total = sparse_allreduce(few, fresh)
+    assert set(fresh.allgather(total.values.tobytes())) == {total.values.tobytes()}

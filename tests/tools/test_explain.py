@@ -737,3 +737,21 @@ def test_the_page_and_its_command_have_one_answer(capsys):
     (gain,) = [row["gain"] for row in found["rows"] if row["method"] == found["take"]]
     assert row.split("|")[1].startswith(f" {found['take']}: {gain:.2g}x, ")
     assert "--parameters 25M --step 0.3 --ranks 8" in " ".join(command)
+
+
+def test_the_union_of_supports_decides_as_it_does_for_a_sum(capsys):
+    """8 ranks, 1 % of 25e6 values, 100 Mbit/s: 2.6 where half of each support is common to all."""
+    sums = ["--ranks", "8", "--length", "25e6", "--density", "0.01"]
+    taken = {}
+    for union in None, 1.0, 2.6, 7.7:
+        more = ["--union", str(union)] if union else []
+        found = explained(capsys, *sums, "--network", "100mbit", *more)
+        assert found["union"] == pytest.approx((union or 7.7) * 250_000, rel=0.03)
+        seconds = {
+            row["algorithm"]: row["seconds"]
+            for row in found["rows"]
+            if row["operation"] == "sparse_allreduce" and row["seconds"]
+        }
+        taken[union] = min(seconds, key=seconds.get)
+    assert taken[None] == taken[7.7] == "allgather"
+    assert taken[2.6] == "split_allgather"
