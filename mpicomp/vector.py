@@ -42,6 +42,7 @@ MAX_LENGTH = 2**63 - 1
 # entries: up to here merging a few vectors in pairs takes less than preparing to add
 # all at once
 _FEW = 4096
+_CACHED = 1 << 16  # values of rows that are added at a time
 _MAX_WIDTH = 2**32 - 2  # a message counts the values of a row in 32 bits
 _ORDER = "expected strictly increasing indices; SparseVector.from_entries sorts entries and adds repeated ones"
 
@@ -189,14 +190,13 @@ class SparseVector:
             raise ValueError(
                 f"got indices of shape {places.shape} and {len(checked)} values: expected as many of each"
             )
-        union, where = np.unique(places, return_inverse=True)
-        sums = np.zeros((union.size, *checked.shape[1:]))  # float64
-        np.add.at(sums, where, checked)
-        return cls(
-            union if union.size else union.astype(np.int32),
-            sums.astype(checked.dtype),
-            length,
-        )
+        if not places.size:
+            return cls(places.astype(np.int32), checked, length)
+        order = np.argsort(places, kind="stable")
+        ordered = places[order]
+        is_first = np.append(True, ordered[1:] != ordered[:-1])
+        starts = np.flatnonzero(is_first)
+        return cls(ordered[starts], _sums_of_runs(checked, order, starts), length)
 
     def to_dense(self, out: Array | None = None) -> Array:
         """Return the dense vector.
@@ -436,6 +436,29 @@ class SparseVector:
         more = ", ..." if self.nnz > 4 else ""
         rows = "" if self.width is None else f", width={self.width}"
         return f"SparseVector({{{shown}{more}}}, nnz={self.nnz}, length={self.length}{rows}, {self.values.dtype})"
+
+
+def _sums_of_runs(values: Array, order: Array, starts: Array) -> Array:
+    """Return the sums of runs of values, taken in an order: each added in float64, and rounded once.
+
+    Args:
+        values: of shape (entries,) or (entries, width).
+        order: of the entries.
+        starts: the place in `order` at which each run begins.
+    """
+    ends = np.append(starts[1:], order.size)
+    sums = np.empty((starts.size, *values.shape[1:]), values.dtype)
+    # so many that their sums in float64 stay in the cache
+    step = max(1, _CACHED // max(1, values[:1].size))
+    first = 0
+    while first < starts.size:
+        start = starts[first]
+        end = max(first + 1, int(np.searchsorted(ends, start + step, "right")))
+        rows = values[order[start : ends[end - 1]]]
+        runs = starts[first:end] - start
+        sums[first:end] = np.add.reduceat(rows, runs, axis=0, dtype=np.float64)
+        first = end
+    return sums
 
 
 def merge(a: SparseVector, b: SparseVector) -> SparseVector:

@@ -1,4 +1,5 @@
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -506,3 +507,31 @@ def test_rows_that_repeat_are_added_in_float64():
     rows = np.float32([[2.0**24, 1], [1, 1], [1, 1]])
     vector = SparseVector.from_entries([2, 2, 2], rows, 4)
     assert vector.values.tolist() == [[2.0**24 + 2, 3]]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("width", [(), (0,), (1,), (7,), (300,)])
+def test_entries_in_any_order_against_addition_at_each_index(dtype, width):
+    """From all of one index to each its own; more than are added at a time, too."""
+    rng = np.random.default_rng(0)
+    for entries, length in (1, 1), (500, 1), (500, 30), (2000, 900), (400, 10**12):
+        places = rng.integers(0, length, entries)
+        values = rng.integers(-8, 9, (entries, *width)).astype(dtype)
+        vector = SparseVector.from_entries(places, values, length)
+        vector.validate()
+        union, where = np.unique(places, return_inverse=True)
+        sums = np.zeros((union.size, *width))
+        np.add.at(sums, where, values)
+        np.testing.assert_array_equal(vector.indices, union)
+        np.testing.assert_array_equal(vector.values, sums.astype(dtype))
+
+
+def test_rows_in_any_order_take_no_memory_but_that_of_their_sums():
+    """In float64 all of them would take twice as much."""
+    rows = np.ones((4096, 256), np.float32)
+    tokens = np.random.default_rng(0).permutation(2 * len(rows))[: len(rows)]
+    tracemalloc.start()
+    SparseVector.from_entries(tokens, rows, 2 * len(rows))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1.5 * rows.nbytes
