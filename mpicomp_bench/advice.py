@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
+from importlib.resources import files
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
@@ -100,9 +100,8 @@ class Training(NamedTuple):
 @lru_cache(maxsize=1)
 def measured() -> dict[str, Any]:
     """Return what was measured, as experiments/every_step/condense.py wrote it."""
-    found: dict[str, Any] = json.loads(
-        Path(__file__).with_name("measured.json").read_text()
-    )
+    text = files(__package__).joinpath("measured.json").read_text()
+    found: dict[str, Any] = json.loads(text)
     return found
 
 

@@ -48,6 +48,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     from mpi4py import MPI
 
     from mpicomp.kernels.host.bits import cache_folder
+    from mpicomp.kernels.host.compiled import problems
 
     kept = cache_folder()
     asked = os.environ.get(VARIABLE)
@@ -60,6 +61,11 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     for name in FIRST_STEPS:
         first_step(name, MPI.COMM_SELF)
     sums_of_ranks()
+    if problems:
+        out.write(
+            f"{len(problems)} kernels are not kept, as Numba {problems[0]}: make room there, or name another folder\n"
+        )
+        return 1
     out.write(
         f"kernels for {processor()} in {kept}; set {VARIABLE}={Path(kept).parent} on the nodes\n"
     )

@@ -60,6 +60,35 @@ def test_warm_refuses_a_folder_that_cannot_be_made(tmp_path):
     assert "the kernels are not kept: name a writable folder" in done.stdout
 
 
+FULL = """
+import resource
+import sys
+
+import numpy as np
+from mpicomp.kernels import host
+from mpicomp_bench import main, warm
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+warm.FIRST_STEPS = ()
+warm.sums_of_ranks = lambda: host.consecutive(0, 10, np.int32)
+sys.exit(main(["warm"]))
+"""
+
+
+def test_warm_returns_1_for_a_folder_that_is_full(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FULL],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+    )
+    assert done.returncode == 1, done.stderr
+    assert "kernels are not kept, as Numba cannot write" in done.stdout
+    assert "make room there, or name another folder" in done.stdout
+
+
 def files(folder):
     return sorted(path.name for path in folder.rglob("*.nbc"))
 

@@ -33,7 +33,7 @@ def declared(tmp_path, monkeypatch):
     (tmp_path / f"{name}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled, "_problems", [])
+    monkeypatch.setattr(compiled, "problems", [])
     return lambda: compiled.jit(importlib.import_module(name).next_after)
 
 

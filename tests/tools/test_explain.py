@@ -9,6 +9,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from itertools import product
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from blocks import bound
 from commands import left
+from jobs import environment, python
 
 from collectives import gtopk_allreduce, quantised_allreduce
 from collectives.planning.choice import Case
@@ -755,3 +757,20 @@ def test_the_union_of_supports_decides_as_it_does_for_a_sum(capsys):
         taken[union] = min(seconds, key=seconds.get)
     assert taken[None] == taken[7.7] == "allgather"
     assert taken[2.6] == "split_allgather"
+
+
+def test_a_zipped_wheel_explains_from_its_own_measurements(tmp_path):
+    wheel = tmp_path / "mpicomp.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for package in "mpicomp", "collectives", "mpicomp_bench":
+            for file in (ROOT / package).rglob("*.*"):
+                if file.suffix != ".pyc":
+                    archive.write(file, file.relative_to(ROOT))
+    command = "explain --train --parameters 25M --step 0.3 --ranks 8 --network 1gbit"
+    done = python(
+        *("-m", "mpicomp_bench", *command.split()),
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(wheel)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Take:" in done.stdout

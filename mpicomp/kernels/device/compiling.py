@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_uint64
 from functools import cache, lru_cache
+from importlib import resources
 from itertools import accumulate, chain
-from pathlib import Path
 from struct import Struct
 from threading import get_ident, local
 from typing import Any
@@ -48,16 +48,20 @@ def source(files: Sequence[str] = FILES, kernels_of: str | None = None) -> str:
 
     kernels_of: the file whose kernels are wanted, with what it needs of the others; by default all.
     """
-    folder = Path(__file__).parent
     texts = []
     for name in files:
-        text = (folder / name).read_text()
+        text = _text(name)
         if kernels_of not in (None, name):
             text = text.partition(_KERNELS)[0]
         texts.append(f'#line 1 "{name}"\n{text}')
         if name == kernels_of:
             break
     return "".join(texts).replace('#include "common.cuh"\n', "\n")
+
+
+def _text(file: str) -> str:
+    """Return the text of a CUDA file, also from a zipped wheel."""
+    return resources.files(__package__).joinpath(file).read_text()
 
 
 def module_of(name: str) -> tuple[str, int, int]:
@@ -73,9 +77,8 @@ def module_of(name: str) -> tuple[str, int, int]:
 def _file_of(stem: str) -> str:
     """Return the file that has the kernels whose names begin so."""
     kernels = re.compile(rf"\b{stem}_(##|[uf][248]\b)")
-    folder = Path(__file__).parent
     for name in FILES:
-        if kernels.search((folder / name).read_text().partition(_KERNELS)[2]):
+        if kernels.search(_text(name).partition(_KERNELS)[2]):
             return name
     raise KeyError(stem)
 

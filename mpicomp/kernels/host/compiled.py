@@ -283,12 +283,12 @@ _Files._impl_class = type(
     },
 )
 
-_problems: list[str] = []  # those of this process; the first is shown
+problems: list[str] = []  # those of this process; the first is shown
 
 
 def _warn(problem: str) -> None:
-    _problems.append(problem)
-    if len(_problems) == 1:
+    problems.append(problem)
+    if len(problems) == 1:
         warn(
             f"Numba {problem}, so each process compiles kernels, which takes seconds: set {VARIABLE} to a "
             "writable folder, such as /tmp/numba",
