@@ -50,10 +50,9 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     from mpicomp.kernels.host.bits import cache_folder
     from mpicomp.kernels.host.compiled import problems
 
-    kept = cache_folder()
-    asked = os.environ.get(VARIABLE)
-    is_other = kept and asked and Path(kept).parent != Path(asked)
-    if not kept or is_other or not os.access(kept, os.W_OK):
+    kept = cache_folder() or ""
+    asked = os.environ.get(VARIABLE, "")
+    if not (kept.startswith(asked) and os.access(kept, os.W_OK)):
         out.write(
             f"the kernels are not kept: name a writable folder, or set {VARIABLE}\n"
         )
@@ -63,7 +62,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     sums_of_ranks()
     if problems:
         out.write(
-            f"{len(problems)} kernels are not kept, as Numba {problems[0]}: make room there, or name another folder\n"
+            f"kernels are not kept, as Numba {problems[0]}: make room there, or name another folder\n"
         )
         return 1
     out.write(
