@@ -4,7 +4,9 @@ A setting of another kind raises TypeError, and one out of range ValueError; bot
 it. NumPy's scalars become Python's, the same text on all ranks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from math import inf
 from typing import Any
 
@@ -15,6 +17,37 @@ INTEGERS = int, np.integer
 REALS = int, float, np.integer, np.floating
 NO_NUMBERS = bool, np.timedelta64  # though Python and NumPy register them as integers
 OTHER_SETTINGS = "make the exchange with the settings that were saved, or load with same_settings=False"
+
+
+class CheckedKeywords:
+    """Base class whose constructor names an unknown keyword as the caller knows it, and the one that was meant."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if error := unknown_keyword(cls.__name__, cls.__init__, kwargs):
+            raise error
+        return super().__new__(cls)
+
+
+def unknown_keyword(
+    name: str, function: Callable[..., Any], keywords: Iterable[str]
+) -> TypeError | None:
+    """Return an error for the first keyword that a function does not take, with the nearest that it does; else None.
+
+    Args:
+        name: of the function or class, as the caller knows it.
+        function: whose signature is looked at.
+        keywords: of the caller.
+    """
+    parameters = signature(function).parameters
+    if any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values()):
+        return None
+    known = [one for one in parameters if one != "self"]
+    for keyword in keywords:
+        if keyword not in known:
+            near = get_close_matches(keyword, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"expected {known or None}"
+            return TypeError(f"{name} has no argument {keyword!r}: {hint}")
+    return None
 
 
 class SetOnce:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.arrays import VALUE_DTYPES, Array, ByName, new_vector, to_numpy
+from mpicomp.settings import CheckedKeywords
 
 Range = tuple[float, float]
 """The least and the most value of a number, or of all elements of an array."""
@@ -39,7 +40,7 @@ def arguments_of(kind: type) -> list[str]:
     return [one.name for one in parameters if one.kind not in variadic]
 
 
-class Configured:
+class Configured(CheckedKeywords):
     """Base class of compressors, feedback and bases: settings that `repr` shows, and a state.
 
     Store every constructor argument in an attribute of the same name.
@@ -50,6 +51,9 @@ class Configured:
 
     layout: ClassVar[str] = SHARED
     """How these attributes hold the values of segments."""
+
+    def __init__(self) -> None:
+        """Take no argument."""
 
     def _settings(self) -> dict[str, Any]:
         """Return the constructor's arguments by name, except those that change between steps."""

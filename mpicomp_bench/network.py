@@ -63,7 +63,8 @@ class Network:
         received.
         """
         own: Any = self.links
-        groups = [Group(link, {"operation": "simulated", **signature}) for link in own]
+        signature["operation"] = "simulated"
+        groups = [Group(link, signature) for link in own]
         ranks = {rank: steps_of(rank, group) for rank, group in enumerate(groups)}
         pending: dict[int, deque[Any]] = {rank: deque() for rank in ranks}
         results: list[Any] = [None] * len(ranks)

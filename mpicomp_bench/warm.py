@@ -71,11 +71,11 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-def first_step(name: str, comm: Any, rows: int = 2500) -> None:
-    """Run the first step of a method, on one tensor of shape (rows, 400)."""
+def first_step(name: str, comm: Any) -> None:
+    """Run the first step of a method, on one tensor of shape (2500, 400)."""
     from collectives import OuterLoop
 
-    drawn = np.random.default_rng(0).standard_normal((2, rows, 400), np.float32)
+    drawn = np.random.default_rng(0).standard_normal((2, 2500, 400), np.float32)
     exchange = construct(name, comm, rate=0.1, momentum=0.9)
     if settings := outer_settings(name):
         parameters = {"weight": drawn[0]}
@@ -89,16 +89,15 @@ def first_step(name: str, comm: Any, rows: int = 2500) -> None:
 def sums_of_ranks() -> None:
     """Run the kernels that only several ranks need, of float32 values."""
     from mpicomp import TopK
-    from mpicomp.kernels import host
+    from mpicomp.vector import add_up, from_all_values, merge, top_k
 
     drawn = np.random.default_rng(0).standard_normal((2, 100_000), np.float32)
     one, other = (TopK(density=0.01).compress(each) for each in drawn)
-    host.merge(one.indices, one.values, other.indices, other.values)
-    indices = [one.indices, other.indices]
-    host.accumulate(indices, [one.values, other.values], one.length)
-    host.consecutive(0, 10, one.indices.dtype)
-    host.divide_largest(one.indices, one.values, 10)
-    host.divide(one.indices, one.values, np.arange(10))
+    merge(one, other)
+    add_up([one, other, one])
+    from_all_values(drawn[0])
+    top_k(one, 10)
+    one.divide(np.arange(10))
 
 
 def processor() -> str:

@@ -23,7 +23,7 @@ from collectives.runtime.progress import continue_on_callers_thread
 from mpicomp.arrays import DTYPE_NAMES
 from mpicomp.codec import CODECS
 from mpicomp.errors import kept
-from mpicomp.settings import to_choice
+from mpicomp.settings import to_choice, unknown_keyword
 
 if TYPE_CHECKING:
     from collectives.calls.collective import Collective
@@ -39,7 +39,7 @@ def start(
     try:
         call = collective.call(*args, **kwargs)
     except Exception as raised:
-        call = _failed_call(raised, args, kwargs)
+        call = _failed_call(collective, raised, args, kwargs)
     operation = call.operation or collective.name
     link = link_of(call.comm, operation)
     prepared = NOTHING
@@ -91,9 +91,15 @@ def start(
 
 
 def _failed_call(
-    error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    collective: "Collective[..., Any]",
+    error: Exception,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Call[Any]:
     """Return a call that contributes the error of an unknown keyword or a missing argument; raise it without a comm."""
+    error = unknown_keyword(collective.name, collective.call, kwargs) or error
+    if "op" in kwargs:
+        error = TypeError(f"{error}; for another operation than sums use mpi4py's own")
     communicators = [argument for argument in args if hasattr(argument, "Get_attr")]
     comm = kwargs.get("comm", next(iter(communicators), None))
     if comm is None:

@@ -40,11 +40,11 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import set_back
 from mpicomp.errors import warn
 from mpicomp.feedback import ErrorFeedback, Feedback
-from mpicomp.settings import SetOnce, to_choice, to_integer
+from mpicomp.settings import CheckedKeywords, SetOnce, to_choice, to_integer
 from mpicomp.tensors import DICT, Form
 
 
-class GradientExchange:
+class GradientExchange(CheckedKeywords):
     """Exchange gradients between the ranks of `comm`: each gets the mean of the vectors sent by all ranks.
 
     The object holds the residuals: use one for each model, and the same settings and calls

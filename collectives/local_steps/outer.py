@@ -69,7 +69,7 @@ from mpicomp.replica import (
     check_same_memory,
     untied,
 )
-from mpicomp.settings import SetOnce, to_bool, to_integer, to_number
+from mpicomp.settings import CheckedKeywords, SetOnce, to_bool, to_integer, to_number
 from mpicomp.state import (
     check_names,
 )
@@ -87,7 +87,7 @@ OTHER_LOOP = (
 )
 
 
-class OuterLoop:
+class OuterLoop(CheckedKeywords):
     """Synchronise the models of all ranks by an exchange of pseudo-gradients every `every` steps.
 
     All ranks construct it, with the same settings and the same values of the parameters:

@@ -7,6 +7,7 @@ units of updates; the decay: "Communication efficient LLM pre-training with Spar
 """
 
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,9 @@ class ErrorFeedback(Feedback):
     ErrorFeedback(in_place=False, decay=0.95)
     """
 
-    def __new__(cls, *, in_place: bool = False, decay: float = 1.0) -> "ErrorFeedback":
+    def __new__(
+        cls, *, in_place: bool = False, decay: float = 1.0, **unknown: Any
+    ) -> "ErrorFeedback":
         """Return a feedback that keeps the residual in an array of its own, or in the gradient's."""
         if in_place and not issubclass(cls, InPlaceErrorFeedback):
             if cls is not ErrorFeedback:
@@ -51,7 +54,8 @@ class ErrorFeedback(Feedback):
                     "of mpicomp.feedback"
                 )
             cls = InPlaceErrorFeedback
-        return super().__new__(cls)
+        feedback: ErrorFeedback = super().__new__(cls, **unknown)
+        return feedback
 
     def __init__(self, *, in_place: bool = False, decay: float = 1.0) -> None:
         super().__init__()

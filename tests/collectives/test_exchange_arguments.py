@@ -2,14 +2,26 @@
 
 import re
 import sys
+from functools import partial
 from types import ModuleType
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives import GradientExchange
-from mpicomp import AdaComp, AggregationAware, Dense, Quantised, SIDCo, TopK, WarmUp
+from collectives import GradientExchange, OuterLoop
+from mpicomp import (
+    AdaComp,
+    AggregationAware,
+    Dense,
+    ErrorFeedback,
+    Hadamard,
+    MomentumCorrection,
+    Quantised,
+    SIDCo,
+    TopK,
+    WarmUp,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +53,33 @@ def test_bad_arguments(arguments, error, message):
 def test_all_values_in_few_bits_may_be_said_twice():
     exchange = GradientExchange(MPI.COMM_SELF, Dense(), bits=4)
     assert isinstance(exchange.compressor, Dense)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            partial(TopK, densty=0.1),
+            "TopK has no argument 'densty': did you mean density?",
+        ),
+        (
+            partial(Quantised, TopK(k=1), from_="sign"),
+            "Quantised .* did you mean form?",
+        ),
+        (partial(Dense, k=3), "Dense has no argument 'k': expected None"),
+        (partial(ErrorFeedback, decy=1), "ErrorFeedback .* did you mean decay?"),
+        (partial(MomentumCorrection, mometum=1), "did you mean momentum?"),
+        (partial(Hadamard, chnk=8), "Hadamard .* did you mean chunk?"),
+        (
+            partial(GradientExchange, MPI.COMM_SELF, bit=4),
+            "GradientExchange .* mean bits?",
+        ),
+        (partial(OuterLoop, None, {}, evry=3), "OuterLoop .* did you mean every?"),
+    ],
+)
+def test_an_unknown_keyword_is_told_by_the_name_of_the_class(make, message):
+    with pytest.raises(TypeError, match=message.replace("?", r"\?")):
+        make()
 
 
 class Copied:

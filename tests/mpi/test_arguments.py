@@ -124,7 +124,17 @@ BAD_KEYWORDS = {
     "unknown": (
         {"densty": 0.1},
         TypeError,
-        "got an unexpected keyword argument 'densty'",
+        "gtopk_allreduce has no argument 'densty': expected ['vector', 'comm', 'k',",
+    ),
+    "misspelt": (
+        {"algoritm": "exact"},
+        TypeError,
+        "gtopk_allreduce has no argument 'algoritm': did you mean algorithm?",
+    ),
+    "operation of MPI": (
+        {"op": MPI.MAX},
+        TypeError,
+        "; for another operation than sums use mpi4py's own",
     ),
     "given twice": (
         {"vector": SOUND},
