@@ -41,12 +41,13 @@ def unknown_keyword(
     parameters = signature(function).parameters
     if any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values()):
         return None
-    known = [one for one in parameters if one != "self"]
+    known = parameters.keys() - {"self"}
     for keyword in keywords:
         if keyword not in known:
-            near = get_close_matches(keyword, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"expected {known or None}"
-            return TypeError(f"{name} has no argument {keyword!r}: {hint}")
+            meant = get_close_matches(keyword, known, 1) or sorted(known) or ["none"]
+            return TypeError(
+                f"{name} has no argument {keyword!r}: expected {' or '.join(meant)}"
+            )
     return None
 
 

@@ -98,8 +98,6 @@ def _failed_call(
 ) -> Call[Any]:
     """Return a call that contributes the error of an unknown keyword or a missing argument; raise it without a comm."""
     error = unknown_keyword(collective.name, collective.call, kwargs) or error
-    if "op" in kwargs:
-        error = TypeError(f"{error}; for another operation than sums use mpi4py's own")
     communicators = [argument for argument in args if hasattr(argument, "Get_attr")]
     comm = kwargs.get("comm", next(iter(communicators), None))
     if comm is None:

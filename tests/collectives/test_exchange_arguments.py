@@ -60,25 +60,25 @@ def test_all_values_in_few_bits_may_be_said_twice():
     [
         (
             partial(TopK, densty=0.1),
-            "TopK has no argument 'densty': did you mean density?",
+            "TopK has no argument 'densty': expected density$",
         ),
         (
             partial(Quantised, TopK(k=1), from_="sign"),
-            "Quantised .* did you mean form?",
+            "Quantised .* expected form$",
         ),
-        (partial(Dense, k=3), "Dense has no argument 'k': expected None"),
-        (partial(ErrorFeedback, decy=1), "ErrorFeedback .* did you mean decay?"),
-        (partial(MomentumCorrection, mometum=1), "did you mean momentum?"),
-        (partial(Hadamard, chnk=8), "Hadamard .* did you mean chunk?"),
+        (partial(Dense, k=3), "Dense has no argument 'k': expected none$"),
+        (partial(ErrorFeedback, decy=1), "ErrorFeedback .* expected decay$"),
+        (partial(MomentumCorrection, mometum=1), "expected momentum$"),
+        (partial(Hadamard, chnk=8), "Hadamard .* expected chunk$"),
         (
             partial(GradientExchange, MPI.COMM_SELF, bit=4),
-            "GradientExchange .* mean bits?",
+            "GradientExchange .* expected bits$",
         ),
-        (partial(OuterLoop, None, {}, evry=3), "OuterLoop .* did you mean every?"),
+        (partial(OuterLoop, None, {}, evry=3), "OuterLoop .* expected every$"),
     ],
 )
 def test_an_unknown_keyword_is_told_by_the_name_of_the_class(make, message):
-    with pytest.raises(TypeError, match=message.replace("?", r"\?")):
+    with pytest.raises(TypeError, match=message):
         make()
 
 

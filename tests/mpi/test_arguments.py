@@ -124,17 +124,17 @@ BAD_KEYWORDS = {
     "unknown": (
         {"densty": 0.1},
         TypeError,
-        "gtopk_allreduce has no argument 'densty': expected ['vector', 'comm', 'k',",
+        "gtopk_allreduce has no argument 'densty': expected algorithm or codec or comm or k or",
     ),
     "misspelt": (
         {"algoritm": "exact"},
         TypeError,
-        "gtopk_allreduce has no argument 'algoritm': did you mean algorithm?",
+        "gtopk_allreduce has no argument 'algoritm': expected algorithm",
     ),
     "operation of MPI": (
         {"op": MPI.MAX},
         TypeError,
-        "; for another operation than sums use mpi4py's own",
+        "gtopk_allreduce has no argument 'op': expected algorithm or codec or comm",
     ),
     "given twice": (
         {"vector": SOUND},
