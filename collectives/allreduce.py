@@ -124,7 +124,7 @@ Summing = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
 # of all other ranks' vectors: calls like one that gathered so few send them in the
 # place of the metadata
 LONG_NBYTES = 1 << 22
-# of sums that are remembered, apart by powers of two of their entries and bits
+# So many kinds of sums are remembered; entries and bits count by powers of two.
 MOST_KINDS = 1024
 UNSAMPLED = ("allgather", "recursive_doubling", "dense_mpi")  # they have no shares
 NO_METADATA: Metadata = ()
@@ -232,7 +232,7 @@ def choose_freely(
 def automatic(vector: SparseVector, group: Group, votes: bool = False) -> Steps[Any]:
     """Run the fastest algorithm."""
     if group.size <= 2 and not votes:
-        # in no turn, as it calls no allreduce of MPI's
+        # It takes no turn, as it calls no allreduce of MPI's.
         return recursive_doubling(vector, group, NO_METADATA)
     return run_chosen(choose_freely, vector, group, votes)
 

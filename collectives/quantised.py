@@ -199,7 +199,7 @@ def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
                 "memory of the array"
             )
     written = [total, rejected]
-    # which may be the array itself: each value is read before it is written
+    # It may be the array itself: each value is read before it is written.
     if address(rejected) != address(values):
         written.append(values)
     check_apart(written)
@@ -232,7 +232,7 @@ def direct(
         short=dtype == np.float16,
     )
     total = CodedSum(parts, correction.sizes)
-    if not total.is_finite:  # on all ranks: they have the same codes
+    if not total.is_finite:  # All ranks raise it: they have the same codes.
         yield from raise_not_finite(correction, group)
     return total, correction.out
 

@@ -36,7 +36,8 @@ _SHORT = np.dtype(np.int32)
 _LONG = np.dtype(np.int64)
 _LINE = 64  # bytes of a cache line
 _BLOCK = 65536  # values
-_FIRST = ctypes.c_char.from_buffer  # of a writable C-contiguous array that is not empty
+# The array has to be writable, C-contiguous and not empty.
+_FIRST = ctypes.c_char.from_buffer
 # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
 _HOST_DEVICES = (1, 3, 11)
 _CUDA_DEVICES = (2, 13)  # a CUDA device, and CUDA managed memory
@@ -126,11 +127,11 @@ def is_array(array: Any) -> bool:
 
 
 def _from_dlpack(array: Any) -> Array:
-    # of PyTorch, whose own conversion takes a fifth of the time
+    # PyTorch's own conversion takes a fifth of the time.
     is_cpu = getattr(array, "is_cpu", False)
     try:
         device = 1 if is_cpu else int(array.__dlpack_device__()[0])
-    except BufferError as error:  # of JAX, on several devices
+    except BufferError as error:  # JAX raises it for an array on several devices.
         raise TypeError(
             f"{_type_name(array)}: {error}; pass a copy in one memory, as of jax.device_get"
         ) from error
@@ -151,7 +152,7 @@ def _from_dlpack(array: Any) -> Array:
 
 def _check_jax(array: Any) -> None:
     """Raise TypeError for an array of JAX that is being traced, ValueError for one whose memory was deleted."""
-    # of a traced one even `is_deleted` raises
+    # Even `is_deleted` of a traced array raises.
     if any([kind.__name__ == "Tracer" for kind in type(array).__mro__]):
         raise TypeError(
             f"got {_type_name(array)}: expected an array (it has no values while JAX traces a function: call outside "
@@ -172,7 +173,7 @@ def _check_memory(tensor: Any) -> None:
     """
     try:
         has_memory = not tensor.numel() or tensor.untyped_storage().data_ptr() != 0
-    except RuntimeError:  # of a wrapper, such as a DTensor
+    except RuntimeError:  # A wrapper, such as a DTensor, raises it.
         has_memory = False
     if not has_memory:
         raise TypeError(
@@ -316,7 +317,7 @@ def address(array: Any) -> int:
     if on_device(array):
         return int(array.data.ptr)
     if array.size and array.flags.carray:
-        # in a fifth of the time
+        # This takes a fifth of the time.
         return ctypes.addressof(_FIRST(array))
     return int(array.ctypes.data)
 
@@ -327,7 +328,7 @@ def addresses(arrays: Sequence[Any]) -> list[int]:
         if arrays and on_device(arrays[0]):
             return [array.data.ptr for array in arrays]
         return [ctypes.addressof(_FIRST(array)) for array in arrays]
-    # in both memories, empty, or read-only
+    # The array is in both memories, empty, or read-only.
     except (AttributeError, TypeError, ValueError):
         return [address(array) for array in arrays]
 
@@ -535,7 +536,7 @@ def kind_of(original: Any) -> Callable[[Array], Any]:
     ours = isinstance(original, np.ndarray) or on_device(original)
     foreign = not ours and hasattr(library, "from_dlpack")
     short = original.dtype if _is_bfloat16(original) else None
-    # else JAX takes the first of its devices
+    # JAX would take the first of its devices.
     place = {"device": original.device} if root in ("jax", "jaxlib") else {}
 
     def convert(result: Array) -> Any:

@@ -80,7 +80,7 @@ class Bucket:
         self.names_of_tensors = [tensor.name for tensor in tensors]
         # What else has a state of these tensors, by name; see `Layout.parts`.
         self.parts: dict[str, Configured] = {}
-        # of a list of arrays that are one segment
+        # The arrays of a list are one segment.
         self._buffer: Array | None = None
 
     @property

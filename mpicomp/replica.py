@@ -145,7 +145,7 @@ class Replica(Configured):
                 part = theta[piece]
                 start = _rounded(self.anchor[span][piece], memory)
                 kernels.add_scaled(part, 1, start, part, sign=-1)
-            # in this order it is 0 where there is no progress
+            # Added in this order, it is 0 where there is no progress.
             kernels.add(theta, self.delta[span], theta)
         if rate:
             self._move(mean, rate, nesterov=nesterov)
@@ -315,7 +315,7 @@ def _add(vector: SparseVector | Array, scale: float, array: Array) -> None:
     for piece in _pieces(vector.nnz):
         indices = vector.indices[piece]
         values = vector.values[piece]
-        if abs(scale) == 1:  # without a product
+        if abs(scale) == 1:  # A scale of 1 or -1 needs no product.
             kernels_for(array).scatter_add(array, indices, values, sign=int(scale))
         else:
             SparseVector(indices, values, vector.length).add_to(array, scale)

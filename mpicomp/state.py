@@ -27,7 +27,8 @@ ONE = [slice(None)]  # the span of the only segment, of any length
 
 
 _ADDRESS = (
-    " at 0x"  # in the repr of functions, and of objects without a repr of their own
+    # The repr of functions has it, and that of objects without a repr of their own.
+    " at 0x"
 )
 _GENERATORS = {"Generator", "RandomState", "Random"}
 
@@ -278,7 +279,7 @@ def _joined(name: str, values: ByName, layout: str, spans: Sequence[slice]) -> A
     size = arrays[0].size if spans is ONE else spans[-1].stop
     vector = new_vector(np, size, arrays[0].dtype)
     for (called, row), span in zip(values.items(), spans, strict=True):
-        # without an array before its first step: it may have been held
+        # A tensor that was held may have no array before its first step.
         if row is None:
             continue
         if row.size != vector[span].size:

@@ -176,12 +176,12 @@ def plain_vectors(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | No
             return _host_vectors(expected, given)
         if first.facts[-1] != first.xp.cuda.runtime.getDevice():
             return None
-        # in this order in `Tensor.facts`; `attrgetter` takes longer
+        # `Tensor.facts` has this order; `attrgetter` takes longer.
         facts = [
             (a.__class__, a.shape, a.dtype, a._c_contiguous, a.data.device_id)
             for a in given
         ]
-    # of another library, or refused by PyTorch
+    # The array is of another library, or PyTorch refuses it.
     except (AttributeError, RuntimeError, TypeError):
         return None
     return given if facts == expected else None

@@ -71,7 +71,7 @@ def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
     named = system / "proc/self/cgroup"
     top = system / "sys/fs/cgroup"
     for line in named.read_text().splitlines() if named.exists() else ():
-        # in a container it may be the name outside: then only the top exists
+        # A container may show the name outside: then only the top exists.
         inner = top / line.rpartition(":")[2].lstrip("/")
         for folder in (inner, *inner.parents):
             with contextlib.suppress(OSError, ValueError):  # "max" is no limit

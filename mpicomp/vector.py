@@ -97,7 +97,7 @@ class SparseVector:
         indices: of the dtype for the length, increasing, in range. Both are contiguous.
         """
         vector = object.__new__(cls)
-        fields = vars(vector)  # in half the time of `update`
+        fields = vars(vector)  # This takes half the time of `update`.
         fields["indices"] = indices
         fields["values"] = values
         fields["length"] = length
@@ -646,7 +646,7 @@ def _new_empty(
     )
 
 
-# in host memory; typed: True is no length, and 1 is
+# The cache is typed, as True is no length, and 1 is.
 _empty_on_host = lru_cache(maxsize=256, typed=True)(_new_empty)
 
 

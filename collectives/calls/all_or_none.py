@@ -88,7 +88,7 @@ def all_or_none(
                     contributed(interrupt), comm, operation, Position()
                 )
         raise
-    # in the agreement itself, which is MPI's sum and no exchange of messages
+    # Traffic of the agreement itself, which is MPI's sum and no exchange of messages.
     link = link_if_any(comm)
     lost = "" if link is None else link.take_lost()
     if lost and error is None:

@@ -87,7 +87,7 @@ class Prepared:
 
 NOTHING = Prepared(None, SparseVector.empty(0).values)
 
-# of the contribution, and the arguments that all ranks share, once checked
+# Facts of the contribution, and the arguments that all ranks share, once checked.
 Prepare = Callable[[Any, Mapping[str, Any], Link], Prepared]
 
 

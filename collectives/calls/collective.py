@@ -112,7 +112,7 @@ class Collective(Generic[P, T]):
         try:
             return start(self, args, kwargs, None).result()  # type: ignore[no-any-return]
         finally:
-            # else an error among them, its traceback and this frame hold each other
+            # An error among them, its traceback and this frame would hold each other.
             del args, kwargs
 
     def form(self, to_sum: ToSum | None) -> Callable[P, Any]:

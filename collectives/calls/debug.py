@@ -47,7 +47,7 @@ def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
         return (yield from run_or_notify(group, steps))
     finally:
         group.leave_queue()
-        # else an error, its traceback and this frame hold each other
+        # An error, its traceback and this frame would hold each other.
         del group, steps
 
 

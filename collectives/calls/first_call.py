@@ -32,7 +32,7 @@ from mpicomp.settings import to_choice
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# in the environment, the same on all ranks, with what an unset variable means
+# Variables that are the same on all ranks, with what an unset one means.
 SETTINGS = {
     checking.VARIABLE: "0",
     cuda_aware.VARIABLE: "0",
@@ -73,8 +73,8 @@ def _make_link(comm: Any, operation: str) -> Link:
         with engine:
             unmade, request = comm.Idup()
             engine.wait_for_ranks(Sending(request), faults, waits)
-        # now all ranks of `comm` are in here, and may block: none waits for a reply
-        duplicate = unmade  # to revoke it before would crash Open MPI
+        # All ranks of `comm` are in here now, and may block: none waits for a reply.
+        duplicate = unmade  # Revoking it before would crash Open MPI.
         link = attached(comm, LINK, lambda: _made(duplicate))
         engine.know(link.faults)
         return link
@@ -101,7 +101,7 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
         threads.share(sharers)
         direct = cuda_aware.is_direct(duplicate)
         choice = links.agreed_links(duplicate, nodes, crowding)
-    except ValueError:  # on all ranks: what they were to agree on is broken
+    except ValueError:  # All ranks raise it: what they were to agree on is broken.
         duplicate.Free()
         raise
     return Link(

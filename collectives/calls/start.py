@@ -49,7 +49,7 @@ def start(
     else:
         try:
             prepared = _prepared(call, collective, link)
-        # whatever it is, also an interrupt: the other ranks must be notified
+        # Whatever it is, also an interrupt, the other ranks must be notified.
         except BaseException as raised:
             error = kept(raised)
     if error is not None:

@@ -160,14 +160,15 @@ class GradientExchange(CheckedKeywords):
         self.average = average
         self.basis = basis
         self.log = log
-        # that were kept, also before the state that was loaded; that were skipped
+        # Steps that were kept, also before the state that was loaded; steps that were
+        # skipped.
         self.steps = self.skipped = 0
         self._skips = Skips(most_skips)
         # calls that changed the state after the last step, the same on all ranks
         self._changes: list[str] = []
         self.finite = True  # the last step was kept, and not skipped
         self.statistics: Statistics | None = None  # of the last step
-        # of the first step, which compiles and connects, and of all others
+        # Sums of the first step, which compiles and connects, and of all others.
         self._totals: list[Statistics] = []
         self._is_on_one_node = False  # all ranks of the last step share memory
         self._layout = Layout(
@@ -180,15 +181,16 @@ class GradientExchange(CheckedKeywords):
             reduction=summing,
         )
         self.parts = self._layout.parts
-        self._form: Form | None = None  # of the gradients, once it is known
+        self._form: Form | None = None  # The form of the gradients, once it is known.
         self._names: set[str] = set()
-        # of the named tensors in the buckets, before any were held
+        # Names of the tensors in the buckets, before any were held.
         self._order: list[str] = []
         self._buckets: list[Bucket] = []
-        self._held: list[Bucket] = []  # of tensors that `hold` leaves out
+        self._held: list[Bucket] = []  # Buckets of tensors that `hold` leaves out.
         self._step: Step | None = None  # the one under way
-        self._comparison = Comparison(dict, EVERY, REMEDY)  # of no parameters
-        # of the exchanges on this communicator, in the order in which they were made
+        self._comparison = Comparison(dict, EVERY, REMEDY)  # It compares no parameters.
+        # The number counts the exchanges on this communicator, in the order in which
+        # they were made.
         self.comm, self._rank_and_size, self.number = place_on(comm)
 
     def __reduce__(self) -> NoReturn:
@@ -305,7 +307,7 @@ class GradientExchange(CheckedKeywords):
                 step.advance()
             except Exception:
                 raise
-            # of this rank alone, and buckets may be in flight
+            # The interrupt is of this rank alone, and buckets may be in flight.
             except BaseException as interrupt:
                 self.fail(interrupt)
 
@@ -349,13 +351,13 @@ class GradientExchange(CheckedKeywords):
         """
         if not isinstance(error, BaseException):
             error = TypeError(f"fail got {error!r}: expected an exception")
-        traceback = error.__traceback__  # which a step that fails drops
+        traceback = error.__traceback__  # A step that fails drops the traceback.
         own = contributed(error)
         try:
             try:
                 if not self._buckets:
                     self._step = None
-                    # as the others, which compare what they have
+                    # This rank takes part, as the others compare what they have.
                     gather_objects(own, self.comm, OPERATION)
                 self._run(DICT, "dense", own)
             except Exception as raised:
@@ -663,7 +665,7 @@ class GradientExchange(CheckedKeywords):
             with np.errstate(all="ignore"):
                 yield step
         except BaseException as error:
-            if self._step is step:  # else `fail` has ended it
+            if self._step is step:  # If not, `fail` has ended it.
                 self._step = None
                 step.end(error)
             raise

@@ -48,10 +48,10 @@ from mpicomp.tensors import ALONE, DICT, Form, Tensor, describe
 # wait.
 _HOST_NBYTES = 2**25
 _DEVICE_NBYTES = 2**30
-# of the bytes of a dense array, about: as by 4 bits of float32
+# About the fraction of the bytes of a dense array: that of 4 bits of float32.
 _CODED = 1 / 8
 
-# of the name and the shape of a tensor
+# A function of the name and the shape of a tensor.
 Choose = Callable[[str, tuple[int, ...]], Compressor]
 Part = Callable[[Bucket], Configured]
 
@@ -130,7 +130,7 @@ class Layout:
         parts: list[tuple[Tensor, Compressor]] = []
         try:
             mine = outcome_of(self._described, form, arrays, parts)
-        except BaseException as interrupt:  # of this rank alone
+        except BaseException as interrupt:  # The interrupt is of this rank alone.
             outcome_of(gather_objects, contributed(interrupt), comm, OPERATION)
             raise
         everyone = gather_objects(mine, comm, OPERATION)
@@ -166,7 +166,7 @@ class Layout:
             parts.append((tensor, compressor))
             # bfloat16 is exchanged as float32
             text = f"{tensor.kind.dtype} of shape {tensor.shape}"
-            # of a tensor that is sent whole no votes are counted
+            # No votes are counted of a tensor that is sent whole.
             if self.reduction.average == CONTRIBUTORS:
                 is_whole = isinstance(compressor.chain()[-1], Dense)
                 text += ", sent whole" if is_whole else ", in part"

@@ -102,7 +102,7 @@ class Reduction:
             coded = CodedSum(total.shares, total.sizes, divisor)
             if coded.dtype == dtype:
                 return coded
-            # in float16 it is decoded now, as values may be out of range
+            # float16 is decoded now, as values may be out of range.
             total = coded.to_array()
             divides = False
         vector = total if isinstance(total, SparseVector) else None
@@ -147,7 +147,8 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
         raise TypeError(
             f"collective is {collective!r}: expected a collective such as sparse_allreduce"
         )
-    known = getattr(bound.func, "collective", bound.func)  # of a nonblocking form
+    # A nonblocking form names its collective.
+    known = getattr(bound.func, "collective", bound.func)
     if not isinstance(known, Collective):
         return Reduction(collective, average, Declaration())
     declared = known.declaration

@@ -84,7 +84,7 @@ class Step:
         # the compressors' attributes before the step
         self.snapshots: list[Snapshot] = []
         self._outs: dict[str, Any] = {}
-        # of the residuals, and of the results to the caller's arrays
+        # Writes of the residuals, and of the results to the caller's arrays.
         self._writes: list[Write] = []
         self._comm = comm
         self._number = number

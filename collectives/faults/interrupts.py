@@ -18,7 +18,7 @@ T = TypeVar("T")
 _MAIN = main_thread().ident  # the thread in which Python runs handlers
 # those that a program cannot go on after, or that no program can handle
 _FATAL = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
-# to look at every signal takes a tenth of a short collective
+# Looking at every signal takes a tenth of a short collective.
 FREQUENT = tuple(
     int(Signals[name])
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP")

@@ -49,7 +49,7 @@ class Faults:
         self._others = set(range(size)) - {rank}
         self._raised_as: type[CollectiveError] | None = None
         self._text = ""  # what is raised; empty as long as notices may change it
-        # of the ranks that gave up, by rank, and this rank's own
+        # Notices of the ranks that gave up, by rank, and this rank's own.
         self._notices: dict[int, dict[str, Any]] = {}
         self._doing = ""
         self._dead = set[int]()

@@ -173,7 +173,7 @@ class OuterLoop(CheckedKeywords):
         self._is_changed = False  # a parameter, in the round whose exchange was started
         # Rounds to look at: whether a step behind one goes on from what it has written.
         self._trials = _TRIALS
-        self._trial: Trial | None = None  # of the round that has just ended
+        self._trial: Trial | None = None  # The trial of the round that has just ended.
         self._rate = 0.0
         self.in_flight = False  # an exchange was started, and is not finished
         self._parameters = parameters
@@ -504,7 +504,7 @@ class OuterLoop(CheckedKeywords):
                 for name in self._trained
                 if not getattr(parameters[name], "requires_grad", False)
             }
-        # whatever it is: the other ranks must learn of it
+        # Whatever it is, the other ranks must be notified.
         except BaseException as error:
             self.exchange.fail(error)
         return frozen
@@ -537,7 +537,7 @@ class OuterLoop(CheckedKeywords):
             replica.receive()
         trial = None
         try:
-            if self.delay:  # without one, `subtract` has just found them
+            if self.delay:  # Without a delay `subtract` has just found them.
                 self._find_parameters()
             # In shorter rounds a step is not less than their progress.
             if self._check_every and self._trials and self.every > 3:
@@ -548,7 +548,7 @@ class OuterLoop(CheckedKeywords):
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
         self._warn_without_progress(means)
-        # without those that are held, at the end
+        # Those that are held have no mean; they are at the end.
         for replica, mean in zip(self._replicas, means, strict=False):
             replica.end_round(
                 mean, self.rate, nesterov=self.nesterov, delayed=self.delay > 0

@@ -132,7 +132,7 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
         # neighbours in a ring over the ranks share a node
         dense /= case.per_node
         waits *= 3
-        # by Elias-Fano, at a density of some per cent
+        # Elias-Fano takes a byte, at a density of some per cent.
         index = 1
     value = case.value_nbytes if case.bits is None else case.bits / 8
     sent = value + index

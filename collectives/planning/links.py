@@ -26,10 +26,10 @@ Constants = tuple[float, float, float, float]
 VARIABLE = "MPICOMP_NETWORK"
 # Seconds; benchmarks/fit_choice.py prints what docs/results/choice-*.json gives for
 # those inside a node.
-OWN_LATENCY = 10e-6  # that this library spends on a message between nodes
+OWN_LATENCY = 10e-6  # Seconds that this library spends on a message between nodes.
 MESSAGE, MERGED = 8e-6, 3e-9  # of a further message of a round, and of a merged entry
 LATENCY_INSIDE, BYTE_INSIDE = 15e-6, 1.5e-10  # of a round, and of a byte, inside a node
-# of a round, for each further rank that shares a core: the others wait for it
+# Seconds of a round for each further rank that shares a core: the others wait for it.
 SWITCH = 50e-6
 # Of a bucket of an exchange: seconds of the host, and how many times as long its messages
 # take; bytes for each rank, with which headers are at most 2 % of messages of one bit.
@@ -48,7 +48,7 @@ _OWN = re.compile(
     r"(?:: *(\d+(?:\.\d+)?) *(ns|us|ms|s))?"
 )
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-# of the bits on a link; the rest are headers and gaps of TCP over Ethernet
+# Fraction of the bits on a link; the rest are headers and gaps of TCP over Ethernet.
 _PAYLOAD = 0.944
 TAG = 0  # nothing else has been sent on the library's duplicate by then
 

@@ -14,7 +14,7 @@ import numpy as np
 from mpicomp.arrays import Array, to_device_of
 from mpicomp.vector import SparseVector, places_of
 
-# for each rank and each share: the bounds are then off by a few per cent of a share
+# Samples for each rank and share: the bounds are then off by a few per cent of a share.
 SAMPLES_A_SHARE = 16
 # of a rank: P of them put a bound off by sqrt(P) / 900 of a share, and they go to all
 # ranks

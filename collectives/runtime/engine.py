@@ -46,7 +46,7 @@ Waits = tuple[str, int, set[int]]
 # seconds of a round of polling of a rank that runs, at most, where ranks share cores
 _LONGEST_ROUND = 0.1
 _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
-# with which an operation ends a wait, as it cannot receive what has arrived
+# An operation ends a wait with these, as it cannot receive what has arrived.
 _OF_A_WAIT = DamagedMessageError, MemoryError, RecursionError
 _FRAMES = 100  # of Python: to end an operation takes more than it may have left
 _TWO_THREADS = (
@@ -109,7 +109,7 @@ class Request(Generic[T]):
         try:
             raise self._error
         finally:
-            del self  # else the error, its traceback and this frame hold each other
+            del self  # The error, its traceback and this frame would hold each other.
 
     def result(self) -> T:
         """Return what `wait` does, for a caller that keeps no reference: with an exception the result is lost."""
@@ -131,7 +131,7 @@ class Request(Generic[T]):
 
     def advance(self, *, block: bool = False) -> bool:
         """Resume the collective if its messages are complete, with `block` once they are; return whether they were."""
-        if self.done:  # by the fault of another one
+        if self.done:  # The fault of another operation ended it.
             return False
         try:
             if block:
@@ -142,7 +142,8 @@ class Request(Generic[T]):
                 if self._pending:
                     return False
         except BaseException as error:
-            # of a signal's handler, while it waited: the operation is as it was
+            # The error is of a signal's handler, while it waited: the operation is as
+            # it was.
             if not isinstance(error, (*_OF_A_WAIT, mpi().Exception)):
                 raise
             self._end(error)

@@ -166,7 +166,7 @@ class Link:
         """
         self.traffic.messages += 1
         self.traffic.nbytes += 2 * (self.size - 1) * array.nbytes // self.size
-        # by default MPI.SUM
+        # The default operation is MPI.SUM.
         requests = [
             self.comm.Iallreduce(
                 array[start : start + _PIECE], total[start : start + _PIECE]
@@ -246,7 +246,7 @@ def key_of(what: str) -> int:
             cached.free("the first call")
         if isinstance(cached, Link):
             cached.on_free(cached)
-            # else messages may be in flight on it, or ranks be dead
+            # Messages may be in flight on it otherwise, or ranks be dead.
             if not cached.faults.finished:
                 cached.comm.Free()
 

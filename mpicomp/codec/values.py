@@ -36,7 +36,7 @@ from mpicomp.codec.indices import Format
 
 # values of a window; as many windows are looked at before all values are
 _WINDOW = np.arange(8)
-_PAIR = struct.Struct("<qq")  # that offsets end with
+_PAIR = struct.Struct("<qq")  # Offsets end with this pair.
 _MOST_RUNS = 1024
 _FEW = 32  # values: below, offsets spare next to nothing
 

@@ -51,7 +51,7 @@ class Selection:
         compressors: Sequence[Compressor],
     ) -> None:
         self.names = names
-        # of errors
+        # These begin the texts of errors.
         self._prefixes = ["" if name is None else f"in {name}: " for name in names]
         self.bounds = list(bounds)
         # As they are now: `WarmUp` changes those of the compressor that it wraps.

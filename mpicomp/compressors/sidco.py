@@ -131,7 +131,7 @@ class SIDCo(SegmentedCompressor):
         """Return the entries of each segment above its threshold, at least the largest; see `Compressor.select`."""
         corrected = correction.out
         summands = None
-        if corrected.dtype == np.float16:  # which kernels do not add
+        if corrected.dtype == np.float16:  # Kernels do not add float16.
             correction.add()
         else:
             summands = correction.summands()

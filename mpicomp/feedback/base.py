@@ -70,7 +70,8 @@ class Feedback(Configured):
     _staged: bool  # `correct` was called, and `prepare_residual` was not
 
     def __init__(self) -> None:
-        # of the segments of the staged gradient; their first positions, and its length
+        # The sizes of the segments of the staged gradient; their first positions, and
+        # its length.
         self._sizes: tuple[int, ...] = ()
         self._bounds: list[int] = [0]
         self.reset()

@@ -63,7 +63,7 @@ class StepAhead(Feedback):
 
     @rate.setter
     def rate(self, rate: float) -> None:
-        # with a NumPy scalar float32 would be multiplied in float64
+        # A NumPy scalar would multiply float32 in float64.
         self._rate = to_number("rate", rate, above=0)
 
     def take_settings(self, other: Any) -> None:

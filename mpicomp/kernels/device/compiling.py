@@ -36,7 +36,7 @@ FILES = (
 # a product and a sum are rounded one after the other, as on the host
 OPTIONS = ("--std=c++17", "--fmad=false")
 THREADS = 256
-# of a kernel whose blocks process several tiles each: a few for each multiprocessor
+# A kernel whose blocks process several tiles each starts a few for each multiprocessor.
 MOST_BLOCKS = 1024
 _ALL_BITS = (1 << 64) - 1
 _KERNELS = "// Kernels\n"  # behind it a file has what its templates are compiled for
@@ -137,7 +137,8 @@ def _word(arg: Array | int | None) -> int:
     )
 
 
-# by device, name and dtypes; a thread has its own, as the driver reads arguments without Python's lock
+# Plans are kept by device, name and dtypes; a thread has its own, as the driver reads
+# arguments without Python's lock.
 _plans = local()
 
 

@@ -69,7 +69,7 @@ def select_by_fits(
     own.view(np.int64).reshape(some.size, -1)[:, _FIT] = fits.reshape(some.size, -1)
     own["above"] = np.diff(starts)
     own["kept"] = np.diff(kept)
-    # of an empty segment nothing is known
+    # Nothing is known of an empty segment.
     for name in ("start", "share", "threshold"):
         plans[name] = np.nan
     plans[some] = own

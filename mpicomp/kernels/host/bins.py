@@ -176,7 +176,7 @@ def _means(largest: Array, places: Array, dtype: np.dtype[Any]) -> Array:
         if not np.isfinite(sides(own, np.inf).sum_below):
             means[row] = min(sides(own / own.size, np.inf).sum_below, most[row])
     scales: Array = means.astype(dtype)
-    # as the mean with many bins of zeros
+    # The mean with many bins of zeros underflows.
     scales[(scales == 0) & (most > 0)] = np.finfo(dtype).smallest_subnormal
     return scales
 

@@ -59,7 +59,7 @@ def jit(function: Any) -> Any:
     kernel = njit(_nrt=False, pipeline_class=_Kernel, **_OPTIONS)(function)
     try:
         kernel._cache = _Files(function)
-    except RuntimeError:  # in a read-only installation, with no home folder
+    except RuntimeError:  # The installation is read-only, and there is no home folder.
         _warn("finds no writable folder for compiled kernels")
     return kernel
 
@@ -72,7 +72,7 @@ def _linked(function: Any, *, passes: int, forceinline: bool = False) -> Any:
         pipeline_class=type("_Part", (_Kernel,), {"passes": passes}),
         **_OPTIONS,
     )(function)
-    if isinstance(kernel, CPUDispatcher):  # not with NUMBA_DISABLE_JIT
+    if isinstance(kernel, CPUDispatcher):  # With NUMBA_DISABLE_JIT it is a function.
         kernel.__class__ = _Linked
     return kernel
 
@@ -175,7 +175,7 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 
     def _optimize_functions(self, module: Any) -> None:
         module.data_layout = self._codegen._data_layout
-        # that a wrapper's are not optimised twice changes no kernel
+        # No kernel changes if a wrapper's passes do not run twice.
         if self._passes > 0 and module.name != "wrapper":
             super()._optimize_functions(module)
 

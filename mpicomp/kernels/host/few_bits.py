@@ -220,7 +220,8 @@ def decoder(
     workspaces = [_workspace(block, dtype) for _ in range(most)]
     kind = _dequantise, dtype, bits
     if kind not in _compiled:
-        passes[0][0](0, 0)  # of nothing: what is returned must not fail
+        # A call for no values compiles it: what is returned must not fail.
+        passes[0][0](0, 0)
         _compiled.add(kind)
 
     # what is kept is read and written by its address

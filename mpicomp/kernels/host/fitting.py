@@ -197,7 +197,7 @@ def _take(a, factor, parts, edges, ends, taken):  # type: ignore[no-untyped-def]
         length = size if count == size else RUN
         runs = count // length if count > 0 else 0
         for run in range(runs):
-            # in equal strides, at places scattered by a hash
+            # Runs have equal strides, at places scattered by a hash.
             place, end = run * size // runs, (run + 1) * size // runs - length
             scattered = np.uint64(run + 1) * np.uint64(0x9E3779B97F4A7C15)
             scattered ^= scattered >> np.uint64(32)

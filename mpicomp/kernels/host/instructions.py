@@ -342,7 +342,7 @@ def _prefetch(typing: Any, values: Any, first: Any) -> Any:
         fetch = cgutils.get_or_insert_function(builder.module, kind, name)
         array, place = arguments
         line = vector_at(context, builder, values, array, place, 1)
-        # to read, into the nearest cache, data
+        # The arguments say: to read, into the nearest cache, data.
         builder.call(fetch, [builder.bitcast(line, byte), word(0), word(3), word(1)])
         return context.get_dummy_value()
 

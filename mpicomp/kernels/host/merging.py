@@ -184,7 +184,7 @@ def sparse_writer(
         first = indices.searchsorted(indices.dtype.type(start))
         _write_parts(start, end, first, *rows, *sparse, are_zero)
 
-    # of nothing: compiled here, as what is returned must not fail
+    # A call for no values compiles it here, as what is returned must not fail.
     write_piece(0, 0)
 
     # what is kept is written by its address
@@ -245,7 +245,7 @@ def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, 
         return NOTHING
     first = indices.item(0)
     last = indices.item(-1)
-    # else threads share the values
+    # Above this length threads share the values.
     if first >= 0 and last < length and indices.size < _LONG:
         form = FORMATS[values.dtype]
         bits = as_writable(values).view(form.signed).reshape(-1)

@@ -209,7 +209,7 @@ def _buffers(longest: int, vector: _Vector) -> tuple[Array, ...]:
     sums, candidates = np.empty(_SAMPLE, floating), np.empty(longest, floating)
     if signed.itemsize == floating.itemsize:
         sample, bits = sums.view(signed), candidates.view(signed)
-    else:  # of float16 kernels read the bits alone
+    else:  # Kernels read the bits of float16 alone.
         sample, bits = np.empty(_SAMPLE, signed), np.empty(longest, signed)
     places, keys = np.empty(longest, np.intp), np.empty(longest, signed)
     return sums, sample, places, candidates, bits, keys
@@ -240,7 +240,7 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
             size = beyond - first
             k = segment["k"] if size == segment["chunk"] else segment["last"]
             one, piece = view(a, first, beyond), view(bits, first, beyond)
-            # of a part, if there are summands
+            # If there are summands, this is an array of one part.
             b = array_at(values, address + (first - origin) * values.itemsize, size)
             if floor == integer(1) and size >= _SAMPLED:
                 some = smaller(_SAMPLE, size // 4)
@@ -347,7 +347,7 @@ def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
         if reached > k:
             threshold = raised
         else:
-            above = reached  # in the end: the keys above the threshold
+            above = reached  # In the end it counts the keys above the threshold.
     return threshold, k - above
 
 

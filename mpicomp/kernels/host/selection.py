@@ -386,7 +386,7 @@ def _head_counts(bits, mask, least, shift, counts):  # type: ignore[no-untyped-d
 def _with_head(bits, mask, least, shift, head, keys):  # type: ignore[no-untyped-def]
     """Write the magnitudes that have a given head; `keys` has room for one more."""
     count = np.uint64(0)
-    # without branches, here and below: they would be unpredictable
+    # Branches would be unpredictable, here and below.
     for i in range(bits.size):
         key = bits[i] & mask
         keys[count] = key

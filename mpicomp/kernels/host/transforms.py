@@ -275,7 +275,7 @@ def _add(a, factor, group, out, first, floor, kept, count):  # type: ignore[no-u
         count += more
         first += np.int64(done)
         if first < end:
-            # there is no more room, and from here on no sum is kept
+            # Once there is no more room, no sum is kept.
             floor, count = mask, np.uint64(0)
     return count, floor
 
