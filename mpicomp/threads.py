@@ -32,6 +32,7 @@ _current_core: Callable[[], int] | None = getattr(
 
 _ranks = 1
 _pool: ThreadPoolExecutor | None = None
+_making = threading.Lock()  # several threads may run kernels
 _workers: list[int] = []  # native identifiers of the threads of the pool
 # the core that is excluded from their affinity, and the mask that it was removed from
 _kept_off: Any = None
@@ -153,10 +154,11 @@ def _started(
 def _ready_pool() -> ThreadPoolExecutor:
     """Return the pool, made at the first use: starting threads for each call would take 0.1 ms."""
     global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(_MOST, "mpicomp", _register)
-    _keep_off_this_core()
-    return _pool
+    with _making:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(_MOST, "mpicomp", _register)
+        _keep_off_this_core()
+        return _pool
 
 
 def _register() -> None:
@@ -188,8 +190,9 @@ def _keep_off_this_core() -> None:
 
 def _forget_pool() -> None:
     """Drop the pool in a forked child, which does not inherit the threads of its parent."""
-    global _pool, _kept_off
+    global _pool, _kept_off, _making
     _pool = None
+    _making = threading.Lock()
     _kept_off = None
     _workers.clear()
 

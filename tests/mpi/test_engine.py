@@ -35,6 +35,7 @@ from collectives import (
 )
 from collectives.calls.first_call import link_of
 from collectives.runtime.engine import of_process
+from collectives.runtime.progress import Look
 
 
 def start_all(comm):
@@ -286,6 +287,9 @@ def test_an_operation_that_an_interrupt_ended_says_so_and_later_ones_go_on(
     comm, fresh, monkeypatch
 ):
     comm = fresh  # on which a notification to ranks that had ended stays
+    # an interrupt is of the thread that calls
+    progress = of_process().progress
+    monkeypatch.setattr(progress, "_look", lambda: Look.NOTHING_IN_FLIGHT)
     vectors = contributions("random", comm.size)
     add_up, culprit = allreduce.add_up, comm.rank == 0
 
