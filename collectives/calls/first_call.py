@@ -65,7 +65,11 @@ def _make_link(comm: Any, operation: str) -> Link:
     engine = of_process()
     engine.check_thread()
     faults = faults_of(comm)
-    waits = f"{operation}, the first call on the communicator,", 0, set[int]()
+    # ranks may wait for each other in first calls on two communicators
+    order = (
+        "which blocks: make first calls on communicators in the same order on all ranks"
+    )
+    waits = f"{operation}, the first call on the communicator ({order}),", 0, set[int]()
     if faults.finished:
         raise engine.error_of(faults, waits)
     duplicate = comm  # until there is one

@@ -152,6 +152,32 @@ def test_a_rank_that_is_alone_under_a_launcher_of_several_warns_once(
     assert done.stderr.count("this process trains alone") == warnings
 
 
+OTHER_ORDER = """
+import numpy as np
+from mpi4py import MPI
+from collectives import CollectiveTimeoutError, sparse_iallreduce
+from mpicomp import SparseVector
+
+world = MPI.COMM_WORLD
+vector = SparseVector([world.rank], np.ones(1, np.float32), 2)
+comms = [world.Dup(), world.Dup()]
+try:
+    for comm in comms if world.rank else reversed(comms):
+        sparse_iallreduce(vector, comm)
+except CollectiveTimeoutError as error:
+    print(error, flush=True)
+world.Barrier()
+world.Abort(3)
+"""
+
+
+def test_first_calls_in_another_order_are_told_at_the_timeout(tmp_path):
+    (tmp_path / "job.py").write_text(OTHER_ORDER)
+    done = mpirun(2, "job.py", cwd=tmp_path, MPICOMP_TIMEOUT="1")
+    told = "make first calls on communicators in the same order on all ranks"
+    assert done.stdout.count(told) == 2, done.stdout + done.stderr
+
+
 FINALIZED = """
 import numpy as np
 from mpi4py import MPI
