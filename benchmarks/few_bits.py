@@ -26,9 +26,9 @@ from mpi4py import MPI
 from collectives import GradientExchange, quantised_allreduce
 from mpicomp.arrays import Array
 from mpicomp.codec import few_bits_message
-from mpicomp.coded import CodedSum
 from mpicomp.correction import Correction
 from mpicomp.few_bits import FewBits, coder, first_blocks, shares
+from mpicomp.means import CodedMean
 from mpicomp_bench.bench.exchange import TENSORS, length_of, tensors_of
 from mpicomp_bench.bench.quantised import SUITE
 from mpicomp_bench.files import check_files, new_file
@@ -106,7 +106,7 @@ def parts(
             coded, comm.rank, [coded_shares[comm.rank]] * len(others)
         ),
         f"{bits} bits: write the sum": partial(
-            CodedSum(coded_shares, correction.sizes).write, out[0]
+            CodedMean(coded_shares, correction.sizes).write, out[0]
         ),
         f"{bits} bits: as many bytes by MPI": messages,
     }

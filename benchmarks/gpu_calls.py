@@ -41,9 +41,9 @@ from mpicomp import (  # noqa: E402
     TopK,
 )
 from mpicomp.codec import CODECS, decode, encode, few_bits_message  # noqa: E402
-from mpicomp.coded import CodedSum  # noqa: E402
 from mpicomp.correction import Correction  # noqa: E402
 from mpicomp.few_bits import BITS, coder  # noqa: E402
+from mpicomp.means import CodedMean  # noqa: E402
 
 Call = Callable[[], Any]
 Rows = Iterator[tuple[str, float, Callable[[], Call]]]  # name, least bytes, set-up
@@ -287,7 +287,7 @@ def dequantising(values: Any, out: Any, bits: int) -> Call:
     """Return a call that decodes values in few bits to `out`, whose memory is that of the errors before."""
     into = few_bits_message(values.size, bits, BLOCK, values)
     coded = coder(Correction([values], out), bits, BLOCK)(into)
-    total = CodedSum([coded], [values.size])
+    total = CodedMean([coded], [values.size])
     return lambda: total.writer([out])()
 
 

@@ -21,11 +21,11 @@ from mpicomp.arrays import Array
 from mpicomp.codec import Coding, decode, encode, few_bits_message, plain, quick
 from mpicomp.codec.indices import BITMAP, ELIAS_FANO, RANGE
 from mpicomp.codec.values import offsets_of
-from mpicomp.coded import CodedSum
 from mpicomp.compressors import TopK
 from mpicomp.correction import Correction
 from mpicomp.few_bits import BITS, coder
 from mpicomp.kernels import host
+from mpicomp.means import CodedMean
 from mpicomp.vector import SparseVector
 from mpicomp_bench.bench.data import FAMILIES
 from mpicomp_bench.files import check_files, new_file
@@ -362,7 +362,7 @@ def few_bits(rng: np.random.Generator, length: int) -> Comparisons:
         calls: dict[str, Call] = {
             "quantise": partial(code, *arrays),
             "quantise a sum of two": partial(code, *others, [arrays]),
-            "dequantise": partial(CodedSum([coded], [length]).write, out),
+            "dequantise": partial(CodedMean([coded], [length]).write, out),
         }
         for name, ours in calls.items():
             against = (

@@ -128,7 +128,7 @@ def compressed(
     share: SparseVector, first: int, end: int, compressor: Compressor
 ) -> SparseVector:
     """Return the entries that a compressor selects of a sum in a range, which has all of its entries."""
-    check_range(share, "sum over the ranks")
+    check_range(share.values, "sum over the ranks")
     own = SparseVector.trusted(share.indices - first, share.values, end - first)
     dense = own.to_dense()
     selected = compressor.compress(read_only(dense), gradient=dense)

@@ -42,7 +42,6 @@ from mpicomp.arrays import (
     writable_vector,
 )
 from mpicomp.codec import few_bits_message, join_few_bits
-from mpicomp.coded import CodedSum
 from mpicomp.correction import Correction, in_parts
 from mpicomp.few_bits import (
     BITS,
@@ -53,18 +52,19 @@ from mpicomp.few_bits import (
     position,
     shares,
 )
+from mpicomp.means import CodedMean
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector
 
-Result = tuple[CodedSum, Array]  # and this rank's errors
+Result = tuple[CodedMean, Array]  # and this rank's errors
 
 BLOCK = 256  # values with one scale, by default
 
 
-def decoded_sum(result: tuple[CodedSum, Array]) -> Sum:
+def decoded_sum(result: tuple[CodedMean, Array]) -> Sum:
     """Return the result of an algorithm as the `Sum` that the debug mode checks."""
     total, errors = result
-    return Sum(total.to_array(), errors)
+    return Sum(total.values(), errors)
 
 
 @collective(
@@ -231,7 +231,7 @@ def direct(
         group,
         short=dtype == np.float16,
     )
-    total = CodedSum(parts, correction.sizes)
+    total = CodedMean(parts, correction.sizes)
     if not total.is_finite:  # All ranks raise it: they have the same codes.
         yield from raise_not_finite(correction, group)
     return total, correction.out
@@ -328,4 +328,4 @@ def node_lanes(
         share = join_few_bits(shared, line=LINE)
     everywhere = yield from node.all_to_all([share] * node.size)
     coded = vectors_of(everywhere[: len(lanes)])
-    return CodedSum(coded, sizes), errors
+    return CodedMean(coded, sizes), errors

@@ -69,6 +69,9 @@ class ErrorFeedbackWithMomentum(MomentumCorrection):
     def __init__(self):
         super().__init__(MOMENTUM, masking=False)
 
+    def ahead(self, x):
+        return x
+
 
 def train(problem, method, steps, *, two_way, batch, seed, period=None):
     """Return the mean excess loss of the last steps, and the error of the virtual iterate."""

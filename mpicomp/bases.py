@@ -15,7 +15,6 @@ of Walsh and Hadamard, which needs no products, and loses as little
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -24,7 +23,6 @@ import numpy as np
 
 from mpicomp.arrays import (
     Array,
-    Dtype,
     address,
     adjacent,
     concatenated,
@@ -37,7 +35,7 @@ from mpicomp.arrays import (
 )
 from mpicomp.settings import to_integer
 from mpicomp.state import Configured
-from mpicomp.vector import SparseVector, check_range, split
+from mpicomp.vector import SparseVector, check_range
 
 # values of a chunk, which fit the memory that a block of threads shares on a GPU
 LONGEST = 4096
@@ -56,9 +54,6 @@ class Basis(Configured):
     Raises:
         ValueError: `chunk` is out of range.
     """
-
-    walsh_chunk: int | None = None
-    """The chunk of the kernel `hadamard`, if that is the transform, which other kernels then do as they add."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = to_integer("chunk", chunk, 1, LONGEST)
@@ -140,7 +135,6 @@ class Hadamard(Basis):
         super().__init__(chunk)
         if self.chunk & (self.chunk - 1):
             raise ValueError(f"chunk is {chunk}: expected a power of two")
-        self.walsh_chunk = self.chunk
 
     def _forward(self, vector: Array, out: Array) -> None:
         kernels_for(vector).hadamard(vector, out, self.chunk)
@@ -169,40 +163,6 @@ class Hadamard(Basis):
         write: Callable[[], None] = kernels_for(out).hadamard_writer(
             coefficients.indices, values, out, self.chunk
         )
-        return write
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """A sparse vector of coefficients in a basis, which is transformed by segment. edges: of the segments."""
-
-    vector: SparseVector
-    basis: Basis
-    edges: Sequence[int]
-
-    @property
-    def dtype(self) -> Dtype:
-        """The dtype of the values."""
-        return self.vector.dtype
-
-    def to_array(self) -> Array:
-        """Return the values as a new vector."""
-        values: Array = np.empty_like(self.vector.values, shape=self.vector.length)
-        self.writer(views_between(values, self.edges))()
-        return values
-
-    def writer(self, parts: Sequence[Array]) -> Callable[[], None]:
-        """Return a function that writes the values to vectors of the segments' sizes, once: it cannot fail.
-
-        Raises OverflowError for values out of range.
-        """
-        pairs = zip(split(self.vector, self.edges), parts, strict=True)
-        writers = [self.basis.writer(own, flat(part)) for own, part in pairs]
-
-        def write() -> None:
-            for writer in writers:
-                writer()
-
         return write
 
 

@@ -24,7 +24,6 @@ from mpicomp.arrays import (
     concatenated,
     converted,
     flat,
-    kernels_for,
     like,
     on_device,
     shaped_views,
@@ -32,18 +31,15 @@ from mpicomp.arrays import (
     to_values,
     views_between,
 )
-from mpicomp.bases import Basis, Coefficients, runs
-from mpicomp.coded import CodedSum
+from mpicomp.bases import Basis
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.selection import Selection
 from mpicomp.correction import Correction
-from mpicomp.feedback import Feedback, InPlaceErrorFeedback
+from mpicomp.feedback import Feedback, InPlaceErrorFeedback, StepAhead
+from mpicomp.means import DenseMean, SparseMean, Written
 from mpicomp.state import Configured
 from mpicomp.tensors import ALONE, Tensor, plain_vectors
-from mpicomp.vector import SparseVector, check_range
-
-Mean = SparseVector | Array | CodedSum
-Written = CodedSum | Coefficients | SparseVector  # by its `writer`
+from mpicomp.vector import SparseVector
 
 
 class Bucket:
@@ -141,25 +137,6 @@ class Bucket:
                 "down, take a wider dtype, or reset() the residual"
             ) from None
 
-    def out_of_basis(self, mean: Mean) -> Mean | Coefficients:
-        """Return a mean of coefficients as one of values; of a sparse one, they are transformed where they are written.
-
-        Raises OverflowError for values out of range.
-        """
-        assert self.basis is not None, "without a basis a mean has values"
-        dtype = self.tensors[0].dtype
-        is_by_tensor = len(self.edges) == len(self.bounds)
-        if isinstance(mean, SparseVector) and is_by_tensor and mean.dtype == dtype:
-            return Coefficients(mean, self.basis, self.edges)
-        values = dense(mean)
-        if values is mean:
-            values = mean.copy()
-        for run in runs(self.edges, self.basis.chunk):
-            self.basis.inverse(values[run], values[run])
-        values = converted(values, dtype)
-        check_range(values, "mean out of the basis")
-        return values
-
     def vectors(
         self, arrays: ByName, outs: ByName
     ) -> tuple[list[Array], dict[str, Array]]:
@@ -204,49 +181,39 @@ class Bucket:
         }
 
     def dense_results(
-        self, mean: Any, outs: Mapping[str, Array], *, is_sign: bool
-    ) -> tuple[dict[str, Any], list[Write]]:
-        """Return new arrays by tensor name, and functions that write to them and to the buffers that are given.
+        self, mean: Written, outs: Mapping[str, Array], *, is_sign: bool
+    ) -> tuple[dict[str, Any], Write]:
+        """Return new arrays by tensor name, and a function that writes to them and to the buffers that are given.
 
         is_sign: of the signs of the mean.
         """
         if self.basis is not None:
-            mean = self.out_of_basis(mean)
+            mean = mean.out_of(self.basis, self.edges, self.tensors[0].dtype)
+            if len(self.edges) < len(self.bounds):
+                mean = DenseMean(mean.values())
         if is_sign:
-            mean = signs(mean)
-        if isinstance(mean, SparseVector) and mean.nnz == mean.length:
-            mean = mean.values
+            mean = mean.signs()
+        if isinstance(mean, SparseMean) and mean.count == self.length:
+            mean = DenseMean(mean.vector.values)
         missing = []
         if len(outs) < len(self.tensors):
             missing = [tensor for tensor in self.tensors if tensor.name not in outs]
+        if not missing:
+            return {}, mean.writer([*outs.values()])
         # what is copied has to have its values now
         if any([tensor.is_copied for tensor in missing]):
-            mean = dense(mean)
-        values: Any = mean
-        if isinstance(mean, Written):
-            if not missing:
-                return {}, [mean.writer([*outs.values()])]
-            xp = self.tensors[0].xp
-            # the system's new pages are zeros already
-            is_cleared = isinstance(mean, SparseVector) and not outs
-            values = (xp.zeros if is_cleared else xp.empty)(self.length, mean.dtype)
+            mean = DenseMean(mean.values())
+        memory = mean.memory()
         shapes = [tensor.shape for tensor in self.tensors]
-        parts = shaped_views(values, self.bounds, shapes)
+        parts = shaped_views(memory, self.bounds, shapes)
         views = dict(zip(self.names_of_tensors, parts, strict=True))
         results = {tensor.name: tensor.wrap(views[tensor.name]) for tensor in missing}
-        if not isinstance(mean, Written):
-            writes: list[Write] = [
-                partial(np.copyto, flat(out), flat(views[name]), casting="same_kind")
-                for name, out in outs.items()
-            ]
-            return results, writes
-        if isinstance(mean, SparseVector) and not outs:
-            return results, [mean.writer([values], are_zero=True)]
         vectors: Any = {**views, **outs}.values()
         # kernels of a device take any shape
-        if not on_device(values):
+        if not on_device(memory):
             vectors = map(flat, vectors)
-        return results, [mean.writer([*vectors])]
+        write = mean.writer if outs else partial(mean.filler, memory)
+        return results, write([*vectors])
 
     def check_finite(self, arrays: ByName, kind: type[ValueError]) -> None:
         """Raise an error of this type if a gradient has a NaN or an infinity; one pass over them."""
@@ -260,7 +227,9 @@ class Bucket:
                     raise kind(f"{where}{error}") from None
 
     def ahead(self, parameters: ByName) -> dict[str, Any]:
-        """Return the points at which to evaluate the next gradient, by name; see `Feedback.ahead`."""
+        """Return the points at which to evaluate the next gradient, by name, if they are not the parameters."""
+        if not isinstance(self.feedback, StepAhead):
+            return {}
         values = {name: to_values(parameters[name]) for name in self.names_of_tensors}
         point = self.feedback.ahead(
             np.concatenate([value.reshape(-1) for value in values.values()])
@@ -275,19 +244,3 @@ class Bucket:
         """Clear the residuals, and the compressors' information about positions."""
         self.selection.reset()
         self.feedback.reset()
-
-
-def dense(mean: Mean | Coefficients) -> Array:
-    """Return all values of a mean, as an array."""
-    if isinstance(mean, CodedSum | Coefficients):
-        return mean.to_array()
-    return mean.to_dense() if isinstance(mean, SparseVector) else mean
-
-
-def signs(mean: Mean | Coefficients) -> Any:
-    """Return the signs of a mean, 1, -1 or 0; of an array in its place."""
-    if isinstance(mean, SparseVector):
-        return mean.with_values(signs(mean.values.copy()))
-    values = dense(mean)
-    kernels_for(values).signs(values)
-    return values

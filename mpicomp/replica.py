@@ -6,7 +6,7 @@ on one rank alone: it writes to allocated memory, and allocates only buffers of 
 size.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -24,15 +24,11 @@ from mpicomp.arrays import (
     to_numpy,
     writable_memory,
 )
-from mpicomp.bucket import Mean
-from mpicomp.coded import CodedSum
 from mpicomp.feedback.base import accumulation_dtype
+from mpicomp.means import CodedMean, DenseMean, Mean, pieces_of
 from mpicomp.state import POSITIONS, Configured
 from mpicomp.tensors import DICT, Tensor, describe
-from mpicomp.vector import SparseVector
 
-# values: the arithmetic after the exchange allocates no more than this at once
-_PIECE = 2**18
 _SAMPLE = 1000
 
 
@@ -128,12 +124,8 @@ class Replica(Configured):
         self, mean: Mean, rate: float, *, nesterov: bool, delayed: bool
     ) -> None:
         """Take the outer step, and continue from the new anchor; if delayed, with the progress since the start."""
-        if (
-            self.velocity is None
-            and rate
-            and not delayed
-            and isinstance(mean, CodedSum)
-        ):
+        is_plain = self.velocity is None and not delayed
+        if rate and is_plain and isinstance(mean, CodedMean):
             anchors = [self.anchor[span] for span in self._spans]
             mean.writer(self._thetas, onto=(anchors, -rate))()
             self._write_thetas()
@@ -141,7 +133,7 @@ class Replica(Configured):
         parts = [*zip(self._memory, self._spans, self._thetas, strict=True)]
         kernels = kernels_for(self.anchor)
         for memory, span, theta in parts if delayed else []:
-            for piece in _pieces(theta.size):
+            for piece in pieces_of(theta.size):
                 part = theta[piece]
                 start = _rounded(self.anchor[span][piece], memory)
                 kernels.add_scaled(part, 1, start, part, sign=-1)
@@ -167,37 +159,19 @@ class Replica(Configured):
         self._write_thetas()
 
     def _move(self, mean: Mean, rate: float, *, nesterov: bool) -> None:
-        """Take the outer step; of a mean with all values in pieces, which stay in the cache."""
-        if isinstance(mean, SparseVector):
-            self._move_part(mean, self.anchor, self.velocity, rate, nesterov=nesterov)
-            return
-        if isinstance(mean, CodedSum):
-            mean.write(self.delta)
-            mean = self.delta
-        for piece in _pieces(mean.size):
-            velocity = None if self.velocity is None else self.velocity[piece]
-            self._move_part(
-                mean[piece], self.anchor[piece], velocity, rate, nesterov=nesterov
-            )
-
-    def _move_part(
-        self,
-        mean: SparseVector | Array,
-        anchor: Array,
-        velocity: Array | None,
-        rate: float,
-        *,
-        nesterov: bool,
-    ) -> None:
-        if velocity is None:
-            _add(mean, -rate, anchor)
-            return
-        kernels_for(velocity).multiply(velocity, self.momentum, velocity)
-        _add(mean, 1.0, velocity)
-        if nesterov:
-            _add(mean, -rate, anchor)
-        factor = rate * self.momentum if nesterov else rate
-        _add(velocity, -factor, anchor)
+        """Take the outer step."""
+        for part, piece in mean.pieces(self.delta):
+            anchor = self.anchor[piece]
+            if self.velocity is None:
+                part.add_to(anchor, -rate)
+                continue
+            velocity = self.velocity[piece]
+            kernels_for(velocity).multiply(velocity, self.momentum, velocity)
+            part.add_to(velocity, 1.0)
+            if nesterov:
+                part.add_to(anchor, -rate)
+            factor = rate * self.momentum if nesterov else rate
+            DenseMean(velocity).add_to(anchor, -factor)
 
     def sample(self) -> Array:
         """Return up to 2,000 values of each parameter that was found last, as it is now, in host memory."""
@@ -305,22 +279,6 @@ def untied(arrays: ByName) -> dict[str, str]:
     return first
 
 
-def _add(vector: SparseVector | Array, scale: float, array: Array) -> None:
-    """Add `scale` times a vector to an array, in pieces, to allocate little memory."""
-    if not isinstance(vector, SparseVector):
-        for piece in _pieces(array.size):
-            part = array[piece]
-            kernels_for(part).add_scaled(vector[piece], scale, part, part)
-        return
-    for piece in _pieces(vector.nnz):
-        indices = vector.indices[piece]
-        values = vector.values[piece]
-        if abs(scale) == 1:  # A scale of 1 or -1 needs no product.
-            kernels_for(array).scatter_add(array, indices, values, sign=int(scale))
-        else:
-            SparseVector(indices, values, vector.length).add_to(array, scale)
-
-
 def _vector(memory: Array) -> Array:
     """Return a parameter as a vector in C order: a view where possible, else a copy, of bfloat16 in float32."""
     if memory.dtype == np.uint16:
@@ -339,7 +297,7 @@ def _rounded(values: Array, memory: Array) -> Array:
 def _write(theta: Array, memory: Array) -> None:
     """Write a vector to a parameter, if it is not a view of it; allocates little memory."""
     if memory.dtype == np.uint16:
-        for piece in _pieces(theta.size):
+        for piece in pieces_of(theta.size):
             theta[piece] = _rounded(theta[piece], memory)
         bits = theta.view(np.uint32)
         bits >>= 16
@@ -347,10 +305,6 @@ def _write(theta: Array, memory: Array) -> None:
     elif memory.flags.c_contiguous:
         return
     memory[...] = theta.reshape(memory.shape)
-
-
-def _pieces(size: int) -> Iterator[slice]:
-    return (slice(first, first + _PIECE) for first in range(0, size, _PIECE))
 
 
 def copy_from_host(source: Array, target: Array) -> None:

@@ -695,13 +695,10 @@ def _out_of_range(index: Any, length: int) -> ValueError:
     )
 
 
-def check_range(values: Array | SparseVector, what: str) -> None:
+def check_range(values: Array, what: str) -> None:
     """Raise OverflowError if a value is not finite. what: of the values, in the error."""
     try:
-        if isinstance(values, SparseVector):
-            values.check_finite()
-        else:
-            check_finite(values)
+        check_finite(values)
     except ValueError:
         raise out_of_range(what, values.dtype) from None
 

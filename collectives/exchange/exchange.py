@@ -39,7 +39,7 @@ from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import set_back
 from mpicomp.errors import warn
-from mpicomp.feedback import ErrorFeedback, Feedback
+from mpicomp.feedback import ErrorFeedback, Feedback, StepAhead
 from mpicomp.settings import CheckedKeywords, SetOnce, to_choice, to_integer
 from mpicomp.tensors import DICT, Form
 
@@ -648,8 +648,10 @@ class GradientExchange(CheckedKeywords):
         }
 
     def _new_step(self) -> Step:
-        for bucket in self._buckets:
-            bucket.feedback.take_settings(self.feedback)
+        if isinstance(self.feedback, StepAhead):
+            for bucket in self._buckets:
+                feedback: Any = bucket.feedback
+                feedback.rate = self.feedback.rate
         return Step(self.comm, self.steps, self._layout)
 
     @contextmanager

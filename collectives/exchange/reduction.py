@@ -13,18 +13,12 @@ from collectives.calls.collective import Collective, Declaration
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.votes import contributors
-from mpicomp.arrays import converted, kernels_for, on_device, to_vector
-from mpicomp.bucket import Mean
-from mpicomp.coded import CodedSum
+from mpicomp.arrays import converted, on_device, to_vector
+from mpicomp.correction import Correction
 from mpicomp.few_bits import BITS
+from mpicomp.means import DenseMean, Mean, SparseMean
 from mpicomp.settings import to_choice
-from mpicomp.vector import (
-    SparseVector,
-    check_range,
-    from_all_values,
-    out_of_range,
-    widened,
-)
+from mpicomp.vector import SparseVector, from_all_values, widened
 
 OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
 
@@ -51,7 +45,7 @@ class Reduction:
         return self.declared.to_sum is None
 
     def received(self, outcome: Any, length: int, dtype: Any) -> Sum:
-        """Return what the collective returned, for vectors of a length, as a `Sum` whose value is a vector.
+        """Return what the collective returned, for vectors of a length, as a `Sum` whose value is a `Mean`.
 
         outcome: a `Sum`, or its value alone; a dense array becomes a vector with all
         entries, unless the collective takes arrays. What was rejected is converted to a
@@ -59,9 +53,11 @@ class Reduction:
         another length.
         """
         total = outcome if isinstance(outcome, Sum) else Sum(outcome)
-        if self.declared.takes_arrays:
-            return total
         value, rejected, votes = total
+        if self.declared.takes is Correction:
+            return total
+        if self.declared.takes_arrays:
+            return total._replace(value=DenseMean(value))
         if isinstance(value, np.ndarray) or on_device(value):
             value = from_all_values(to_vector(value))
         for part in [value] if rejected is None else [value, rejected]:
@@ -79,7 +75,7 @@ class Reduction:
                 part.check_order()
         if rejected is not None:
             rejected = rejected.with_values(converted(rejected.values, dtype))
-        return Sum(widened(value), rejected, votes)
+        return Sum(SparseMean(widened(value)), rejected, votes)
 
     def mean(
         self,
@@ -93,43 +89,13 @@ class Reduction:
         dense: ranges of which every rank sends all values. Raises OverflowError if a
         value is not finite.
         """
-        total: Mean = received.value
-        divides = ranks > 1 and self.average in (True, CONTRIBUTORS)
-        if isinstance(total, CodedSum):
-            if not total.is_finite:
-                raise out_of_range("sum over the ranks", total.dtype)
-            divisor = ranks if divides else 1
-            coded = CodedSum(total.shares, total.sizes, divisor)
-            if coded.dtype == dtype:
-                return coded
-            # float16 is decoded now, as values may be out of range.
-            total = coded.to_array()
-            divides = False
-        vector = total if isinstance(total, SparseVector) else None
-        values: Any = total if vector is None else vector.values
-        if divides:
-            divisors: Any = ranks
-            if vector is not None and self.average == CONTRIBUTORS:
-                divisors = contributors(vector, received.votes, ranks, dense)
-            quotient = values if vector is None else np.empty_like(values)
-            kernels_for(values).quotient(values, divisors, quotient)
-            values = quotient
-        if self.average == SIGN and values.dtype != dtype:
-            # the signs of sums beyond the range are known
-            limit = np.finfo(dtype).max
-            values = np.clip(values, -limit, limit)
-        narrowed = converted(values, dtype)
-        if vector is None:
-            check_range(narrowed, "sum over the ranks")
-            return narrowed
-        is_as_finite = narrowed.dtype == vector.dtype  # over a number of ranks
-        mean = vector.with_values(narrowed, is_finite=is_as_finite)
-        try:
-            mean.validate()
-        except ValueError:
-            check_range(mean, "sum over the ranks")
-            raise
-        return mean
+        mean: Mean = received.value
+        if ranks > 1 and self.average in (True, CONTRIBUTORS):
+            divisor: Any = ranks
+            if self.average == CONTRIBUTORS and not self.declared.takes_arrays:
+                divisor = contributors(mean.entries(), received.votes, ranks, dense)
+            mean = mean.over(divisor)
+        return mean.narrowed(dtype, clips=self.average == SIGN)
 
 
 def reduction(collective: Any, bits: int | None, average: bool | str) -> Reduction:

@@ -35,26 +35,28 @@ from collectives.runtime import staging
 from collectives.runtime.engine import Request
 from collectives.runtime.link import link_if_any
 from mpicomp.arrays import Array, ByName, Write, check_apart
-from mpicomp.bucket import Bucket, Mean, signs
+from mpicomp.bucket import Bucket
 from mpicomp.compressors.base import Snapshot, restore
 from mpicomp.correction import Correction
 from mpicomp.errors import kept
-from mpicomp.vector import SparseVector, entries, from_all_values, split, widened
+from mpicomp.means import Mean, Written
+from mpicomp.vector import SparseVector, entries, split, widened
 
 
 class Started(NamedTuple):
     """A bucket whose sum was started.
 
     correction: of the gradient. sent: by this rank, the selected entries, or all
-    values; both None if it failed, and contributed its error. buffers: for the mean, by
-    tensor name. outcome: a Request; or what a collective that blocks returned, or its
-    error.
+    values; both None if it failed, and contributed its error. share: see `Bucket.payload`.
+    buffers: for the mean, by tensor name. outcome: a Request; or what a collective that
+    blocks returned, or its error.
     """
 
     bucket: Bucket
     reduction: Reduction
     correction: Any = None
     sent: Any = None
+    share: tuple[int, int] = (0, 0)
     buffers: ByName = {}
     outcome: Any = None
 
@@ -205,7 +207,7 @@ class Step:
         except ValueError:
             correction.check(correction.out)
             raise
-        return Started(bucket, reduction, correction, sent, buffers)
+        return Started(bucket, reduction, correction, sent, share, buffers)
 
     def _finish(self, error: Exception | None, form: str) -> bool:
         """Wait for all sums, and prepare what is committed; raise the first error that is no skip.
@@ -267,10 +269,10 @@ class Step:
                 received, dtype, comm.size, bucket.selection.dense_ranges
             )
             if form == "dense":
-                results, writes = bucket.dense_results(
+                results, write = bucket.dense_results(
                     mean, started.buffers, is_sign=reduction.average == SIGN
                 )
-                self._writes += writes
+                self._writes.append(write)
             else:
                 results = _sparse_results(started, mean, form)
         except OverflowError as error:
@@ -279,21 +281,20 @@ class Step:
             raise NotFiniteError(str(error)) from None
         self.means.append(mean)
         self.results |= results
-        if isinstance(mean, SparseVector):
-            bucket.selection.observe(mean)
-        if isinstance(sent, SparseVector):
-            write = feedback.prepare_residual(correction, sent, received.rejected)
-        else:
-            write = feedback.prepare_rejected(correction, received.rejected)
+        if reduction.declared.takes_arrays:
+            keep = feedback.prepare_rejected(correction, received.rejected)
             sent = correction.out
-        self._writes.append(write)
-        first, end = reduction.declared.own_share(bucket.length, comm.rank, comm.size)
+        else:
+            bucket.selection.observe(mean.entries())
+            keep = feedback.prepare_residual(correction, sent, received.rejected)
+        self._writes.append(keep)
+        first, end = started.share
         size = entries(sent)
         others = size - (end - first)
         statistics = Statistics(
             bucket.length,
             others,
-            entries(received.value),
+            received.value.count,
             entries(received.rejected),
             sent.nbytes * others // max(size, 1),
         )
@@ -353,7 +354,7 @@ class Step:
         )
 
 
-def _sparse_results(started: Started, mean: Any, form: str) -> dict[str, Any]:
+def _sparse_results(started: Started, mean: Written, form: str) -> dict[str, Any]:
     """Return sparse means by tensor name, or nothing for "vectors"; raises ValueError for dense ones, and buffers."""
     bucket = started.bucket
     if form == "sparse" and (
@@ -373,8 +374,7 @@ def _sparse_results(started: Started, mean: Any, form: str) -> dict[str, Any]:
         )
     if form == "vectors":
         return {}
-    vector = mean if isinstance(mean, SparseVector) else from_all_values(mean)
     if started.reduction.average == SIGN:
-        vector = signs(vector)
-    parts = split(vector, bucket.bounds)
+        mean = mean.signs()
+    parts = split(mean.entries(), bucket.bounds)
     return dict(zip(bucket.names_of_tensors, parts, strict=True))

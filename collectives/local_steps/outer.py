@@ -60,7 +60,7 @@ from collectives.faults.interrupts import defer_interrupt
 from collectives.local_steps.redistribution import IN_FLIGHT, PROGRESS
 from collectives.runtime import staging
 from mpicomp.arrays import Array, ByName, read_only, to_array
-from mpicomp.bucket import Bucket, dense
+from mpicomp.bucket import Bucket
 from mpicomp.digests import joint_digest
 from mpicomp.errors import warn
 from mpicomp.replica import (
@@ -566,7 +566,7 @@ class OuterLoop(CheckedKeywords):
 
     def _warn_without_progress(self, means: Sequence[Any]) -> None:
         """Warn if no rank has changed its parameters in the round that ends."""
-        if self._is_changed or any(dense(mean).any() for mean in means):
+        if self._is_changed or any(mean.values().any() for mean in means):
             return
         warn(
             "no rank has changed a parameter in a round: expected steps that write to the arrays of OuterLoop, such as "

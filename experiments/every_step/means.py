@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from mpicomp import Compressor, ErrorFeedback, SparseVector
 from mpicomp.codec import encoded_nbytes, few_bits_message, smallest
-from mpicomp.coded import CodedSum
 from mpicomp.correction import Correction
 from mpicomp.few_bits import coder, first_blocks, position, shares
+from mpicomp.means import CodedMean
 
 Floats = NDArray[np.float32]
 Shapes = Sequence[tuple[int, ...]]
@@ -75,7 +75,7 @@ class FewBits:
             ]
             own = Correction([parts[owner]], errors[owner])
             share = coder(own, *form)(few_bits_message(*size), others)
-            CodedSum([share], [end - start]).write(total[start:end])
+            CodedMean([share], [end - start]).write(total[start:end])
             sent += share.codes.nbytes + share.scales.nbytes
         if self.basis:
             self.basis.inverse(total, total)

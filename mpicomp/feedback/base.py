@@ -143,13 +143,6 @@ class Feedback(Configured):
 
         return write
 
-    def take_settings(self, other: Any) -> None:
-        """Take the settings that may be changed between steps from the exchange's feedback; none by default."""
-
-    def ahead(self, x: Any) -> Any:
-        """Return the point at which to evaluate the next gradient, for parameters x: x, except in `StepAhead`."""
-        return x
-
     @property
     def residual(self) -> Array | None:
         """The residual, shape (n,): a read-only view, valid until the next call; None before the first step."""

@@ -66,10 +66,6 @@ class StepAhead(Feedback):
         # A NumPy scalar would multiply float32 in float64.
         self._rate = to_number("rate", rate, above=0)
 
-    def take_settings(self, other: Any) -> None:
-        """Take the rate."""
-        self.rate = other.rate
-
     def ahead(self, x: Any) -> Any:
         """Return x - e, the point for the next gradient: a new array of the shape, dtype and kind of x.
 

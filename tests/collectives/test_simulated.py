@@ -233,7 +233,7 @@ def in_few_bits(network, name, length, bits, block=32):
             block=block,
             dtype=values.dtype,
         )
-        return total.to_array(), errors
+        return total.values(), errors
 
     results, rounds = network.run(run, length=length, dtype="float32")
     assert len({total.tobytes() for total, _ in results}) == 1

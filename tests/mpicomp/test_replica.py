@@ -5,7 +5,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from mpicomp import SparseVector, replica
+from mpicomp import SparseVector, means
+from mpicomp.means import DenseMean, SparseMean
 from mpicomp.replica import Replica, untied
 from mpicomp.tensors import DICT, describe
 
@@ -17,7 +18,8 @@ def one(array, momentum=0.0):
 
 
 def end_round(found, mean, rate=1.0, nesterov=False, delayed=False):
-    found.end_round(mean, rate, nesterov=nesterov, delayed=delayed)
+    kind = SparseMean if isinstance(mean, SparseVector) else DenseMean
+    found.end_round(kind(mean), rate, nesterov=nesterov, delayed=delayed)
 
 
 def test_one_memory_under_two_names_counts_once():
@@ -196,8 +198,8 @@ def test_what_follows_the_exchange_needs_little_memory_and_pieces_change_no_bit(
     size, rng = 2**18, np.random.default_rng(0)
     start, learnt, values = (rng.standard_normal(size) for _ in range(3))
     mean, results = SparseVector(np.arange(size), values, size), []
-    for piece in (replica._PIECE, 1000):
-        monkeypatch.setattr(replica, "_PIECE", piece)
+    for piece in (means._PIECE, 1000):
+        monkeypatch.setattr(means, "_PIECE", piece)
         mine = start.copy()
         found = one(mine, momentum)
         mine += learnt
