@@ -38,7 +38,7 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
     return list(_find_tensors(output))
 
 
-def active_ddp() -> DistributedDataParallel | None:
+def active_ddp() -> "DistributedDataParallel | None":
     """Return the DDP module whose forward pass is under way."""
     return DistributedDataParallel._get_active_ddp_module()
 
