@@ -34,7 +34,7 @@ from collectives.runtime import deadline
 from collectives.runtime.group import Group
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps, mpi
-from collectives.runtime.progress import Look, Progress
+from collectives.runtime.progress import FIRST, Look, Progress
 from collectives.runtime.waiting import initial_timeout, seconds
 from mpicomp.arrays import on_device
 
@@ -83,8 +83,9 @@ class Request(Generic[T]):
         self._result: T
         self._error: Exception | None = None
         self.done = False
-        # whether it may advance without a call: a device is used inside calls only
-        self.unattended = unattended and not on_device(group.like)
+        # from when on it may advance without a call: a device is used inside calls only
+        is_unattended = unattended and not on_device(group.like)
+        self.unattended_from = time.monotonic() + (FIRST if is_unattended else math.inf)
 
     def in_background(self) -> "Request[T]":
         """Have it advance while the rank computes, from now on; return it."""
@@ -509,26 +510,34 @@ class Engine:
 
     def look(self) -> Look:
         """Advance the operations in flight that need no call; on the thread of `progress`, so it raises nothing."""
-        if not any([request.unattended for request in self._in_flight]):
+        unattended = [
+            request for request in self._in_flight if request.unattended_from < math.inf
+        ]
+        if not unattended:
             return Look.NOTHING_IN_FLIGHT
-        if self._one_thread.locked() or not self._turn.acquire(False):
-            return Look.USER_INSIDE
+        now = time.monotonic()
+        is_early = all([request.unattended_from > now for request in unattended])
+        if is_early or self._one_thread.locked() or not self._turn.acquire(False):
+            return Look.LATER
         try:
-            moved = self.advance(unattended=True)
+            moved = self.advance(now)
         except BaseException:  # what ended an operation is kept in its request
             moved = True
         finally:
             self._turn.release()
         return Look.MOVED if moved else Look.NOTHING_MOVED
 
-    def advance(self, *, unattended: bool = False) -> bool:
-        """Advance every operation that can advance, and return whether one did. unattended: those that need no call."""
+    def advance(self, now: float = math.inf) -> bool:
+        """Advance every operation that can advance, and return whether one did.
+
+        now: only those that need no call then.
+        """
         try:
             moved = False
             for request in self._in_flight:
-                if request.unattended or not unattended:
+                if request.unattended_from <= now:
                     moved |= request.advance()
-            for group in () if unattended else self._discarding:
+            for group in self._discarding if now == math.inf else ():
                 group.discard()
             return moved
         finally:

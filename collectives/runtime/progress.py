@@ -30,17 +30,22 @@ _FATAL = {Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGFPE, Signals.SIGILL}
 
 
 class Look(Enum):
-    """What the thread found when it looked at the operations in flight; the longest pause after it, in seconds."""
+    """What the thread found when it looked at the operations in flight.
 
-    MOVED = 5e-5
-    NOTHING_MOVED = 2e-3
-    USER_INSIDE = 5e-3
-    NOTHING_IN_FLIGHT = 4e-3
+    The value: the longest pause after it in seconds, and by what pauses grow.
+    """
+
+    MOVED = 5e-5, 1.0
+    # what arrives is noticed late by at most an eighth of the wait
+    NOTHING_MOVED = 2e-3, 1.125
+    # the user is inside the library, or has just started an operation
+    LATER = 5e-3, 2.0
+    NOTHING_IN_FLIGHT = 4e-3, 2.0
 
 
-_SHORTEST = Look.MOVED.value
-# of a pause: what arrives is noticed late by at most an eighth of the wait
-_GROWTH = 1.125
+_SHORTEST, _ = Look.MOVED.value
+# seconds in which an operation is left to the call that started it, such as an exchange
+FIRST = 3e-4
 # seconds without an operation in flight after which the thread waits for one
 _REST = 0.2
 
@@ -148,7 +153,8 @@ class Progress:
             if look is Look.MOVED:
                 pause = _SHORTEST
             time.sleep(pause)
-            pause = min(pause * _GROWTH, look.value)
+            longest, growth = look.value
+            pause = min(pause * growth, longest)
 
     def _looked(self) -> Look:
         with self._looking:

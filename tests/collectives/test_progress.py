@@ -67,7 +67,7 @@ def test_it_looks_as_long_as_something_is_in_flight_or_the_user_is_inside(quick)
     looked = Looked(Look.NOTHING_MOVED)
     own = Progress(looked)
     own.wake()
-    for found in Look.NOTHING_MOVED, Look.USER_INSIDE, Look.MOVED:
+    for found in Look.NOTHING_MOVED, Look.LATER, Look.MOVED:
         looked.found = found
         more = looked.times + 20
         assert comes_true(partial(looked.is_past, more))
