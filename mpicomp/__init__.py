@@ -17,6 +17,7 @@ from mpicomp.feedback import (
 )
 from mpicomp.patches import Patch, changes
 from mpicomp.vector import SparseVector
+from mpicomp.verify import verify_compressor, verify_feedback
 
 __version__ = "0.1.0"
 
@@ -32,5 +33,7 @@ __all__ = [
     "SparseVector",
     "StepAhead",
     "changes",
+    "verify_compressor",
+    "verify_feedback",
 ]
 __all__ += compressors.__all__

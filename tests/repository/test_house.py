@@ -188,7 +188,7 @@ def code_of(*folders):
 # What a change adds in tokens it removes elsewhere. A fix may use the slack of 3 %, a
 # feature may not.
 BUDGET = {
-    "tokens": 92500,
+    "tokens": 92700,
     "density": 8.5,
     "wide assignments": 1,
     "tool tokens": 23800,
