@@ -139,8 +139,11 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
 
     def summed(ranks: int) -> float:
         """Return the bytes of an entry of the sum of so many vectors."""
-        if ranks == 1 or value > 1:
+        if ranks == 1 or case.fresh >= 1 < value:
             return sent
+        # of several values of 16 bits; those of 32 have no more
+        if value > 1:
+            return min(case.value_nbytes, value + upper(ranks) / 4) + index
         # values of a few bits need all bits of a float, but for signs of two equal supports
         is_short = 8 * ranks * value <= 2 and not case.fresh
         return (ranks * value if is_short else case.value_nbytes) + index
