@@ -139,7 +139,7 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
 
     def summed(ranks: int) -> float:
         """Return the bytes of an entry of the sum of so many vectors."""
-        if ranks == 1 or case.fresh >= 1 < value:
+        if ranks == 1 or (value > 1 and case.fresh > 0.75):
             return sent
         # of several values of 16 bits; those of 32 have no more
         if value > 1:
