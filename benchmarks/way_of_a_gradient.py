@@ -12,8 +12,8 @@ on one array, with sys.setprofile on rank 0, and prints two counts.
 1. The way of the gradient: the functions of `mpicomp` and `collectives` between the
    call of the exchange and the call of the collective, and from the collective's result
    to the return; in the order of the calls, with their files. A function counts when
-   one of its arguments, `self` included, is an array, a SparseVector, a Step, a state
-   of a bucket in a step (Compressed, Started, Sum, Finished), or a list, tuple or
+   one of its arguments, `self` included, is an array, a SparseVector, a Correction, a
+   Mean, a Step, a state of a bucket in a step (Started, Sum), or a list, tuple or
    dict that holds one. Attributes of arguments are not looked at. Not counted are
 
    * properties, comprehensions, generator expressions, lambdas, and dunder methods but __init__ and __call__;
@@ -40,7 +40,7 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from mpi4py import MPI
@@ -53,13 +53,15 @@ from collectives.calls.call import Sum
 from collectives.calls.collective import Collective
 from collectives.exchange.step import Started, Step
 from mpicomp import ErrorFeedback, SparseVector, TopK
+from mpicomp.correction import Correction
+from mpicomp.means import Mean
 
 LENGTH = 1_000_000
 ROOTS = {
     Path(package.__file__).parent: package.__name__
     for package in (mpicomp, collectives)
 }
-CARRIERS = np.ndarray, SparseVector, Step, Started, Sum
+CARRIERS = np.ndarray, SparseVector, Step, Started, Sum, Correction, *get_args(Mean)
 # the form in which the exchange calls gtopk_allreduce
 COLLECTIVE = gtopk_iallreduce.__code__
 LEAVES = "mpicomp/arrays.py", "mpicomp/vector.py", "mpicomp/kernels/"
