@@ -17,7 +17,7 @@ on one array, with sys.setprofile on rank 0, and prints two counts.
    dict that holds one. Attributes of arguments are not looked at. Not counted are
 
    * properties, comprehensions, generator expressions, lambdas, and dunder methods but __init__ and __call__;
-   * the leaves: arrays.py, vector.py and the kernels, which compute, and call none of the others;
+   * the leaves: arrays/, vector.py and the kernels, which compute, and call none of the others;
    * the collective itself, the methods of its Request, and the agreement to keep the step (`all_or_none`), with all
      that these call.
 
@@ -64,7 +64,7 @@ ROOTS = {
 CARRIERS = np.ndarray, SparseVector, Step, Started, Sum, Correction, *get_args(Mean)
 # the form in which the exchange calls gtopk_allreduce
 COLLECTIVE = gtopk_iallreduce.__code__
-LEAVES = "mpicomp/arrays.py", "mpicomp/vector.py", "mpicomp/kernels/"
+LEAVES = "mpicomp/arrays/", "mpicomp/vector.py", "mpicomp/kernels/"
 TRANSPORT = {
     COLLECTIVE,
     inspect.unwrap(all_or_none).__code__,

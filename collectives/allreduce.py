@@ -39,14 +39,9 @@ from collectives.runtime.metadata import (
 )
 from collectives.runtime.patterns import add, doubling
 from collectives.runtime.votes import gather_votes
-from mpicomp.arrays import (
-    Array,
-    converted,
-    kernels_for,
-    on_device,
-    to_device_of,
-    to_numpy,
-)
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for, on_device, to_device_of, to_numpy
+from mpicomp.arrays.values import converted
 from mpicomp.codec import encoded_nbytes
 from mpicomp.settings import to_bool
 from mpicomp.vector import SparseVector, add_up, count_up, join

@@ -27,7 +27,8 @@ from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from collectives.runtime.progress import continue_on_callers_thread
-from mpicomp.arrays import negated, read_only
+from mpicomp.arrays.memory import read_only
+from mpicomp.arrays.values import negated
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import check_compressor, check_selected
 from mpicomp.vector import SparseVector, check_range, join, merge, without_zeros

@@ -17,7 +17,10 @@ from collectives.runtime.group import Group
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from collectives.runtime.progress import continue_on_callers_thread
-from mpicomp.arrays import Array, converted, like, namespace, on_device, to_values
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import namespace, on_device
+from mpicomp.arrays.frameworks import like, to_values
+from mpicomp.arrays.values import converted
 
 
 @collective(Sum, takes=np.ndarray)

@@ -16,7 +16,8 @@ from collectives.calls.collective import collective
 from collectives.dense import copied, mpi
 from collectives.runtime.engine import Request
 from collectives.runtime.link import Link
-from mpicomp.arrays import read_only, to_values
+from mpicomp.arrays.frameworks import to_values
+from mpicomp.arrays.memory import read_only
 from mpicomp.digests import digest
 from mpicomp.vector import SparseVector
 

@@ -28,19 +28,11 @@ from collectives.runtime.group import Group, vectors_of
 from collectives.runtime.link import Link
 from collectives.runtime.messages import LINE, Steps
 from collectives.runtime.patterns import compare_by_doubling
-from mpicomp.arrays import (
-    Array,
-    Dtype,
-    address,
-    check_apart,
-    contiguous,
-    converted,
-    kernels_for,
-    like,
-    on_device,
-    to_values,
-    writable_vector,
-)
+from mpicomp.arrays import Array, Dtype
+from mpicomp.arrays.device import kernels_for, on_device
+from mpicomp.arrays.frameworks import like, to_values, writable_vector
+from mpicomp.arrays.memory import address, check_apart, contiguous
+from mpicomp.arrays.values import converted
 from mpicomp.codec import few_bits_message, join_few_bits
 from mpicomp.correction import Correction, in_parts
 from mpicomp.few_bits import (

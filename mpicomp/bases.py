@@ -21,18 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    address,
-    adjacent,
-    concatenated,
-    flat,
-    kernels_for,
-    on_device,
-    to_vector,
-    views_between,
-    writable_vector,
-)
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for, on_device
+from mpicomp.arrays.frameworks import to_vector, writable_vector
+from mpicomp.arrays.memory import address, adjacent, concatenated, flat, views_between
 from mpicomp.settings import to_integer
 from mpicomp.state import Configured
 from mpicomp.vector import SparseVector, check_range

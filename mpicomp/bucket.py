@@ -13,24 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    ByName,
-    Dtype,
-    Write,
+from mpicomp.arrays import Array, ByName, Dtype, Write
+from mpicomp.arrays.device import on_device
+from mpicomp.arrays.frameworks import like, to_values
+from mpicomp.arrays.memory import (
     address,
     adjacent,
-    check_finite,
     concatenated,
-    converted,
     flat,
-    like,
-    on_device,
     shaped_views,
     sizes_of,
-    to_values,
     views_between,
 )
+from mpicomp.arrays.values import check_finite, converted
 from mpicomp.bases import Basis
 from mpicomp.compressors import Compressor
 from mpicomp.compressors.selection import Selection

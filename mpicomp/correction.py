@@ -10,16 +10,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    check_finite,
-    concatenated,
-    kernels_for,
-    on_device,
-    sizes_of,
-    views_between,
-    widened_values,
-)
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for, on_device
+from mpicomp.arrays.memory import concatenated, sizes_of, views_between
+from mpicomp.arrays.values import check_finite, widened_values
 from mpicomp.bases import Basis, Hadamard, coefficients_of
 from mpicomp.kernels import Summands
 

@@ -5,7 +5,9 @@ from hashlib import blake2b
 
 import numpy as np
 
-from mpicomp.arrays import Array, address, contiguous, flat, kernels_for, namespace
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for, namespace
+from mpicomp.arrays.memory import address, contiguous, flat
 
 _WORD = 8  # bytes
 

@@ -12,7 +12,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from mpicomp.arrays import Array, Dtype, kernels_for
+from mpicomp.arrays import Array, Dtype
+from mpicomp.arrays.device import kernels_for
 from mpicomp.correction import Correction
 
 BITS = (8, 4, 2, 1)

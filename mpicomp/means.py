@@ -12,18 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    Dtype,
-    Write,
-    address,
-    converted,
-    flat,
-    kernels_for,
-    namespace,
-    sizes_of,
-    views_between,
-)
+from mpicomp.arrays import Array, Dtype, Write
+from mpicomp.arrays.device import kernels_for, namespace
+from mpicomp.arrays.memory import address, flat, sizes_of, views_between
+from mpicomp.arrays.values import converted
 from mpicomp.bases import Basis, runs
 from mpicomp.correction import in_parts
 from mpicomp.few_bits import FewBits

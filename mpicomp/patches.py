@@ -17,17 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    Buffer,
+from mpicomp.arrays import Array, Buffer
+from mpicomp.arrays.device import kernels_for, to_numpy
+from mpicomp.arrays.frameworks import memory, writable_memory
+from mpicomp.arrays.memory import (
     address,
     check_apart,
     contiguous,
-    kernels_for,
-    memory,
     read_fields,
-    to_numpy,
-    writable_memory,
     write_fields,
 )
 from mpicomp.errors import CodecError, prefix

@@ -12,18 +12,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    ByName,
-    address,
-    check_apart,
-    has_nonzero,
-    kernels_for,
-    on_device,
-    to_device_of,
-    to_numpy,
-    writable_memory,
-)
+from mpicomp.arrays import Array, ByName
+from mpicomp.arrays.device import kernels_for, on_device, to_device_of, to_numpy
+from mpicomp.arrays.frameworks import writable_memory
+from mpicomp.arrays.memory import address, check_apart
+from mpicomp.arrays.values import has_nonzero
 from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.means import CodedMean, DenseMean, Mean, pieces_of
 from mpicomp.state import POSITIONS, Configured

@@ -12,7 +12,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import VALUE_DTYPES, Array, ByName, new_vector, to_numpy
+from mpicomp.arrays import Array, ByName
+from mpicomp.arrays.device import to_numpy
+from mpicomp.arrays.memory import new_vector
+from mpicomp.arrays.values import VALUE_DTYPES
 from mpicomp.settings import CheckedKeywords
 
 Range = tuple[float, float]

@@ -14,17 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    ByName,
-    Dtype,
-    contiguous,
-    flat,
-    kind_of,
-    namespace,
-    to_values,
-    writable_vector,
-)
+from mpicomp.arrays import Array, ByName, Dtype
+from mpicomp.arrays.device import namespace
+from mpicomp.arrays.frameworks import kind_of, to_values, writable_vector
+from mpicomp.arrays.memory import contiguous, flat
 
 ALONE = "gradient"  # the name of one array, and of the segment of a list
 

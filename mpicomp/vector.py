@@ -13,27 +13,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from mpicomp.arrays import (
-    Array,
-    Dtype,
-    check_apart,
-    check_finite,
-    contiguous,
-    converted,
-    index_dtype,
-    is_array,
+from mpicomp.arrays import Array, Dtype
+from mpicomp.arrays.device import (
     kernels_for,
     namespace,
-    nonzero,
     on_device,
-    sparse_remedy,
-    to_array,
     to_device_of,
     to_numpy,
+)
+from mpicomp.arrays.frameworks import (
+    is_array,
+    sparse_remedy,
+    to_array,
     to_values,
     to_vector,
-    widened_values,
     writable_vector,
+)
+from mpicomp.arrays.memory import check_apart, contiguous
+from mpicomp.arrays.values import (
+    check_finite,
+    converted,
+    index_dtype,
+    nonzero,
+    widened_values,
 )
 from mpicomp.kernels import Facts
 from mpicomp.settings import to_integer, to_number

@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import VALUE_DTYPES, Array, Dtype, read_only
+from mpicomp.arrays import Array, Dtype
+from mpicomp.arrays.memory import read_only
+from mpicomp.arrays.values import VALUE_DTYPES
 from mpicomp.compressors import Compressor, TopK
 from mpicomp.compressors.base import check_selected
 from mpicomp.feedback import ErrorFeedback, Feedback

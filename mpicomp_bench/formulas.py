@@ -19,7 +19,7 @@ from collectives.planning.partition import likely
 from collectives.planning.schedule import core_size
 from collectives.runtime.group import PIECE_OVERHEAD, SHORT_NBYTES
 from collectives.runtime.messages import LINE
-from mpicomp.arrays import index_dtype
+from mpicomp.arrays.values import index_dtype
 from mpicomp_bench.bounds import index_bits
 
 # benchmarks/fit_choice.py prints what the codec and docs/results/choice-*.json give for

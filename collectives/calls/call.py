@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from collectives.runtime.link import Link
-from mpicomp.arrays import Array, is_array, sparse_remedy
+from mpicomp.arrays import Array
+from mpicomp.arrays.frameworks import is_array, sparse_remedy
 from mpicomp.vector import SparseVector
 
 if TYPE_CHECKING:

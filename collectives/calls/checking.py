@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from collectives.faults.errors import CheckError
-from mpicomp.arrays import Array, to_numpy
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import to_numpy
 from mpicomp.vector import SparseVector
 
 VARIABLE = "MPICOMP_CHECK"

@@ -16,7 +16,7 @@ from collectives.faults.errors import CheckError
 from collectives.faults.state import differing
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import check_finite
+from mpicomp.arrays.values import check_finite
 from mpicomp.digests import joint_digest
 from mpicomp.vector import SparseVector
 

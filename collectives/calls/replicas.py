@@ -5,7 +5,7 @@ from typing import Any
 
 from collectives.calls.all_or_none import gather_results
 from collectives.calls.positions import Position, check_digests
-from mpicomp.arrays import is_array, to_array
+from mpicomp.arrays.frameworks import is_array, to_array
 from mpicomp.digests import digest
 from mpicomp.settings import to_integer
 

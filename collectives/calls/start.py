@@ -20,7 +20,7 @@ from collectives.runtime.group import Group
 from collectives.runtime.link import Link
 from collectives.runtime.messages import Steps
 from collectives.runtime.progress import continue_on_callers_thread
-from mpicomp.arrays import DTYPE_NAMES
+from mpicomp.arrays.values import DTYPE_NAMES
 from mpicomp.codec import CODECS
 from mpicomp.errors import kept
 from mpicomp.settings import to_choice, unknown_keyword

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.exchange.names import canonical_names
-from mpicomp.arrays import Array, ByName, to_numpy
+from mpicomp.arrays import Array, ByName
+from mpicomp.arrays.device import to_numpy
 from mpicomp.bucket import Bucket
 from mpicomp.compressors.base import restore
 from mpicomp.settings import OTHER_SETTINGS

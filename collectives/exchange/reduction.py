@@ -13,7 +13,9 @@ from collectives.calls.collective import Collective, Declaration
 from collectives.dense import dense_allreduce, dense_iallreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.votes import contributors
-from mpicomp.arrays import converted, on_device, to_vector
+from mpicomp.arrays.device import on_device
+from mpicomp.arrays.frameworks import to_vector
+from mpicomp.arrays.values import converted
 from mpicomp.correction import Correction
 from mpicomp.few_bits import BITS
 from mpicomp.means import DenseMean, Mean, SparseMean

@@ -34,7 +34,8 @@ from collectives.faults.errors import NotFiniteError, StepSkippedError
 from collectives.runtime import staging
 from collectives.runtime.engine import Request
 from collectives.runtime.link import link_if_any
-from mpicomp.arrays import Array, ByName, Write, check_apart
+from mpicomp.arrays import Array, ByName, Write
+from mpicomp.arrays.memory import check_apart
 from mpicomp.bucket import Bucket
 from mpicomp.compressors.base import Snapshot, restore
 from mpicomp.correction import Correction

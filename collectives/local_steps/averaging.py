@@ -14,7 +14,8 @@ from collectives.dense import dense_allreduce
 from collectives.exchange import GradientExchange
 from collectives.exchange.exchange import check_between_steps
 from collectives.faults.interrupts import defer_interrupt
-from mpicomp.arrays import Array, kernels_for
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for
 from mpicomp.bucket import Bucket
 from mpicomp.errors import kept
 from mpicomp.feedback.base import accumulation_dtype

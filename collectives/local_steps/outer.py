@@ -59,7 +59,9 @@ from collectives.faults.errors import CollectiveError
 from collectives.faults.interrupts import defer_interrupt
 from collectives.local_steps.redistribution import IN_FLIGHT, PROGRESS
 from collectives.runtime import staging
-from mpicomp.arrays import Array, ByName, read_only, to_array
+from mpicomp.arrays import Array, ByName
+from mpicomp.arrays.frameworks import to_array
+from mpicomp.arrays.memory import read_only
 from mpicomp.bucket import Bucket
 from mpicomp.digests import joint_digest
 from mpicomp.errors import warn

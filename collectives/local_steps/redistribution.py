@@ -24,7 +24,9 @@ from collectives.exchange.checkpoint import (
     pack,
     roles,
 )
-from mpicomp.arrays import Array, ByName, converted, to_numpy
+from mpicomp.arrays import Array, ByName
+from mpicomp.arrays.device import to_numpy
+from mpicomp.arrays.values import converted
 from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.settings import to_choice, to_integer
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from collectives.planning.links import Constants, Cost, Links, seconds
-from mpicomp.arrays import index_dtype
+from mpicomp.arrays.values import index_dtype
 
 _STEPS = 64  # of `fresh`, to 1
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, to_device_of
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import to_device_of
 from mpicomp.vector import SparseVector, places_of
 
 # Samples for each rank and share: the bounds are then off by a few per cent of a share.

@@ -36,7 +36,7 @@ from collectives.runtime.link import Link
 from collectives.runtime.messages import Arrival, Pending, Steps, mpi
 from collectives.runtime.progress import FIRST, Look, Progress
 from collectives.runtime.waiting import initial_timeout, seconds
-from mpicomp.arrays import on_device
+from mpicomp.arrays.device import on_device
 
 T = TypeVar("T")
 

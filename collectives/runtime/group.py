@@ -31,7 +31,8 @@ from collectives.runtime.messages import (
     Sending,
     Steps,
 )
-from mpicomp.arrays import Buffer, on_device, to_device_of, to_numpy
+from mpicomp.arrays import Buffer
+from mpicomp.arrays.device import on_device, to_device_of, to_numpy
 from mpicomp.codec import (
     BYTES,
     CODECS,

@@ -23,7 +23,8 @@ from collectives.runtime.messages import (
     notice_tag,
     send_size,
 )
-from mpicomp.arrays import Buffer, on_device
+from mpicomp.arrays import Buffer
+from mpicomp.arrays.device import on_device
 
 if TYPE_CHECKING:
     from mpi4py import MPI

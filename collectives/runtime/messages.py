@@ -24,7 +24,8 @@ import numpy as np
 
 from collectives.faults.errors import DamagedMessageError
 from collectives.runtime import staging
-from mpicomp.arrays import Buffer, on_device
+from mpicomp.arrays import Buffer
+from mpicomp.arrays.device import on_device
 
 if TYPE_CHECKING:
     from mpi4py import MPI

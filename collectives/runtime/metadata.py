@@ -19,7 +19,7 @@ from collectives.planning.overlap import (
 from collectives.planning.partition import Bounds, balanced_bounds, sample
 from collectives.runtime.group import Group, Part, vectors_of
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import on_device, to_numpy
+from mpicomp.arrays.device import on_device, to_numpy
 from mpicomp.vector import SparseVector
 
 # of all other ranks' vectors: they take no longer than the rounds of the metadata

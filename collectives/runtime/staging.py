@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import Buffer, on_device
+from mpicomp.arrays import Buffer
+from mpicomp.arrays.device import on_device
 from mpicomp.codec import HEADER_NBYTES
 
 

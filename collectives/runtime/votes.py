@@ -15,7 +15,8 @@ import numpy as np
 from collectives.planning.partition import Bounds
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays import Array, namespace
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import namespace
 from mpicomp.vector import SparseVector, places_of
 
 

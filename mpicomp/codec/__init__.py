@@ -13,15 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import (
-    VALUE_DTYPES,
-    Buffer,
-    Dtype,
-    index_dtype,
-    namespace,
-    read_fields,
-    write_fields,
-)
+from mpicomp.arrays import Buffer, Dtype
+from mpicomp.arrays.device import namespace
+from mpicomp.arrays.memory import read_fields, write_fields
+from mpicomp.arrays.values import VALUE_DTYPES, index_dtype
 from mpicomp.codec import values as value_formats
 from mpicomp.codec.indices import (
     BITMAP,

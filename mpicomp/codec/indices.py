@@ -23,15 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    Buffer,
-    Dtype,
-    kernels_for,
-    namespace,
-    read_fields,
-    write_fields,
-)
+from mpicomp.arrays import Array, Buffer, Dtype
+from mpicomp.arrays.device import kernels_for, namespace
+from mpicomp.arrays.memory import read_fields, write_fields
 from mpicomp.vector import MAX_LENGTH, SparseVector
 
 _FIRST, _PAIR = struct.Struct("<q"), struct.Struct("<qq")  # what a section begins with

@@ -19,19 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import (
-    VALUE_DTYPES,
-    Array,
-    Buffer,
-    Dtype,
-    converted,
-    kernels_for,
-    namespace,
-    on_device,
-    read_fields,
-    to_numpy,
-    write_fields,
-)
+from mpicomp.arrays import Array, Buffer, Dtype
+from mpicomp.arrays.device import kernels_for, namespace, on_device, to_numpy
+from mpicomp.arrays.memory import read_fields, write_fields
+from mpicomp.arrays.values import VALUE_DTYPES, converted
 from mpicomp.codec.indices import Format
 
 # values of a window; as many windows are looked at before all values are

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomp.arrays import kernels_for
+from mpicomp.arrays.device import kernels_for
 from mpicomp.compressors.base import SegmentedCompressor, known
 from mpicomp.correction import Correction
 from mpicomp.settings import to_integer

@@ -19,11 +19,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    kernels_for,
-    to_device_of,
-)
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for, to_device_of
 from mpicomp.compressors.topk import TopK
 from mpicomp.correction import Correction
 from mpicomp.kernels import Selected

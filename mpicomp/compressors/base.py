@@ -10,12 +10,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    flat,
-    read_only,
-    to_vector,
-)
+from mpicomp.arrays import Array
+from mpicomp.arrays.frameworks import to_vector
+from mpicomp.arrays.memory import flat, read_only
 from mpicomp.correction import Correction
 from mpicomp.kernels import Selected
 from mpicomp.state import ROWS, SHARED, Configured, check_object

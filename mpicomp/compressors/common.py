@@ -4,14 +4,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    check_finite,
-    index_dtype,
-    kernels_for,
-    nonzero,
-    to_vector,
-)
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for
+from mpicomp.arrays.frameworks import to_vector
+from mpicomp.arrays.values import check_finite, index_dtype, nonzero
 from mpicomp.compressors.base import Compressor
 from mpicomp.settings import to_integer, to_number
 from mpicomp.vector import SparseVector

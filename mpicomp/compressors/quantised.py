@@ -15,7 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomp.arrays import Array, check_finite, converted, flat, kernels_for
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for
+from mpicomp.arrays.memory import flat
+from mpicomp.arrays.values import check_finite, converted
 from mpicomp.compressors.base import (
     Compressor,
     SegmentedCompressor,

@@ -6,7 +6,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from mpicomp.arrays import Array, check_finite, kernels_for
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for
+from mpicomp.arrays.values import check_finite
 from mpicomp.compressors.base import (
     Compressor,
     Snapshot,

@@ -32,12 +32,9 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import (
-    Array,
-    check_finite,
-    kernels_for,
-    to_numpy,
-)
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import kernels_for, to_numpy
+from mpicomp.arrays.values import check_finite
 from mpicomp.compressors.base import (
     SegmentedCompressor,
     known,

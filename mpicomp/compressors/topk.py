@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import check_finite, kernels_for
+from mpicomp.arrays.device import kernels_for
+from mpicomp.arrays.values import check_finite
 from mpicomp.compressors.base import SegmentedCompressor, known
 from mpicomp.compressors.common import Density, counts_of, hashable
 from mpicomp.correction import Correction

@@ -13,23 +13,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.arrays import (
-    VALUE_DTYPES,
-    Array,
-    ByName,
-    Dtype,
-    Write,
+from mpicomp.arrays import Array, ByName, Dtype, Write
+from mpicomp.arrays.device import kernels_for, namespace, on_device, to_device_of
+from mpicomp.arrays.memory import (
     adjacent,
     concatenated,
-    kernels_for,
-    namespace,
     new_vector,
-    on_device,
     read_only,
     sizes_of,
-    to_device_of,
     views_between,
 )
+from mpicomp.arrays.values import VALUE_DTYPES
 from mpicomp.bases import Basis, coefficients_of
 from mpicomp.correction import Correction
 from mpicomp.settings import to_number

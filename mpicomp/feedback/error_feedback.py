@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, Dtype, Write, kernels_for, negated, sizes_of
+from mpicomp.arrays import Array, Dtype, Write
+from mpicomp.arrays.device import kernels_for
+from mpicomp.arrays.memory import sizes_of
+from mpicomp.arrays.values import negated
 from mpicomp.bases import Basis
 from mpicomp.correction import Correction
 from mpicomp.feedback.base import Dtypes, Feedback

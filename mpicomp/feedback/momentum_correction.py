@@ -23,7 +23,9 @@ exact.
 from collections.abc import Iterator
 from itertools import pairwise
 
-from mpicomp.arrays import Array, Dtype, Write, has_nonzero, kernels_for
+from mpicomp.arrays import Array, Dtype, Write
+from mpicomp.arrays.device import kernels_for
+from mpicomp.arrays.values import has_nonzero
 from mpicomp.bases import Basis
 from mpicomp.correction import Correction
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype

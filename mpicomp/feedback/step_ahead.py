@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, Dtype, kernels_for, like, to_device_of, to_values
+from mpicomp.arrays import Array, Dtype
+from mpicomp.arrays.device import kernels_for, to_device_of
+from mpicomp.arrays.frameworks import like, to_values
 from mpicomp.bases import Basis
 from mpicomp.correction import Correction
 from mpicomp.feedback.base import Dtypes, Feedback, accumulation_dtype

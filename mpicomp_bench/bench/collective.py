@@ -22,7 +22,7 @@ from collectives import GradientExchange, dense_allreduce, traffic
 from collectives.calls.collective import Collective
 from collectives.calls.first_call import link_of
 from mpicomp import SparseVector, TopK
-from mpicomp.arrays import namespace
+from mpicomp.arrays.device import namespace
 from mpicomp.vector import add_up, partition, top_k
 from mpicomp_bench.bench.data import PATTERNS, draw_sparse, gradient_above
 from mpicomp_bench.bench.suite import Options, Suite

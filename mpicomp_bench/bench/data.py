@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from mpicomp import SparseVector
-from mpicomp.arrays import Array, index_dtype
+from mpicomp.arrays import Array
+from mpicomp.arrays.values import index_dtype
 
 
 def _signed(rng: np.random.Generator, magnitudes: Array) -> Array:

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from collectives import GradientExchange
 from mpicomp import Dense, SparseVector, TopK, changes
-from mpicomp.arrays import like, to_array, writable_vector
+from mpicomp.arrays.frameworks import like, to_array, writable_vector
 
 # read when JAX first looks for devices
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")

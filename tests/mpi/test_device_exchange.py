@@ -30,7 +30,7 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
-from mpicomp.arrays import to_numpy
+from mpicomp.arrays.device import to_numpy
 
 pytestmark = pytest.mark.small_groups
 

@@ -6,7 +6,8 @@ import pytest
 from foreign import Deleted, DynamicJaxprTracer, Sharded, SparseTensor
 
 from mpicomp import ErrorFeedback, SparseVector, TopK
-from mpicomp.arrays import address, like, new_vector, to_array, writable_vector
+from mpicomp.arrays.frameworks import like, to_array, writable_vector
+from mpicomp.arrays.memory import address, new_vector
 from mpicomp.compressors.selection import Selection
 
 

@@ -20,7 +20,7 @@ from mpicomp import (
     StepAhead,
     TopK,
 )
-from mpicomp.arrays import like, to_array
+from mpicomp.arrays.frameworks import like, to_array
 from mpicomp.codec import (
     CODECS,
     HEADER_NBYTES,

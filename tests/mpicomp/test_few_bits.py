@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_vectorised import loops
 
-from mpicomp.arrays import new_vector
+from mpicomp.arrays.memory import new_vector
 from mpicomp.few_bits import BITS, SCALES, first_blocks
 from mpicomp.kernels import host
 from mpicomp.kernels.host.few_bits import (

@@ -185,15 +185,15 @@ def code_of(*folders):
     return {path: ast.parse(path.read_text()) for path in paths}
 
 
-# What a change adds in tokens it removes elsewhere. A fix may use the slack of 3 %, a
+# What a change adds in tokens it removes elsewhere. A fix may use the slack of 1 %, a
 # feature may not.
 BUDGET = {
-    "tokens": 92700,
+    "tokens": 96200,
     "density": 8.5,
     "wide assignments": 1,
-    "tool tokens": 23800,
+    "tool tokens": 24500,
 }
-SLACK = 1.03
+SLACK = 1.01
 
 
 def test_the_code_stays_within_its_budget():

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mpicomp.arrays import kernels_for
+from mpicomp.arrays.device import kernels_for
 from mpicomp.few_bits import BITS
 
 DIGITS = {np.float16: 8, np.float32: 8, np.float64: 21}  # significant bits of a scale

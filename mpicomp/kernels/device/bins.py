@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 import cupy
 import numpy as np
 
-from mpicomp.arrays import addresses, index_dtype
+from mpicomp.arrays.memory import addresses
+from mpicomp.arrays.values import index_dtype
 from mpicomp.kernels import NOTHING, Selected, Summands
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,

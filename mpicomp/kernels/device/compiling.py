@@ -15,7 +15,7 @@ import numpy as np
 from cupy.cuda import driver, runtime
 from numpy.typing import DTypeLike
 
-from mpicomp.arrays import addresses, sizes_of
+from mpicomp.arrays.memory import addresses, sizes_of
 from mpicomp.few_bits import places
 
 Array = Any  # CuPy's arrays, which are not typed

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import sizes_of
+from mpicomp.arrays.memory import sizes_of
 from mpicomp.few_bits import first_blocks
 from mpicomp.kernels.device.compiling import (
     THREADS,

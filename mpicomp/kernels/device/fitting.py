@@ -5,7 +5,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from mpicomp.arrays import index_dtype
+from mpicomp.arrays.values import index_dtype
 from mpicomp.kernels import NOTHING, Selected, Summands
 from mpicomp.kernels.device.compiling import (
     Array,

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from mpicomp.arrays import addresses, index_dtype
+from mpicomp.arrays.memory import addresses
+from mpicomp.arrays.values import index_dtype
 from mpicomp.kernels import NOTHING, Selected, Summands
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,

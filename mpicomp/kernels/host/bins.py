@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, index_dtype
+from mpicomp.arrays import Array
+from mpicomp.arrays.values import index_dtype
 from mpicomp.kernels import Selected
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import jit, loop, single

@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, sizes_of
+from mpicomp.arrays import Array
+from mpicomp.arrays.memory import sizes_of
 from mpicomp.few_bits import places
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpicomp.arrays import Array, sizes_of
+from mpicomp.arrays import Array
+from mpicomp.arrays.memory import sizes_of
 from mpicomp.kernels import NOTHING
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, index_dtype
+from mpicomp.arrays import Array
+from mpicomp.arrays.values import index_dtype
 from mpicomp.kernels import Selected, Summands
 from mpicomp.kernels.host.bits import FORMATS, Format, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop

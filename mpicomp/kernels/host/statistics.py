@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpicomp.arrays import Array, converted
+from mpicomp.arrays import Array
+from mpicomp.arrays.values import converted
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.instructions import larger, smaller, view

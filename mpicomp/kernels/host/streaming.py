@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.arrays import addresses as list_addresses
+from mpicomp.arrays.memory import addresses as list_addresses
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import (

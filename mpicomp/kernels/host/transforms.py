@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.arrays import Array, Dtype, address
+from mpicomp.arrays import Array, Dtype
+from mpicomp.arrays.memory import address
 from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
 from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.instructions import (

@@ -2,50 +2,24 @@
 
 No framework is imported here: the library of an array is loaded already. CuPy is
 imported when the first GPU array is passed.
-
-Array algebra is written once: NumPy's functions dispatch on CuPy's arrays, and
-``namespace(array)`` makes new arrays on the same device. Hot loops are in
-`mpicomp.kernels`; `kernels_for` returns the module for an array.
 """
 
-import ctypes
-import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable
 from importlib import import_module
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
-Buffer = NDArray[np.uint8]
-Dtype = np.dtype[Any]
-Write = Callable[[], None]  # what a commit does: allocates nothing, cannot fail
-ByName = Mapping[str, Any]  # arrays, parameters, states or settings
+from mpicomp.arrays import Array
+from mpicomp.arrays.device import on_device
+from mpicomp.arrays.memory import contiguous, flat, is_contiguous
+from mpicomp.arrays.values import VALUE_DTYPES
 
-VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
-
-# NumPy builds the name anew at each call
-DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}
-
-_SHORT = np.dtype(np.int32)
-_LONG = np.dtype(np.int64)
-_LINE = 64  # bytes of a cache line
-_BLOCK = 65536  # values
-# The array has to be writable, C-contiguous and not empty.
-_FIRST = ctypes.c_char.from_buffer
 # DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
 _HOST_DEVICES = (1, 3, 11)
 _CUDA_DEVICES = (2, 13)  # a CUDA device, and CUDA managed memory
-
-
-def index_dtype(length: int) -> Dtype:
-    """Return the dtype of the indices of a vector of `length`: int32, or int64 when length > 2^31 - 1."""
-    return _SHORT if length <= 2**31 - 1 else _LONG
 
 
 def to_array(array: Any) -> Array:
@@ -207,33 +181,6 @@ def _import_cupy(array: Any) -> ModuleType:
         ) from error
 
 
-def on_device(array: Any) -> bool:
-    """Return whether this is a CuPy array."""
-    if type(array) is np.ndarray:
-        return False
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(array, cupy.ndarray)
-
-
-def namespace(array: Any) -> Any:
-    """Return the module that makes arrays on the device of `array`: ``numpy`` or ``cupy``."""
-    if type(array) is np.ndarray or not on_device(array):
-        return np
-    return sys.modules["cupy"]
-
-
-def to_numpy(array: Any) -> Array:
-    """Return a copy of a CuPy array in host memory, once pending work on it is done; other arrays as NumPy's."""
-    return array.get() if on_device(array) else np.asarray(array)
-
-
-def to_device_of(array: Any, other: Any) -> Any:
-    """Return an array on the device of `other`: the array itself if it is on that device, else a copy."""
-    if on_device(array) == on_device(other):
-        return array
-    return to_numpy(array) if on_device(array) else namespace(other).asarray(array)
-
-
 def writable_vector(out: Any) -> Array:
     """Return a view of an output array as one vector (1-d).
 
@@ -256,18 +203,6 @@ def writable_vector(out: Any) -> Array:
             "if it is out=, leave that out, and copy what is returned"
         )
     return flat(values)
-
-
-def flat(array: Array) -> Array:
-    """Return a C-contiguous array as a vector: a view, which costs 3 us on a device, or a vector itself."""
-    return array if array.ndim == 1 else array.reshape(-1)
-
-
-def is_contiguous(array: Any) -> bool:
-    """Return whether an array is C-contiguous."""
-    if on_device(array):
-        return bool(array._c_contiguous)  # `flags` makes an object
-    return bool(array.flags.c_contiguous)
 
 
 def memory(array: Any) -> Array:
@@ -312,178 +247,6 @@ def _check_writable(values: Array, array: Any) -> None:
         )
 
 
-def address(array: Any) -> int:
-    """Return the address of the first value of a NumPy or CuPy array."""
-    if on_device(array):
-        return int(array.data.ptr)
-    if array.size and array.flags.carray:
-        # This takes a fifth of the time.
-        return ctypes.addressof(_FIRST(array))
-    return int(array.ctypes.data)
-
-
-def addresses(arrays: Sequence[Any]) -> list[int]:
-    """Return the address of the first value of each of some NumPy or CuPy arrays."""
-    try:
-        if arrays and on_device(arrays[0]):
-            return [array.data.ptr for array in arrays]
-        return [ctypes.addressof(_FIRST(array)) for array in arrays]
-    # The array is in both memories, empty, or read-only.
-    except (AttributeError, TypeError, ValueError):
-        return [address(array) for array in arrays]
-
-
-def sizes_of(arrays: Iterable[Any]) -> tuple[int, ...]:
-    """Return the number of values of each array."""
-    return tuple([array.size for array in arrays])
-
-
-def concatenated(parts: Sequence[Array], out: Array | None = None) -> Array:
-    """Return contiguous arrays, in C order, as one new vector, or as `out`."""
-    return np.concatenate([flat(part) for part in parts], out=out)
-
-
-def new_vector(xp: Any, size: int, dtype: Any) -> Array:
-    """Return zeros, made by NumPy or CuPy; in host memory they begin at a cache line, as kernels store whole lines."""
-    if xp is not np:
-        return xp.zeros(size, dtype)  # type: ignore[no-any-return]
-    itemsize = np.dtype(dtype).itemsize
-    longer = np.zeros(size + _LINE // itemsize, dtype)
-    first = -address(longer) % _LINE // itemsize
-    return longer[first : first + size]
-
-
-def adjacent(parts: Sequence[Array]) -> Array | None:
-    """Return one vector over 1-d arrays that follow each other in host memory, without a copy; None for others.
-
-    It holds a reference to the first one only. An array alone is a vector, of any shape.
-    """
-    if len(parts) == 1:
-        return flat(parts[0])
-    if on_device(parts[0]):
-        return None
-    some = [part for part in parts if part.size] or list(parts[:1])
-    starts = addresses(some)
-    ends = [start + part.nbytes for start, part in zip(starts, some, strict=True)]
-    if starts[1:] != ends[:-1]:
-        return None
-    return np.lib.stride_tricks.as_strided(some[0], (sum(sizes_of(some)),))
-
-
-def views_between(vector: Array, edges: Sequence[int]) -> list[Array]:
-    """Return the parts of a vector between consecutive edges, as views."""
-    return [vector[first:end] for first, end in pairwise(edges)]
-
-
-def shaped_views(
-    vector: Array, edges: Sequence[int], shapes: Sequence[tuple[int, ...]]
-) -> list[Array]:
-    """Return the parts of a vector between consecutive edges, as views of these shapes.
-
-    On a device each is made at once: a slice and its reshape take the host twice as long.
-    """
-    if not on_device(vector):
-        parts = zip(views_between(vector, edges), shapes, strict=True)
-        return [part.reshape(shape) for part, shape in parts]
-    new = namespace(vector).ndarray
-    dtype = vector.dtype
-    first: Any = vector.data
-    places = zip(edges[:-1], shapes, strict=True)
-    return [new(shape, dtype, first + low * dtype.itemsize) for low, shape in places]
-
-
-def check_apart(arrays: Sequence[Any]) -> None:
-    """Raise ValueError if two contiguous arrays, of which one at least is written to, share memory."""
-    if len(arrays) < 2:
-        return
-    sizes = tuple([array.nbytes for array in arrays])
-    if not _are_apart(tuple(addresses(arrays)), sizes):
-        raise ValueError(
-            "two arrays share memory that is written to: expected separate arrays for each out=, and for each "
-            "gradient that holds the residual (in_place)"
-        )
-
-
-# most steps write to where the one before has written
-@lru_cache(maxsize=64)
-def _are_apart(starts: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Return whether no two spans of memory overlap."""
-    spans = sorted(span for span in zip(starts, sizes, strict=True) if span[1])
-    return all(
-        start + nbytes <= after for (start, nbytes), (after, _) in pairwise(spans)
-    )
-
-
-def nonzero(values: Array) -> Array:
-    """Return a mask of the non-zero values; on a device from their bits, as CuPy flushes subnormals to zero."""
-    if not on_device(values):
-        return values != 0  # type: ignore[no-any-return]
-    return values.view(f"u{values.itemsize}") << 1 != 0  # type: ignore[no-any-return]
-
-
-def has_nonzero(values: Array) -> bool:
-    """Return whether a value of a vector is not zero; unlike any(), stops at the first block that has one."""
-    starts = range(0, values.size, _BLOCK)
-    return any(nonzero(values[start : start + _BLOCK]).any() for start in starts)
-
-
-def converted(values: Array, dtype: Any) -> Array:
-    """Return values in a dtype, themselves if it is theirs; those out of range become infinities.
-
-    On a device by a kernel, as CuPy flushes subnormals.
-    """
-    if values.dtype == dtype:
-        return values
-    if not on_device(values) or {values.dtype.kind, np.dtype(dtype).kind} != {"f"}:
-        with np.errstate(all="ignore"):  # also signalling NaN in a broken message
-            return values.astype(dtype)
-    result: Array = namespace(values).empty(values.shape, dtype)
-    kernels_for(values).multiply(values, 1, result)
-    return result
-
-
-def check_finite(values: Array) -> None:
-    """Raise ValueError that names the first value of a vector that is not finite."""
-    kernels_for(values).raise_not_finite(values)
-
-
-def widened_values(values: Array) -> Array:
-    """Return float16 values in float32, in which sums of them are in range; others as they are."""
-    return converted(values, np.float32) if values.dtype == np.float16 else values
-
-
-def negated(values: Array) -> Array:
-    """Return the values with the other sign; on a device by a kernel, as CuPy flushes subnormals to zero."""
-    if not on_device(values):
-        return -values
-    result: Array = np.empty_like(values)
-    kernels_for(values).multiply(values, -1, result)
-    return result
-
-
-def write_fields(buffer: Any, form: struct.Struct, *fields: Any) -> None:
-    """Pack `fields` into the beginning of a buffer (uint8)."""
-    if type(buffer) is np.ndarray or not on_device(buffer):
-        form.pack_into(buffer, 0, *fields)
-    else:
-        buffer[: form.size].set(np.frombuffer(form.pack(*fields), np.uint8))
-
-
-def read_fields(buffer: Any, form: struct.Struct) -> tuple[Any, ...]:
-    """Return the fields at the beginning of a buffer (uint8)."""
-    if type(buffer) is np.ndarray or not on_device(buffer):
-        return form.unpack_from(buffer)
-    return form.unpack(to_numpy(buffer[: form.size]).data)
-
-
-def read_only(array: Array) -> Array:
-    """Return a read-only view; on a device, where CuPy has none, a view that must not be written to."""
-    view = array.view()
-    if not on_device(array):
-        view.flags.writeable = False
-    return view
-
-
 def to_values(array: Any) -> Array:
     """Return `to_array(array)`; raises TypeError unless the values are float16, float32 or float64."""
     values = to_array(array)
@@ -502,14 +265,6 @@ def _remedy(dtype: Any) -> str:
     if not dtype.isnative:
         return f"; astype(np.{dtype.name}) has the byte order of this machine"
     return "; astype(np.float64) converts them, and may round"
-
-
-def contiguous(array: Array) -> Array:
-    """Return a C-contiguous array: `array` itself if it is one, else a copy."""
-    if is_contiguous(array):
-        return array
-    copy: Array = namespace(array).ascontiguousarray(array)
-    return copy
 
 
 def to_vector(array: Any) -> Array:
@@ -553,18 +308,6 @@ def _is_bfloat16(array: Any) -> bool:
     if isinstance(dtype, np.dtype) and dtype in VALUE_DTYPES:
         return False  # the text takes 3 us
     return str(dtype).endswith("bfloat16")
-
-
-def kernels_for(array: Any) -> ModuleType:
-    """Return the module of kernels for `array`: Numba's or CuPy's, loaded at the first call and not on import."""
-    if type(array) is np.ndarray or not on_device(array):
-        return _kernels("host")
-    return _kernels("device")
-
-
-@cache
-def _kernels(memory: str) -> ModuleType:
-    return import_module(f"mpicomp.kernels.{memory}")
 
 
 def _type_name(array: Any) -> str:
