@@ -2,7 +2,8 @@
 
 Every collective has a nonblocking form, named with MPI's `i`, that returns a `Request`.
 Call the library from one thread at a time, and start the operations on a communicator
-in the same order on all ranks, as MPI asks of its own.
+in the same order on all ranks, as MPI asks of its own. The names in `__all__`, and those
+of `collectives.torch` and `collectives.jax`, are public; all others are internal.
 """
 
 from collectives.allgather import sparse_allgather, sparse_iallgather

@@ -1,12 +1,13 @@
 """The computation of one rank on its own gradient: compression and error feedback. Imports no MPI.
 
 The communication, `GradientExchange` and the collectives, is in the package
-`collectives`.
+`collectives`. The names in `__all__` of the two are public; all others are internal.
 """
 
 from mpicomp import compressors
 from mpicomp.bases import Basis, Hadamard
 from mpicomp.compressors import *  # noqa: F403  (the names in its __all__)
+from mpicomp.compressors.common import at_positions, finite_vector
 from mpicomp.errors import CodecError
 from mpicomp.feedback import (
     ErrorFeedback,
@@ -32,7 +33,9 @@ __all__ = [
     "Patch",
     "SparseVector",
     "StepAhead",
+    "at_positions",
     "changes",
+    "finite_vector",
     "verify_compressor",
     "verify_feedback",
 ]

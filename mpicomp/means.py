@@ -159,6 +159,7 @@ class SparseMean(_Mean):
         return SparseMean(self.vector.with_values(quotient, is_finite=True))
 
     def narrowed(self, dtype: Dtype, *, clips: bool = False) -> "Mean":
+        """Return the values in a dtype; raises OverflowError if one is not finite."""
         vector = self.vector
         narrowed = _narrowed(vector.values, dtype, clips=clips)
         if narrowed is not vector.values:
@@ -194,9 +195,11 @@ class SparseMean(_Mean):
         return TransformedMean(self.vector, basis, edges)
 
     def pieces(self, buffer: Array) -> "Pieces":
+        """Yield this mean, as a whole."""
         yield self, slice(None)
 
     def add_to(self, array: Array, scale: float) -> None:
+        """Add `scale` times the values to an array; allocates little memory."""
         vector = self.vector
         for piece in pieces_of(vector.nnz):
             indices = vector.indices[piece]
@@ -240,9 +243,11 @@ class CodedMean(_Mean):
         return is_finite
 
     def over(self, divisor: Any) -> "Mean":
+        """Return the values over a number of ranks, by which they are divided as they are decoded."""
         return replace(self, divisor=divisor)
 
     def narrowed(self, dtype: Dtype, *, clips: bool = False) -> "Mean":
+        """Return the values in a dtype; raises OverflowError if one is not finite."""
         if not self.is_finite:
             raise out_of_range(_SUM, self.dtype)
         if self.dtype == dtype:
@@ -285,6 +290,7 @@ class CodedMean(_Mean):
             out[...] = converted(self.values(), out.dtype)
 
     def pieces(self, buffer: Array) -> "Pieces":
+        """Decode all values into the buffer, and yield its pieces."""
         self.write(buffer)
         return DenseMean(buffer).pieces(buffer)
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.arrays.device import kernels_for
+from mpicomp.arrays.device import kernels_for, to_device_of
 from mpicomp.arrays.frameworks import to_vector
 from mpicomp.arrays.values import check_finite, index_dtype, nonzero
 from mpicomp.compressors.base import Compressor
@@ -69,18 +69,40 @@ def hashable(setting: Any) -> Any:
 
 
 def finite_vector(corrected: Any) -> Array:
-    """Return a dense array as one contiguous vector; raises ValueError naming its first value that is not finite."""
+    """Return a dense array as one vector, for a compressor of your own.
+
+    Args:
+        corrected: an array of any shape and library; float16, float32, float64 or bfloat16.
+
+    Returns:
+        Its values in C order, of NumPy or CuPy, shape (size,): a view where possible.
+
+    Raises:
+        TypeError: it is no such array.
+        ValueError: a value is not finite; the text names the first one.
+
+    >>> finite_vector(np.ones((2, 2))).shape
+    (4,)
+    """
     dense = to_vector(corrected)
     check_finite(dense)
     return dense
 
 
 def at_positions(dense: Array, positions: Array) -> SparseVector:
-    """Return the non-zero entries of a dense vector at increasing positions (intp).
+    """Return the non-zero entries of a vector at positions, for a compressor of your own.
 
-    If there is none, the largest entry, so that a vector that is not zero is never sent
-    empty.
+    If there is none, it returns the largest entry, so that a vector that is not zero is
+    never sent empty.
+
+    Args:
+        dense: values, shape (size,), as `finite_vector` returns them.
+        positions: increasing integers from 0 to size - 1, of NumPy, or on the device of `dense`.
+
+    >>> at_positions(np.array([5.0, 0.0, 7.0]), np.array([0, 1])).values.tolist()
+    [5.0]
     """
+    positions = to_device_of(positions, dense)
     values = kernels_for(dense).gather(dense, positions)
     kept = nonzero(values)
     if not kept.all():

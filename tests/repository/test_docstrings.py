@@ -165,8 +165,10 @@ def names_of_parameters(function):
     """Return the names of what a caller passes; none of an exception, which no caller makes."""
     if isinstance(function, type) and issubclass(function, Exception):
         return []
-    parameters = inspect.signature(function).parameters
-    return [name for name in parameters if name != "self"]
+    parameters = inspect.signature(function).parameters.values()
+    # What is left for keywords that are unknown raises.
+    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
+    return [one.name for one in named if one.name != "self"]
 
 
 def test_the_reference_shows_no_member_that_a_class_does_not_have():
