@@ -104,7 +104,7 @@ def add_to(commands: Any) -> None:
     about = "fraction of entries each rank contributes (only sums of all values)"
     add("--density", type=share, metavar="D", help=about)
     about = "entries of the sum over those of a rank (independent supports)"
-    add("--union", type=float, metavar="U", help=about)
+    add("--union", type=above_zero, metavar="U", help=about)
     add(
         "--per-node",
         type=positive,

@@ -10,8 +10,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def said(ranks, script, *arguments):
-    """Return what the ranks of a script of this folder say."""
-    done = mpirun(ranks, ROOT / "tests" / script, *arguments, ulfm=True)
+    """Return what the ranks of a script of tests/chaos say."""
+    done = mpirun(ranks, ROOT / "tests" / "chaos" / script, *arguments, ulfm=True)
     return done.stdout + done.stderr
 
 

@@ -291,7 +291,8 @@ def test_bad_arguments_and_arguments_that_differ_are_named_with_their_ranks(size
      "length must be the same on all ranks, got 10 on ranks 0, 2, 3; 12 on rank 1. "
      "k must be the same on all ranks, got 5 on ranks 0-2; None on rank 3"),
     ([{}, {"operation": "sparse_bcast", "k": None, "length": 3}],
-     "operation must be the same on all ranks, got gtopk_allreduce on rank 0; sparse_bcast on rank 1"),
+     "operation must be the same on all ranks, got gtopk_allreduce on rank 0; sparse_bcast on rank 1: make and step "
+     "exchanges and loops, and call collectives, in the same order on all ranks"),
     ([{"support": 5}, {"support": 7}, {"support": 5}],
      "support must be the same on all ranks, got 5 on ranks 0, 2; 7 on rank 1"),
 ])  # fmt: skip

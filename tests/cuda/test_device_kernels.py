@@ -151,8 +151,9 @@ def test_blocks_share_the_candidates_of_few_segments(device):
 
 def test_the_names_are_those_of_the_host(device):
     host = importlib.import_module("mpicomp.kernels.host")
-    assert set(device.__all__) == set(host.__all__)
-    assert all(hasattr(device, name) for name in host.__all__)
+    of_patches = {"change_writer", "digest", "encode_changes"}  # of the host alone
+    assert set(device.__all__) == set(host.__all__) - of_patches
+    assert all(hasattr(device, name) for name in device.__all__)
 
 
 def test_errors_are_those_of_the_host(cupy, device):

@@ -220,8 +220,12 @@ def test_adacomp_has_the_bins_of_the_paper_by_kind_of_layer():
     }
     exchange = exchange_of(MPI.COMM_SELF, "adacomp", Terms(0.1))
     exchange(tensors)
-    made = [text for bucket in exchange.buckets for text in bucket.selection.settings]
-    assert made == ["AdaComp(bin_size=50)", "AdaComp(bin_size=500)", "Dense()"]
+    made = [one for bucket in exchange.buckets for one in bucket.selection.settings]
+    assert made == [
+        {"class": "AdaComp", "bin_size": 50},
+        {"class": "AdaComp", "bin_size": 500},
+        {"class": "Dense"},
+    ]
 
 
 OWN = """
