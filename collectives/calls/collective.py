@@ -99,8 +99,9 @@ class Collective(Generic[P, T]):
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
         self.name = call.__name__
-        # Code of the user runs inside calls only, never beside the user's computation.
-        self.is_of_library = _is_of_library(call)
+        self._is_of_library = _is_of_library(call)
+        # Names of algorithms that were declared elsewhere.
+        self._guests: set[str] = set()
         # The signature shows the result, and not the Call.
         shown = signature(call)
         (result,) = get_args(shown.return_annotation) or (Any,)
@@ -162,8 +163,8 @@ class Collective(Generic[P, T]):
                 yield from self.declaration.compare(group)
                 return (yield from function(vector, group, **arguments))
 
-            self.is_of_library &= _is_of_library(function)
             run = function if compares_calls else compared
+            self._add_guest(name or function.__name__, function)
             self.algorithms[name or function.__name__] = run
             return function
 
@@ -172,8 +173,16 @@ class Collective(Generic[P, T]):
     def auto(self, function: Algorithm) -> Algorithm:
         """Declare the algorithm of "auto"."""
         self.automatic = function
-        self.is_of_library &= _is_of_library(function)
+        self._add_guest("auto", function)
         return function
+
+    def _add_guest(self, name: str, function: Algorithm) -> None:
+        if not _is_of_library(function):
+            self._guests.add(name)
+
+    def is_of_library(self, algorithm: str) -> bool:
+        """Return whether an algorithm runs code of the library only: code of the user runs inside calls."""
+        return self._is_of_library and algorithm not in self._guests
 
 
 def _is_of_library(function: Callable[..., Any]) -> bool:

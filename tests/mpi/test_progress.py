@@ -14,6 +14,7 @@ from cases import (
     bits,
     contribution,
     contributions,
+    declare_gathering,
     window,
 )
 from mpi4py import MPI
@@ -157,6 +158,14 @@ def test_an_algorithm_of_the_user_runs_in_the_thread_that_calls(comm):
     total = sum(window(vector) for vector in vectors)
     np.testing.assert_array_equal(request.wait().value, total)
     assert set(threads) == {get_ident()}
+
+
+def test_an_algorithm_of_the_user_leaves_the_others_to_the_thread(comm, monkeypatch):
+    declare_gathering(monkeypatch)
+    vectors = contributions("random", comm.size)
+    request = gtopk_iallreduce(vectors[comm.rank], comm, k=LENGTH)
+    assert ends(lambda: request.done)
+    request.wait()
 
 
 class Witness(TopK):
