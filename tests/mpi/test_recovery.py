@@ -188,8 +188,9 @@ def test_where_mpi_survives_deaths_the_ranks_agree_on_every_step(comm, monkeypat
         exchange(np.full(300, np.nan) if comm.rank == 0 else gradient(comm.rank, 1))
     with pytest.raises(CollectiveError, match="the step is undone on all ranks"):
         exchange(gradient(comm.rank, 1))
-    # as one differs
-    with pytest.raises(CollectiveError, match="out of step: : load states of one step"):
+    if comm.rank == 0:
+        exchange.rescale(1.0)
+    with pytest.raises(CollectiveError, match=r"out of step: .* on rank 0"):
         exchange(gradient(comm.rank, 1))
     np.testing.assert_array_equal(exchange.feedback.residual, before)
     # the first one when tensors are registered
