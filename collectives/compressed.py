@@ -15,7 +15,6 @@ owner. A rank may contribute all entries of its own share, which it does not sen
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from collectives.calls.call import Call, Codec, Comm, Prepared, with_rejected
@@ -101,7 +100,7 @@ def prepared(vector: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
             "one, such as TopK(density=0.01)"
         )
     text = {"compressor": repr(compressor)}
-    return replace(numbers(vector, text, link), own={"second": compressor})
+    return numbers(vector, text, link)._replace(own={"second": compressor})
 
 
 @compressed_allreduce.algorithm(compares_calls=True)

@@ -9,7 +9,6 @@ mismatch raises everywhere.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -102,7 +101,7 @@ def of_root(
         else:
             vector = sound(content, compared, link).payload
     prepared = Prepared.of(vector, compared, out=out, patch=patch)
-    return replace(prepared, length=None)
+    return prepared._replace(length=None)
 
 
 def _vectors_alone(result: Any) -> Sum:

@@ -5,7 +5,7 @@ A collective is a function that returns its `Call`: the arguments, not yet check
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from collectives.runtime.link import Link
@@ -57,8 +57,11 @@ def part_of_sum(result: Any) -> Sum:
     return Sum([], result)
 
 
-@dataclass(frozen=True)
-class Prepared:
+# Of arguments: a mapping that nobody changes.
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Prepared(NamedTuple):
     """What an algorithm takes, checked and converted.
 
     payload: its first argument. like: an array of the dtype and on the device of the
@@ -73,8 +76,8 @@ class Prepared:
     like: Array
     length: int | None = 0
     width: int | None = None
-    compared: Mapping[str, Any] = field(default_factory=dict)
-    own: Mapping[str, Any] = field(default_factory=dict)
+    compared: Mapping[str, Any] = _NONE
+    own: Mapping[str, Any] = _NONE
     finish: Callable[[Any], Any] | None = None
     contributed: Callable[[], Any] | None = None
 
@@ -99,7 +102,7 @@ def sound(vector: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
             f"vector is {type(vector).__name__}: expected a SparseVector{_remedy(vector)}"
         )
     vector.validate()
-    return Prepared.of(vector, compared)
+    return Prepared(vector, vector.values, vector.length, vector.width, compared)
 
 
 def _remedy(vector: Any) -> str:
@@ -110,8 +113,7 @@ def _remedy(vector: Any) -> str:
     return " (see SparseVector.from_entries)"
 
 
-@dataclass(frozen=True)
-class Call(Generic[T]):
+class Call(NamedTuple, Generic[T]):
     """The arguments of a rank's call of a collective, not yet checked.
 
     contribution: the rank's input; or an exception, if the rank failed before: this
@@ -124,6 +126,6 @@ class Call(Generic[T]):
     comm: Any
     algorithm: Any = "auto"
     codec: Any = "auto"
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = _NONE
     prepare: Prepare = sound
     operation: str = ""

@@ -6,7 +6,6 @@ every rank. Only a bad `comm` raises at once, as there is nobody to notify.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from collectives.calls import debug
@@ -53,7 +52,7 @@ def start(
         except BaseException as raised:
             error = kept(raised)
     if error is not None:
-        call = replace(call, algorithm="auto", codec="auto")
+        call = call._replace(algorithm="auto", codec="auto")
     name = call.algorithm
     if name == "auto" and collective.automatic is None:
         name = next(iter(collective.algorithms))
@@ -71,8 +70,9 @@ def start(
         steps: Any = None  # a rank with an error runs none
         if group.error is None:
             try:
-                arguments = {**prepared.compared, **prepared.own}
-                steps = run(prepared.payload, group, **arguments)
+                steps = run(
+                    prepared.payload, group, **prepared.compared, **prepared.own
+                )
             except BaseException as raised:
                 group.contribute(kept(raised))
         if link.checked:
@@ -115,10 +115,9 @@ def _prepared(
         to_choice("codec", call.codec, ["auto", *CODECS])
     arguments = call.arguments
     if checks := collective.declaration.checks:
-        checked = {
-            name: check(arguments[name], link.size) for name, check in checks.items()
-        }
-        arguments = {**arguments, **checked}
+        arguments = dict(arguments)
+        for name, check in checks.items():
+            arguments[name] = check(arguments[name], link.size)
     return call.prepare(call.contribution, arguments, link)
 
 

@@ -70,9 +70,7 @@ class Request(Generic[T]):
     2
     """
 
-    def __init__(
-        self, steps: Steps[T], group: Group, engine: "Engine", *, unattended: bool
-    ) -> None:
+    def __init__(self, steps: Steps[T], group: Group, engine: "Engine") -> None:
         self._steps = steps
         self._engine = engine
         self._group = group
@@ -83,13 +81,17 @@ class Request(Generic[T]):
         self._result: T
         self._error: Exception | None = None
         self.done = False
-        # from when on it may advance without a call: a device is used inside calls only
-        is_unattended = unattended and not on_device(group.like)
-        self.unattended_from = time.monotonic() + (FIRST if is_unattended else math.inf)
+        # from when on it may advance without a call
+        self.unattended_from = math.inf
+
+    def leave(self) -> None:
+        """Allow it to advance without a call: on one rank nothing moves, and a device is used inside calls only."""
+        if self.link.size > 1 and not on_device(self._group.like):
+            self.unattended_from = time.monotonic() + FIRST
 
     def in_background(self) -> "Request[T]":
         """Have it advance while the rank computes, from now on; return it."""
-        if not self.done:
+        if not self.done and self.unattended_from < math.inf:
             self._engine.progress.wake()
         return self
 
@@ -255,7 +257,7 @@ class Engine:
         """
         link = group.link
         faults = link.faults
-        request = Request(steps, group, self, unattended=unattended)
+        request = Request(steps, group, self)
         if self._listens(link) and not faults.finished and deadline.has_notice(faults):
             self.give_up(faults, request.waits())
         if faults.finished:
@@ -267,6 +269,8 @@ class Engine:
             raise
         finally:
             if not request.done:
+                if unattended:
+                    request.leave()
                 self._in_flight.append(request)
             elif self._discarding:
                 self._forget([request])

@@ -312,6 +312,10 @@ class Group:
     def reduce(self, array: NDArray[Any], total: NDArray[Any]) -> Steps[None]:
         """Sum by MPI's own Allreduce from one host array to another, when it is this operation's turn."""
         self.join_queue()
+        if self.size == 1:
+            total[...] = array
+            self.leave_queue()
+            return
         queue = self.link.queue
         if queue[0] != self.number:
             yield (Pending(lambda: queue[0] == self.number),)
