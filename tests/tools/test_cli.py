@@ -115,7 +115,10 @@ def test_a_launcher_that_fits_is_named():
             "computed by this processor (amx_bf16, avx512_bf16)",
         ),
         ("fp asimd bf16", "computed by this processor (bf16)"),
-        ("fpu avx2 avx512f", "emulated on this processor: a step of torch.optim.Muon"),
+        (
+            "fpu avx2 avx512f",
+            "emulated on this processor, as torch.optim.Muon needs it",
+        ),
     ],
 )
 def test_info_says_whether_the_processor_computes_in_bfloat16(flags, said, tmp_path):
