@@ -133,7 +133,7 @@ class Request(Generic[T]):
         )
 
     def advance(self, *, block: bool = False) -> bool:
-        """Resume the collective if its messages are complete, with `block` once they are; return whether they were."""
+        """Resume the collective if its messages are complete, with `block` once they are; return whether one was."""
         if self.done:  # The fault of another operation ended it.
             return False
         try:
@@ -141,9 +141,10 @@ class Request(Generic[T]):
                 for one in self._pending:
                     one.wait()
             else:
+                awaited = len(self._pending)
                 self._pending = tuple([one for one in self._pending if not one.test()])
                 if self._pending:
-                    return False
+                    return len(self._pending) < awaited
         except BaseException as error:
             # The error is of a signal's handler, while it waited: the operation is as
             # it was.
@@ -532,7 +533,7 @@ class Engine:
         return Look.MOVED if moved else Look.NOTHING_MOVED
 
     def advance(self, now: float = math.inf) -> bool:
-        """Advance every operation that can advance, and return whether one did.
+        """Advance every operation that can advance, and return whether a message was complete.
 
         now: only those that need no call then.
         """

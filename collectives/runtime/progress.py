@@ -44,6 +44,7 @@ class Look(Enum):
 
 
 _SHORTEST, _ = Look.MOVED.value
+_NOT_LOOKED_AT = Look.LATER, Look.NOTHING_IN_FLIGHT
 # seconds in which an operation is left to the call that started it, such as an exchange
 FIRST = 3e-4
 # seconds without an operation in flight after which the thread waits for one
@@ -146,12 +147,15 @@ class Progress:
         """Look again and again, until nothing has been in flight for some time."""
         pause = _SHORTEST
         rested = 0.0
+        before = Look.LATER
         while rested < _REST and not self._is_stopped:
             look = self._looked()
             is_busy = look is not Look.NOTHING_IN_FLIGHT
             rested = 0.0 if is_busy else rested + pause
-            if look is Look.MOVED:
+            is_first = look is Look.NOTHING_MOVED and before in _NOT_LOOKED_AT
+            if look is Look.MOVED or is_first:
                 pause = _SHORTEST
+            before = look
             time.sleep(pause)
             longest, growth = look.value
             pause = min(pause * growth, longest)

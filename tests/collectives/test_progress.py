@@ -3,6 +3,7 @@
 import threading
 import time
 from functools import partial
+from itertools import chain
 
 import pytest
 from endings import WAYS, Case, run
@@ -74,6 +75,30 @@ def test_it_looks_as_long_as_something_is_in_flight_or_the_user_is_inside(quick)
     looked.found = Look.NOTHING_IN_FLIGHT
     assert rests(own, looked)
     own.stop()
+
+
+def test_pauses_are_short_again_when_an_operation_is_looked_at_for_the_first_time(
+    quick, monkeypatch
+):
+    """Its messages have just been started: their handshakes take several looks."""
+    waiting = [Look.NOTHING_MOVED] * 40
+    found = [Look.LATER] * 20, waiting, [Look.LATER] * 3, waiting
+    looks = [*chain(*found), Look.MOVED]
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == len(looks):
+            own.stop()
+
+    monkeypatch.setattr(progress.time, "sleep", sleep)
+    left = iter(looks)
+    own = Progress(lambda: next(left))
+    own._attend()
+    shortest, _ = Look.MOVED.value
+    at = [index for index, pause in enumerate(pauses) if pause == shortest]
+    assert at == [0, 20, 63, 103]
+    assert max(pauses[20:60]) == pauses[59] == Look.NOTHING_MOVED.value[0]
 
 
 def test_an_operation_that_is_started_while_the_thread_comes_to_rest_is_looked_at(
