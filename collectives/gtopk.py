@@ -157,6 +157,7 @@ def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
     )
     case = group.case(vector.length, entries, value_nbytes=vector.value_nbytes)
     name = choose("gtopk_allreduce", case, group.link.choice)
+    group.take(name)
     return gtopk_allreduce.algorithms[name](vector, group, k=k)
 
 

@@ -6,7 +6,7 @@ it. NumPy's scalars become Python's, the same text on all ranks.
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from inspect import Parameter, signature
+from inspect import Parameter, getfullargspec, signature
 from math import inf
 from typing import Any
 
@@ -20,11 +20,19 @@ OTHER_SETTINGS = "make the exchange with the settings that were saved, or load w
 
 
 class CheckedKeywords:
-    """Base class whose constructor names an unknown keyword as the caller knows it, and the one that was meant."""
+    """Base class whose constructor says what is wrong with its arguments by the name of the class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if error := unknown_keyword(cls.__name__, cls.__init__, kwargs):
+        name, function = cls.__name__, cls.__init__
+        if error := unknown_keyword(name, function, kwargs):
             raise error
+        positional = getfullargspec(function)
+        known = positional.args[1:]
+        if len(args) > len(known) and not positional.varargs:
+            raise TypeError(
+                f"{name} got {len(args)} arguments by position: expected at most {len(known)} {known}; "
+                "pass others by name"
+            )
         return super().__new__(cls)
 
 

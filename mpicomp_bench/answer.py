@@ -22,7 +22,7 @@ from mpicomp_bench.advice import (
     seconds_of,
 )
 from mpicomp_bench.measuring import Row
-from mpicomp_bench.methods import method
+from mpicomp_bench.methods import method, outer_settings
 from mpicomp_bench.output import Column, figure, show, text
 
 WIDTH = 118  # of lines
@@ -51,6 +51,10 @@ NEWTON_SCHULZ = (
     "--step has to include Muon: it adds about 5 m / B of the cost of forward and backward pass, for matrices with a "
     "smaller side m and B tokens of a rank in a step."
 )
+ALONE_ON_NODES = (
+    "Every rank counts as a node of its own: where several share one, give --per-node."
+)
+OTHER_EVERY = "H = {every} is the best as predicted; larger models were trained with H = 10 (docs/slow_links.md)."
 OVERLAPS = (
     "Only where all cores compute: with one left to messages, that hides them as far as possible, {rival} takes "
     "{least:.3g} s for this progress, {chosen} {seconds:.3g} s (docs/overlap.md). Time both."
@@ -99,6 +103,11 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
     notes.append(NEWTON_SCHULZ if muon else gain_of_muon(training))
     if training.computing < PASSES * 4 * training.parameters / training.memory:
         notes.append(TOO_FAST.format(training=training, passes=PASSES))
+    if training.nodes == training.ranks > 1:
+        notes.append(ALONE_ON_NODES)
+    every = "" if chosen in NOT_OURS else outer_settings(chosen).get("every", 10)
+    if every not in ("", 10):
+        notes.append(OTHER_EVERY.format(every=every))
     if training.ranks not in (1, *measured()["ranks"]):
         notes.append(growth_of_steps(training.ranks))
     hidden = seconds_of(rows, "overlapped")
@@ -139,8 +148,9 @@ def answer(rows: list[Row], training: Training) -> str:
     other, times = best_alternative(rows, chosen)
     hidden = seconds_of(rows, "overlapped")
     rival = min(THEIRS, key=hidden.__getitem__)
-    gain = f"{hidden[rival] / hidden[chosen]:.2g} times as fast as {rival} if messages are hidden"
-    return f"Take: {chosen} ({method(chosen).text}); predicted {times:.2g} times as fast as {other}, and {gain}"
+    hiding = f"{hidden[rival] / hidden[chosen]:.2g} times as fast as {rival} if messages are hidden, as by DDP"
+    busy = f"{times:.2g} times {other} where all cores compute"
+    return f"Take: {chosen} ({method(chosen).text}); predicted {hiding}; {busy}"
 
 
 def best_alternative(rows: list[Row], chosen: str) -> tuple[str, float]:

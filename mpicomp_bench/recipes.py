@@ -39,8 +39,10 @@ outer = outer_loop(network, exchange, {outer})
 """
 ADAMW = "optimizer = torch.optim.AdamW(network.parameters(), {rate:g} * learning_rate)  # or yours\n"
 MUON = """\
-# the matrices of the layers: no embedding, and not the head, here the last Linear
-*hidden, head = [each.weight for each in network.modules() if isinstance(each, torch.nn.Linear)]
+# the matrices of the layers: no embedding, and not the head
+linear = [each for each in network.modules() if isinstance(each, torch.nn.Linear)]
+head = linear[-1]  # the last one that the model made; where that is another layer, name yours
+hidden = [each.weight for each in linear if each is not head]
 others = [each for each in network.parameters() if all(each is not weight for weight in hidden)]
 # learning_rate is that of dense Muon: try 2, 4 and 8 times AdamW's rate
 # on a CPU without bfloat16 (see mpicomp info) take new_muon of examples/muon.py, which is faster there

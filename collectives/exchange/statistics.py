@@ -20,6 +20,7 @@ class Statistics(NamedTuple):
         wire_nbytes: bytes of the messages that this rank sent, as `collectives.traffic` counts.
         steps: the number of steps in the sums.
         residual_norm: Euclidean norm of this rank's residuals; None without a `log`.
+        algorithms: that summed the buckets of the last step, by collective.
     """
 
     length: int = 0
@@ -33,6 +34,7 @@ class Statistics(NamedTuple):
     wire_nbytes: int = 0
     steps: int = 0
     residual_norm: float | None = None
+    algorithms: str = ""
 
     @property
     def density(self) -> float:
@@ -40,8 +42,9 @@ class Statistics(NamedTuple):
         return self.sent / self.length if self.length else 0.0
 
     def plus(self, other: "Statistics") -> "Statistics":
-        """Return the sum of both."""
-        return Statistics(*map(add, self[:-1], other[:-1]))
+        """Return the sum of both; algorithms: of this one."""
+        sums = map(add, self[:-2], other[:-2])
+        return Statistics(*sums)._replace(algorithms=self.algorithms)
 
 
 def report(
@@ -81,11 +84,12 @@ def report(
     compress, communicate, restore = (
         f"{1e3 * seconds / kept:.3f}" for seconds in times
     )
+    by = f", by {total.algorithms}" if total.algorithms else ""
     sent = (
         f"{total.wire_nbytes // kept}, a dense allreduce {dense // kept}{share}{fewer}"
     )
     return (
-        f"{what}{more} on {ranks} ranks, {total.length // kept} values, density {total.density:.4g}\n"
+        f"{what}{more} on {ranks} ranks, {total.length // kept} values, density {total.density:.4g}{by}\n"
         f"bytes sent by this rank each time: {sent}\n"
         f"milliseconds each time: compress {compress}, communicate {communicate}, restore {restore}"
     )

@@ -345,6 +345,12 @@ class Step:
         """Return the statistics of a step that was kept and counted."""
         link = self._link = self._link or link_if_any(self._comm)
         total = reduce(Statistics.plus, self._statistics)
+        outcomes = [started.outcome for started in self.started]
+        algorithms = dict.fromkeys(
+            f"{outcome.operation} ({outcome.algorithm})"
+            for outcome in outcomes
+            if isinstance(outcome, Request)
+        )
         return Statistics(
             *total[:5],
             self._compressing,
@@ -352,6 +358,7 @@ class Step:
             self._restoring,
             wire_nbytes=link.traffic.nbytes - self._sent_before if link else 0,
             steps=1,
+            algorithms=", ".join(algorithms),
         )
 
 

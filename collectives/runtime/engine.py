@@ -84,6 +84,11 @@ class Request(Generic[T]):
         # from when on it may advance without a call
         self.unattended_from = math.inf
 
+    @property
+    def algorithm(self) -> str:
+        """The algorithm that runs, or ran; "auto" until it is chosen."""
+        return str(self._group.algorithm)
+
     def leave(self) -> None:
         """Allow it to advance without a call: on one rank nothing moves, and a device is used inside calls only."""
         if self.link.size > 1 and not on_device(self._group.like):

@@ -81,8 +81,8 @@ class Group:
     signature: the arguments that must be the same on all ranks, by name, with
     "operation" and "algorithm". error: of a rank without a valid contribution. codec: a
     name of `mpicomp.codec.CODECS`, or "auto". like: an array; received vectors are
-    placed on its device. nodes: the ranks of each node (that share memory), in the order
-    of their first ranks.
+    placed on its device. algorithm: that runs; "auto" until it is chosen. nodes: the
+    ranks of each node (that share memory), in the order of their first ranks.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Group:
         self.error = error
         self.like = like
         self.codec = codec
+        self.algorithm = signature.get("algorithm", "")
         # the messages of this round: an operation that breaks off has to keep them
         self.posted: list[Arrival | Sending] = []
         # pinned memory that the device may still copy from, and what waits for that
@@ -113,6 +114,10 @@ class Group:
         self._ranks: Sequence[int] = range(link.size)  # of the communicator
         self._nodes = link.nodes
         self.nodes = link.by_node
+
+    def take(self, algorithm: str) -> None:
+        """Note the algorithm that "auto" chose."""
+        self.algorithm = algorithm
 
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""

@@ -63,12 +63,20 @@ class Compressor(Configured):
     def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         """Return the entries selected in each segment of a vector, as one vector.
 
-        correction: the vector to select from, whose sum is written to its buffer, also
-        if an error is raised after that. bounds: the first position of each segment,
-        and the length.
+        This one calls `compress` for each segment; a `SegmentedCompressor` selects from all in
+        one call.
 
-        Raises the errors of `compress`. This one calls `compress` for each segment; see
-        `SegmentedCompressor`.
+        Args:
+            correction: the vector to select from. Its sum is written to its buffer, also if an
+                error is raised after that.
+            bounds: the first position of each segment, and the length.
+
+        Returns:
+            A SparseVector of the length and dtype of the correction.
+
+        Raises:
+            TypeError: `compress` returned something else.
+            ValueError: as `compress`; or it returned a vector of another length or dtype.
         """
         corrected = correction.add()
         gradient = correction.gradient

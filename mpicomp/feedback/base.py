@@ -71,10 +71,18 @@ class Feedback(Configured):
         self.reset()
 
     def correct(self, *gradient: Array, basis: Basis | None = None) -> Correction:
-        """Return what may be sent, the gradient plus the residual; changes no array that is kept.
+        """Return what may be sent, the gradient plus the residual; change no array that is kept.
 
-        gradient: its consecutive parts, 1-d vectors, one for each segment. basis: in
-        which the residual is kept.
+        Args:
+            gradient: its consecutive parts, one for each segment, of shape (n,); float16,
+                float32 or float64, as in the calls before.
+            basis: in which the residual is kept; None for the values.
+
+        Returns:
+            A Correction of the length and dtype of the gradient.
+
+        Raises:
+            ValueError: the gradient has another length or dtype than those before.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no correct(): expected a method of the class"
@@ -88,12 +96,22 @@ class Feedback(Configured):
     ) -> Write:
         """Prepare to keep the correction less `sent`, the values that receivers decode, plus `rejected`.
 
-        correction: of the last `correct`, added; its buffer may be written to: this
-        method turns it, the spare residual, into the next residual.
-        A method that forgets old entries does so in `correct`, as
-        `ErrorFeedback(decay=...)` does. Returns the function that keeps it. Raises
-        RuntimeError without a `correct` before, ValueError for another length,
-        OverflowError if the result leaves the range of its dtype.
+        A method that forgets old entries does so in `correct`, as `ErrorFeedback(decay=...)`
+        does.
+
+        Args:
+            correction: that of the last `correct`, added. This method turns its buffer, the
+                spare residual, into the next residual.
+            sent: the entries that this rank contributed, of the length of the gradient.
+            rejected: entries that the collective did not send, of the same length; or None.
+
+        Returns:
+            A function that keeps the residual, and cannot fail.
+
+        Raises:
+            RuntimeError: `correct` was not called before.
+            ValueError: a vector has another length.
+            OverflowError: a value leaves the range of its dtype.
         """
         corrected = correction.out
         self._check_staged(corrected.size, sent, rejected)
@@ -105,7 +123,21 @@ class Feedback(Configured):
         return self._swap(*self._arrays)
 
     def prepare_rejected(self, correction: Correction, rejected: Array | None) -> Write:
-        """Prepare to keep `rejected`, zeros for None, as all values were sent; it may be the correction's buffer."""
+        """Prepare to keep `rejected` alone, as all values were sent.
+
+        Args:
+            correction: that of the last `correct`.
+            rejected: the errors of the values, of shape (n,); None for zeros. It may be the
+                buffer of the correction.
+
+        Returns:
+            A function that keeps the residual, and cannot fail.
+
+        Raises:
+            RuntimeError: `correct` was not called before.
+            ValueError: `rejected` has another length.
+            OverflowError: a value leaves the range of its dtype.
+        """
         corrected = correction.out
         if corrected is not self._spares.get("residual"):
             return self.prepare_residual(
@@ -121,7 +153,14 @@ class Feedback(Configured):
         return self.prepare_residual(correction, nothing)
 
     def replace_residual(self, residual: Array) -> Write:
-        """Prepare to keep a copy of another residual, between two steps."""
+        """Prepare to keep a copy of another residual, between two steps.
+
+        Args:
+            residual: of the length and dtype of the one that is kept.
+
+        Returns:
+            A function that keeps it, and cannot fail.
+        """
         np.copyto(self._spare("residual"), residual)
         return self._swap("residual")
 
@@ -153,7 +192,12 @@ class Feedback(Configured):
         return math.sqrt(float(np.vdot(kept, kept)))
 
     def fits(self, size: int, dtype: Dtype) -> bool:
-        """Return whether the arrays, if there are any, are those for gradients of this size and dtype."""
+        """Return whether the arrays, if there are any, are those for such gradients.
+
+        Args:
+            size: the number of values.
+            dtype: float16, float32 or float64.
+        """
         is_empty = not (self._begun and self._arrays)
         return is_empty or self._kind == (size, dtype)
 
@@ -239,7 +283,11 @@ class Feedback(Configured):
         )
 
     def dtypes(self, dtype: Dtype) -> Dtypes:
-        """Return the dtypes of the arrays to keep, all of shape (n,), by name, for gradients of `dtype`."""
+        """Return the dtypes of the arrays to keep, all of shape (n,), by name.
+
+        Args:
+            dtype: that of the gradients.
+        """
         return {"residual": dtype}
 
     def _view(self, name: str) -> Array | None:

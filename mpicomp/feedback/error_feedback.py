@@ -22,7 +22,22 @@ from mpicomp.settings import to_bool, to_number
 from mpicomp.vector import SparseVector, check_range, merge, split
 
 
-class ErrorFeedback(Feedback):
+class _InPlaceOrNot(Feedback):
+    """Base class that makes the kind of `ErrorFeedback` for which `in_place` asks."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        """Return a feedback that keeps the residual in an array of its own, or in the gradient's."""
+        if settings.get("in_place") and not issubclass(cls, InPlaceErrorFeedback):
+            if cls is not ErrorFeedback:
+                raise TypeError(
+                    f"{cls.__name__} has in_place=True: derive it from InPlaceErrorFeedback "
+                    "of mpicomp.feedback"
+                )
+            cls = InPlaceErrorFeedback
+        return super().__new__(cls, *args, **settings)
+
+
+class ErrorFeedback(_InPlaceOrNot):
     """Add to each gradient the entries of earlier ones that were not sent.
 
     The residual has the dtype, size and units of the gradients and is zero before the first;
@@ -46,20 +61,6 @@ class ErrorFeedback(Feedback):
     ErrorFeedback(in_place=False, decay=0.95)
     """
 
-    def __new__(
-        cls, *, in_place: bool = False, decay: float = 1.0, **unknown: Any
-    ) -> "ErrorFeedback":
-        """Return a feedback that keeps the residual in an array of its own, or in the gradient's."""
-        if in_place and not issubclass(cls, InPlaceErrorFeedback):
-            if cls is not ErrorFeedback:
-                raise TypeError(
-                    f"{cls.__name__} has in_place=True: derive it from InPlaceErrorFeedback "
-                    "of mpicomp.feedback"
-                )
-            cls = InPlaceErrorFeedback
-        feedback: ErrorFeedback = super().__new__(cls, **unknown)
-        return feedback
-
     def __init__(self, *, in_place: bool = False, decay: float = 1.0) -> None:
         super().__init__()
         remedy = " (1 keeps all; to keep nothing take NoFeedback())"
@@ -67,11 +68,7 @@ class ErrorFeedback(Feedback):
         self.decay = to_number("decay", decay, above=0, most=1, remedy=remedy)
 
     def correct(self, *gradient: Array, basis: Basis | None = None) -> Correction:
-        """Return decay * residual + gradient, to be added in the buffer of the next residual.
-
-        Raises ValueError if the gradient has another size or dtype than the residual:
-        use one object for each tensor.
-        """
+        """Return decay * residual + gradient, to be added in the buffer of the next residual; see `Feedback`."""
         self._stage(gradient)
         residual = self._arrays["residual"]
         out = self._spare("residual")

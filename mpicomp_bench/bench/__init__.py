@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import Any, TextIO
 
+from collectives.calls.first_call import link_of
 from mpicomp_bench.bench import choice, collective, compressors, exchange, quantised
 from mpicomp_bench.bench.suite import Suite
 from mpicomp_bench.files import check_files, new_file, settings
@@ -24,6 +25,10 @@ SUITES: dict[str, Suite] = {
 EXAMPLES = """
 mpirun -n 4 mpicomp bench exchange
 mpicomp bench compressors --length 1e6
+"""
+SHARED_MEMORY = """\
+All ranks share memory, where a dense sum is mostly faster: compression is for links between nodes. For yours run this
+over several nodes, or ask `mpicomp explain`.
 """
 
 
@@ -82,6 +87,8 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     )
     if comm.rank == 0:
         out.write(suite.report(options, rows))
+        if common and comm.size > 1 and len(link_of(comm).by_node) == 1:
+            out.write(SHARED_MEMORY)
     about = {
         "subject": options.subject,
         "options": settings(options),

@@ -75,9 +75,14 @@ def test_all_values_in_few_bits_may_be_said_twice():
             "GradientExchange .* expected bits$",
         ),
         (partial(OuterLoop, None, {}, evry=3), "OuterLoop .* expected every$"),
+        (
+            partial(TopK, 0.1, 0.2),
+            r"TopK got 2 arguments by position: expected at most 1 \['density'\]; pass others by name",
+        ),
+        (partial(ErrorFeedback, 0.9), "ErrorFeedback got 1 arguments by position"),
     ],
 )
-def test_an_unknown_keyword_is_told_by_the_name_of_the_class(make, message):
+def test_wrong_arguments_are_told_by_the_name_of_the_class(make, message):
     with pytest.raises(TypeError, match=message):
         make()
 

@@ -16,6 +16,7 @@ from collectives import (
     sparse_allgather,
     sparse_allreduce,
     sparse_bcast,
+    sparse_iallreduce,
     sparse_ireduce_scatter,
     sparse_reduce,
     sparse_reduce_scatter,
@@ -98,6 +99,26 @@ def test_a_residual_that_overflows_raises_on_all_ranks_and_nothing_changes(
     np.testing.assert_array_equal(mine, given)
     assert feedback.residual is None
     assert exchange(np.ones(3, np.float16)).max() == 1
+
+
+@pytest.mark.parametrize("named", [None, "allgather"])
+def test_a_step_and_a_request_say_which_algorithm_ran(comm, named):
+    options = {"algorithm": named} if named else {}
+    collective = partial(sparse_allreduce, **options)
+    exchange = GradientExchange(comm, TopK(k=30), collective=collective)
+    arrays = {"large": np.ones(5000, np.float32), "small": np.ones(3, np.float32)}
+    exchange(arrays)
+    ran = exchange.statistics.algorithms
+    assert comm.allgather(ran) == comm.size * [ran]
+    assert ran.startswith("sparse_allreduce (")
+    assert ran.endswith("), dense_allreduce (mpi)")
+    assert f", by {ran}\n" in exchange.report()
+    assert "(auto)" not in ran
+    assert named is None or f"({named})" in ran
+    vector = TopK(k=30).compress(arrays["large"])
+    request = sparse_iallreduce(vector, comm, **options)
+    request.wait()
+    assert f"sparse_allreduce ({request.algorithm})" in ran
 
 
 def test_a_null_communicator_is_told(comm):

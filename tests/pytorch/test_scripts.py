@@ -58,6 +58,16 @@ def test_a_script_runs_with_another_launch_line_only(tmp_path, launch):
     assert losses(run(launch, tmp_path)) < first  # from its checkpoint
 
 
+def test_the_complete_training_resumes_from_its_checkpoints(tmp_path):
+    """With float16, accumulation, clipping, a schedule and EMA; bitwise, which it checks itself."""
+    script = [*LAUNCHED[:-1], ROOT / "examples" / "torch_complete.py", "--every", "10"]
+    for steps, began in ("20", 0), ("30", 20):
+        done = run([*script, "--steps", steps], tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"steps {began} to {steps}, " in done.stdout
+        assert done.stdout.count(": ok") == 3
+
+
 WRAPPED = """
 import torch
 from accelerate import Accelerator

@@ -80,6 +80,10 @@ def test_rank_0_alone_prints(ran):
     assert done.stdout.count("length") == done.stdout.count("2 on 1 host") == 1
 
 
+def test_where_ranks_share_memory_the_table_says_that_links_are_its_subject(ran):
+    assert ran[1].stdout.count("All ranks share memory") == 1
+
+
 def test_the_bytes_are_those_of_the_cost_table(ran):
     """Supports are shared: the union has as many entries as each rank's vector."""
     about = json.loads((ran[0] / "sum.json").read_text())

@@ -491,6 +491,27 @@ def test_what_wins_only_if_nothing_is_hidden_is_said_to(capsys):
     )
 
 
+def test_the_answer_begins_with_what_ddp_does_by_default(capsys):
+    """Its sums are hidden behind the backward pass; then what holds where all cores compute."""
+    about = ["--ranks=4", "--parameters=3.2e6", "--step=0.163", "--network=1gbit"]
+    found = advised(capsys, *about, "--optimizer=muon")
+    hidden = advice.seconds_of(found["rows"], "overlapped")
+    gain = min(hidden[name] for name in advice.THEIRS) / hidden[found["take"]]
+    first, busy = found["answer"].split("if messages are hidden, as by DDP")
+    assert f"predicted {gain:.2g} times as fast as" in first
+    assert "where all cores compute" in busy
+    said = "\n".join(found["conditions"])
+    assert "give --per-node" in said
+    assert found["take"] == "local-few-bits-5"
+    assert (
+        "H = 5 is the best as predicted; larger models were trained with H = 10" in said
+    )
+    tens = advised(capsys, *about, "--optimizer=muon", "--every=10", "--per-node=2")
+    said = "\n".join(tens["conditions"])
+    assert "larger models were trained" not in said
+    assert "--per-node" not in said
+
+
 def test_messages_of_4_bits_are_hidden_but_for_a_last_bucket():
     asked = advice.Training(4, 25_000_000, 2.0, links_of("100mbit"))
     row = advice.row(advice.FEW_BITS, asked)
