@@ -503,9 +503,7 @@ def test_the_answer_begins_with_what_ddp_does_by_default(capsys):
     said = "\n".join(found["conditions"])
     assert "give --per-node" in said
     assert found["take"] == "local-few-bits-5"
-    assert (
-        "H = 5 is the best as predicted; larger models were trained with H = 10" in said
-    )
+    assert "H = 5 is the best as predicted; larger models were trained with H" in said
     tens = advised(capsys, *about, "--optimizer=muon", "--every=10", "--per-node=2")
     said = "\n".join(tens["conditions"])
     assert "larger models were trained" not in said
