@@ -1238,6 +1238,28 @@ def test_local_steps_of_a_module(world):
     assert float(network.weight.detach()[0, 0]) == 1 - (world.size - 1)
 
 
+def test_local_steps_are_weighted_by_the_tokens_of_a_rank(world):
+    """By the line of docs/slow_links.md before a round: progress is 3 + its rank, of as many tokens as its rank."""
+    network = nn.Linear(40, 100)
+    nn.init.ones_(network.weight)
+    nn.init.ones_(network.bias)
+    outer = outer_loop(network, GradientExchange(world, Dense(), NoFeedback()), every=2)
+    share = world.rank * world.size / world.allreduce(world.rank)
+    named = dict(network.named_parameters())
+    for step in range(2):
+        for weight in named.values():
+            weight.data += (3 + world.rank) / 2
+        if step == 1:
+            for name, start in outer.anchor.items():
+                named[name].data.lerp_(torch.tensor(start), 1 - share)
+        outer.step()
+    tokens = range(world.size)
+    expected = 1 + sum(each * (3 + each) for each in tokens) / sum(tokens)
+    assert have_same_bits(network, world)
+    for weight in named.values():
+        torch.testing.assert_close(weight.data, torch.full_like(weight, expected))
+
+
 def test_local_steps_of_two_models_whose_optimizers_step_one_after_the_other(world):
     """As a generator and a discriminator, which is frozen whenever a round starts."""
     networks = [nn.Linear(40, 100) for _ in range(2)]

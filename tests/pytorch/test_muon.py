@@ -4,6 +4,10 @@ import pathlib
 from copy import deepcopy
 
 import pytest
+from mpi4py import MPI
+
+from collectives import GradientExchange, OuterLoop
+from mpicomp import Dense, NoFeedback
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: make test-torch")
 
@@ -99,3 +103,31 @@ def test_a_run_that_is_resumed_has_the_same_bits(muon):
     first.step()
     second.step()
     assert torch.equal(weight, copy)
+
+
+@pytest.mark.parametrize("which", ["torch", "example"])
+def test_momenta_that_exist_before_the_first_step_are_those_of_a_loop(muon, which):
+    """The optimiser starts from zeros as it does without, and goes on from what a round writes."""
+    new = torch.optim.Muon if which == "torch" else muon.Muon
+    weights = [torch.ones(8, 4, requires_grad=True) for _ in range(2)]
+    alone, looped = (new([weight], 0.1) for weight in weights)
+    state = looped.state[weights[1]]
+    state["momentum_buffer"] = torch.zeros_like(weights[1])
+    exchange = GradientExchange(MPI.COMM_SELF, Dense(), NoFeedback())
+    outer = OuterLoop(
+        exchange,
+        lambda: [looped.state[weights[1]]["momentum_buffer"]],
+        every=2,
+        rate=0.5,
+    )
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.arange(32.0).reshape(8, 4)
+        alone.step()
+        looped.step()
+        before = looped.state[weights[1]]["momentum_buffer"].clone()
+        is_end = outer.step()
+    assert is_end
+    assert torch.equal(*weights)
+    assert before.any()
+    assert torch.equal(looped.state[weights[1]]["momentum_buffer"], before / 2)
