@@ -16,7 +16,7 @@ from collectives.faults.interrupts import defer_interrupt
 from collectives.faults.state import Faults, differing
 from collectives.planning import links
 from collectives.runtime import cuda_aware, progress, waiting
-from collectives.runtime.engine import of_process
+from collectives.runtime.engine import end_with_mpi, of_process
 from collectives.runtime.launcher import lone_warning, torchrun_warning
 from collectives.runtime.link import (
     LINK,
@@ -64,6 +64,7 @@ def _make_link(comm: Any, operation: str) -> Link:
         ulfm.warn_once(wrong)
     engine = of_process()
     engine.check_thread()
+    end_with_mpi()
     faults = faults_of(comm)
     # ranks may wait for each other in first calls on two communicators
     order = (

@@ -32,7 +32,7 @@ from collectives.faults.interrupts import FREQUENT, Deferred
 from collectives.faults.state import Faults, report
 from collectives.runtime import deadline
 from collectives.runtime.group import Group
-from collectives.runtime.link import Link
+from collectives.runtime.link import Link, key_of
 from collectives.runtime.messages import Arrival, Pending, Steps, mpi
 from collectives.runtime.progress import FIRST, Look, Progress
 from collectives.runtime.waiting import initial_timeout, seconds
@@ -51,6 +51,9 @@ _OF_A_WAIT = DamagedMessageError, MemoryError, RecursionError
 _FRAMES = 100  # of Python: to end an operation takes more than it may have left
 _TWO_THREADS = (
     "two threads are inside the library: call collectives from one thread at a time"
+)
+_FINALIZED = (
+    "MPI.Finalize() was called: call collectives, and wait for requests, before it"
 )
 _FORKED = (
     "this process was forked from a rank, and MPI counts it as no rank: call collectives in the rank itself, and end "
@@ -313,8 +316,17 @@ class Engine:
 
     def refuse_forked(self) -> None:
         """Refuse all calls, in the child process of a rank."""
-        self._refusal = _FORKED
         self._turn = RLock()  # the thread that held it may not exist here
+        self._refuse(_FORKED)
+
+    def end(self) -> None:
+        """Refuse all calls, at the end of MPI."""
+        self.progress.stop()
+        key_of.cache_clear()
+        self._refuse(_FINALIZED)
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = why
         self._one_thread.acquire(False)  # for ever
 
     def finish(self, request: Request[Any], signals: Deferred) -> None:
@@ -580,6 +592,13 @@ def configure(*, timeout: float | None) -> None:
 def of_process() -> Engine:
     """Return the engine of this process; as a context manager it keeps other threads out."""
     return Engine()
+
+
+@cache
+def end_with_mpi() -> None:
+    """Have MPI.Finalize end the engine, before it ends anything: it frees COMM_SELF first."""
+    key = mpi().Comm.Create_keyval(delete_fn=lambda *given: of_process().end())
+    mpi().COMM_SELF.Set_attr(key, of_process())
 
 
 def _after_fork() -> None:

@@ -222,8 +222,6 @@ def traffic(comm: Any) -> Traffic:
     >>> traffic(comm).nbytes >= before.nbytes
     True
     """
-    if mpi().Is_finalized():
-        raise RuntimeError("traffic after MPI.Finalize(): expected a call before it")
     link = link_if_any(comm)
     return Traffic() if link is None else replace(link.traffic)
 
@@ -239,8 +237,11 @@ def attached(comm: "MPI.Comm", what: str, make: Callable[[], T]) -> T:
 
 @cache
 def key_of(what: str) -> int:
-    """Return the key under which objects of a kind are cached on communicators."""
+    """Return the key under which objects of a kind are cached on communicators; RuntimeError after MPI.Finalize."""
     from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise RuntimeError("called after MPI.Finalize(): expected a call before it")
 
     def free(comm: "MPI.Comm", key: int, cached: Any) -> None:
         if isinstance(cached, Faults):

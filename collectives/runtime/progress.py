@@ -105,12 +105,9 @@ class Progress:
             warn(f"{error}: messages move inside calls of the library only", depth=3)
 
     def _prepare(self) -> None:
-        """Have the end of Python and of MPI stop the thread, and no process be forked within a look."""
+        """Have the end of Python stop the thread, and no process be forked within a look."""
         self._is_prepared = True
         atexit.register(self.stop)
-        # MPI_Finalize frees COMM_SELF first
-        key = mpi().Comm.Create_keyval(delete_fn=lambda *given: self.stop())
-        mpi().COMM_SELF.Set_attr(key, self)
         os.register_at_fork(
             before=self._looking.acquire,
             after_in_parent=self._looking.release,

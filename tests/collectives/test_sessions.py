@@ -57,7 +57,7 @@ def test_what_a_rank_knows_is_shown_after_mpi_has_ended(tmp_path):
     (tmp_path / "shown.py").write_text(AFTER_MPI)
     done = mpirun(2, "shown.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("traffic after MPI.Finalize(): expected a call") == 2
+    assert done.stdout.count("called after MPI.Finalize(): expected a call") == 2
 
 
 STATE_AFTER_MPI = """
@@ -83,3 +83,41 @@ def test_a_state_is_saved_after_mpi_has_ended():
     done = python("-c", STATE_AFTER_MPI)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "saved" in done.stdout
+
+
+IN_FLIGHT_AFTER_MPI = """
+from functools import partial
+import numpy as np
+from mpi4py import MPI
+from collectives import GradientExchange, quantised_iallreduce, sparse_allreduce, sparse_iallreduce
+from mpicomp import TopK
+
+comm = MPI.COMM_WORLD
+values = np.ones(200_000, np.float32)
+vector = TopK(k=9).compress(values)
+exchange = GradientExchange(comm, TopK(k=9))
+exchange.register({"weight": values})
+exchange.start("weight", values)
+requests = [quantised_iallreduce(values, comm, bits=8), sparse_iallreduce(vector, comm)]
+requests = [request for request in requests if not request.done]
+MPI.Finalize()
+calls = [partial(sparse_allreduce, vector, comm), exchange.finish, partial(exchange, {"weight": values})]
+for call in *calls, *[request.wait for request in requests], *[request.test for request in requests]:
+    try:
+        call()
+    except RuntimeError as error:
+        assert "MPI.Finalize() was called" in str(error) or "after MPI.Finalize()" in str(error), error
+    else:
+        raise SystemError(f"{call} did not raise")
+print("raised")
+"""
+
+
+@pytest.mark.parametrize("progress", ["0", "1"])
+def test_calls_after_the_end_of_mpi_raise_also_for_what_is_in_flight(
+    tmp_path, progress
+):
+    (tmp_path / "job.py").write_text(IN_FLIGHT_AFTER_MPI)
+    done = mpirun(2, "job.py", cwd=tmp_path, MPICOMP_PROGRESS=progress)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("raised") == 2
