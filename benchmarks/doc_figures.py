@@ -45,7 +45,6 @@ SOURCES: dict[str, dict[str, list[str]]] = {
         "Ask for your training": [EXPLAIN, "tests/tools/test_explain.py", RACE],
         "Loss per step": [EVERY_STEP, ACCURACY, "docs/results/memory.json"],
         "Which density": [ACCURACY, EVERY_STEP],
-        "Which collective": [ACCURACY],
     },
     "docs/collectives.md": {
         "Costs": [

@@ -321,24 +321,39 @@ def race(schedule: str) -> list[str]:
 
 
 def patches() -> list[str]:
-    """Return the table of bytes a change, and GB of weights a second, of each codec."""
+    """Return the table of bytes a change of a patch and of the form of grail, and the patch's rates."""
+    heads = ["rate", "steps", "changed", "bytes a change", "of grail's", "make, apply"]
+    rows = []
+    for row in loaded("patches")["rows"]:
+        cells = training_of(row)
+        cells += [f"{row[name]:.2f}" for name in ("bytes", "rows bytes")]
+        rows.append([*cells, f"{row['encode']:.2f}, {row['apply']:.2f}"])
+    return table(heads, rows)
+
+
+def forms_of_patches() -> list[str]:
+    """Return the table of bytes a change, and GB of weights a second, of other forms, and of the entropies."""
     codecs = {"rows": "rows, columns, zstd", "zlib": "differences, zlib"}
-    heads = ["rate", "steps", "changed", "bytes a change: patch"]
-    heads += [*codecs.values(), "32 bits and a value"]
-    heads += ["entropy", "given exponents", "patch: make, apply"]
+    heads = ["rate", "steps", *codecs.values(), "32 bits and a value"]
+    heads += ["entropy", "given exponents"]
     heads += [f"{name}: make, apply" for name in codecs.values()]
     rows = []
     for row in loaded("patches")["rows"]:
-        cells = [row["rate"].replace("e-0", "e-"), str(row["steps"])]
-        cells.append(f"{100 * row['changed']:.1f} %")
-        names = "bytes", *(f"{name} bytes" for name in codecs), "naive bytes"
+        cells = training_of(row)[:2]
+        names = *(f"{name} bytes" for name in codecs), "naive bytes"
         cells += [
             f"{row[name]:.2f}" for name in (*names, "bound", "bound given exponents")
         ]
-        for name in ("", *(f"{name} " for name in codecs)):
-            cells.append(f"{row[f'{name}encode']:.2f}, {row[f'{name}apply']:.2f}")
+        for name in codecs:
+            cells.append(f"{row[f'{name} encode']:.2f}, {row[f'{name} apply']:.2f}")
         rows.append(cells)
     return table(heads, rows)
+
+
+def training_of(row: dict[str, Any]) -> list[str]:
+    """Return the learning rate, the steps, and how many weights these changed."""
+    rate = row["rate"].replace("e-0", "e-")
+    return [rate, str(row["steps"]), f"{100 * row['changed']:.1f} %"]
 
 
 def patches_over_links() -> list[str]:
@@ -596,6 +611,7 @@ TABLES = {
         "hook": hook,
         "quantisers": quantisers,
         "gains": gains,
+        "forms-of-patches": forms_of_patches,
     },
     "docs/patches.md": {
         "patches": patches,

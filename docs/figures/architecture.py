@@ -123,7 +123,7 @@ def draw_gradient(path: Path) -> None:
             path_in_lines,
             ha="center",
             va="center",
-            size=7,
+            size=7.2,
             family="monospace",
         )
         if place:
@@ -131,7 +131,7 @@ def draw_gradient(path: Path) -> None:
         if together:
             arrow(axes, x + 0.6, 2.5, x + 0.6, 1.7)
             arrow(axes, x + 1.2, 1.7, x + 1.2, 2.5)
-            axes.text(x + 0.9, 2.55, "other ranks", ha="center", size=7)
+            axes.text(x + 0.9, 2.55, "other ranks", ha="center", size=7.2)
     axes.annotate(
         "",
         (3.1, -0.75),

@@ -216,6 +216,7 @@ def draw_choice() -> None:
             xlim=(1.3, 1384),
         )
         axes.set_xticks([2, 8, 32, 128, 1024], ["2", "8", "32", "128", "1024"])
+        axes.tick_params(axis="y", labelsize=10)  # Exponents are 0.7 of it.
         axes.minorticks_off()
     panels[0].set_ylabel("density")
     used = [(name, colour) for name, colour in ALGORITHMS.items() if name in taken]

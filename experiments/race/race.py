@@ -4,7 +4,8 @@
     sudo env PATH=$PATH python experiments/race/race.py --json experiments/results/race.json
     sudo env PATH=$PATH python experiments/race/race.py --rates 20mbit --delay 10 --json experiments/results/race.json
     python experiments/race/race.py --show --schedule linear \
-      --json experiments/results/race.json --plot docs/figures/race.svg
+      --json experiments/results/race.json --plot docs/figures/race.svg \
+      --plot-bytes docs/figures/race-bytes.svg
 
 Every method trains the same model from the same start on the same batches for the same
 number of seconds. Rows that the JSON file has already are not measured again, so an
@@ -32,7 +33,17 @@ from typing import Any
 from joining import ALONE, is_known, rate_of
 from losses import of
 from plan import optimizer_of
-from results import SETTING, key, name_of, plot, settings, sittings, table
+from results import (
+    NBYTES,
+    SECONDS,
+    SETTING,
+    key,
+    name_of,
+    plot,
+    settings,
+    sittings,
+    table,
+)
 
 from mpicomp_bench.files import check_files, new_file, write
 from mpicomp_bench.measuring import Row
@@ -129,7 +140,13 @@ def parsed() -> argparse.Namespace:
         "--plot",
         type=new_figure,
         metavar="FILE",
-        help="draw the curves to a file (needs matplotlib)",
+        help="draw loss against seconds to a file (needs matplotlib)",
+    )
+    add(
+        "--plot-bytes",
+        type=new_figure,
+        metavar="FILE",
+        help="the same against bytes",
     )
     add(
         "--show",
@@ -282,7 +299,11 @@ def main() -> int:
     ]
     for setting, by_method in settings(shown).items():
         print(table(setting, by_method, sittings(rows, setting)))
-    return write(options, plot=partial(plot, shown)) or int(failed > 0)
+    plots = {
+        "plot": partial(plot, shown, SECONDS),
+        "plot_bytes": partial(plot, shown, NBYTES),
+    }
+    return write(options, **plots) or int(failed > 0)
 
 
 if __name__ == "__main__":

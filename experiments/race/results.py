@@ -185,44 +185,37 @@ def line(method: str, own: Sequence[Row], target: float) -> list[str]:
     ]
 
 
-def plot(rows: Iterable[Row], file: Path) -> None:
-    """Draw loss against seconds, and below against bytes, a column of panels for each setting."""
-    found = settings(rows)
-    tops, bottoms = [], []
-    for setting, by_method in found.items():
+X_LABELS = {
+    SECONDS: "seconds of training",
+    NBYTES: "bytes that the busiest host has sent",
+}
+
+
+def plot(rows: Iterable[Row], axis: int, file: Path) -> None:
+    """Draw loss against seconds or bytes, a panel for each setting; axis: SECONDS or NBYTES."""
+    panels = []
+    for setting, by_method in settings(rows).items():
         model, *_, limit = setting
         curves = [np.array(row["curve"]).T for own in by_method.values() for row in own]
         early = [np.interp(limit / 10, curve[SECONDS], curve[LOSS]) for curve in curves]
-        limits = {
-            "ylabel": "held-out loss, nats",
-            "ylim": (None, float(np.median(early))),
-        }
-        seconds = lines(
-            by_method, SECONDS, lambda curve: np.linspace(0, curve[-1, SECONDS], 21)[1:]
-        )
-        nbytes = lines(
-            by_method,
-            NBYTES,
-            lambda curve: np.geomspace(curve[1, NBYTES], curve[-1, NBYTES], 21),
-        )
-        title = f"{model}, {links(setting)}"
-        tops.append(
+
+        def places(curve: NDArray[Any]) -> NDArray[Any]:
+            last = curve[-1, axis]
+            if axis == NBYTES:
+                return np.geomspace(curve[1, axis], last, 21)
+            return np.linspace(0, last, 21)[1:]
+
+        panels.append(
             {
-                "lines": seconds,
-                "title": title,
-                "xlabel": "seconds of training",
-                **limits,
+                "lines": lines(by_method, axis, places),
+                "title": f"{model}, {links(setting)}",
+                "xlabel": X_LABELS[axis],
+                "xscale": "log" if axis == NBYTES else "linear",
+                "ylabel": "held-out loss, nats",
+                "ylim": (None, float(np.median(early))),
             }
         )
-        bottoms.append(
-            {
-                "lines": nbytes,
-                "xlabel": "bytes that the busiest host has sent",
-                "xscale": "log",
-                **limits,
-            }
-        )
-    draw([tops, bottoms], file)
+    draw([panels], file)
 
 
 def lines(

@@ -274,7 +274,9 @@ def check_script(words):
     for script in [
         w
         for w in words
-        if re.match(r"(examples|tests|benchmarks|slurm|docs|\.ci)/.*\.\w+$", w)
+        if re.match(
+            r"(examples|experiments|tests|benchmarks|slurm|docs|\.ci)/.*\.\w+$", w
+        )
     ][:1]:
         assert (ROOT / script).is_file(), words
         options = {
@@ -372,6 +374,44 @@ def test_every_figure_is_on_a_page():
         for figure in (DOCS / "figures").glob("*.svg")
         if f"figures/{figure.name}" not in shown
     ] == []
+
+
+STYLE = (DOCS / "static" / "site.css").read_text()
+EM = 16  # pixels
+POINT = 96 / 72  # pixels
+LEAST = 9  # pixels
+PADDING = 2 * 0.4 * EM  # of a figure
+
+
+def sizes_of_letters(text):
+    """Return the sizes of the letters of an SVG, in its units: of text, and of text as paths, 100 units an em."""
+    found = re.findall(r"font-size: *([\d.]+)px|font: [^;\"]*?([\d.]+)px", text)
+    glyphs = re.findall(r"scale\(([\d.]+) -[\d.]+\)", text)
+    return [float(one or other) for one, other in found] + [
+        100 * float(scale) for scale in glyphs
+    ]
+
+
+@pytest.mark.parametrize(
+    "figure", sorted((DOCS / "figures").glob("*.svg")), ids=lambda path: path.stem
+)
+def test_no_letter_of_a_figure_is_shown_under_9_pixels(figure):
+    """On a screen of 1280 pixels the column shrinks what is wider; on a phone all are as wide, and scroll."""
+    text = figure.read_text()
+    width, units = re.search(
+        r'width="([\d.]+)pt"[^>]*viewBox="0 0 ([\d.]+)', text
+    ).groups()
+    column, phone = (
+        float(re.search(rule, STYLE).group(1)) * EM - PADDING
+        for rule in (
+            r"\.content \{ width: (\d+)em",
+            r"> img \{ max-width: none; width: (\d+)rem",
+        )
+    )
+    sizes = sizes_of_letters(text)
+    assert len(sizes) > 5
+    for shown in min(column, POINT * float(width)), phone:
+        assert min(sizes) * shown / float(units) >= LEAST
 
 
 def test_the_tables_of_predictions_are_those_of_explain():

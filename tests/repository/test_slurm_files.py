@@ -26,7 +26,7 @@ def test_a_script_says_how_to_start_it_and_what_to_change(script):
     assert text.startswith("#!/bin/bash\n# ")
     assert re.search(rf"^# .*sbatch (.* )?(slurm/)?{script.name}", text, re.MULTILINE)
     assert text.count("# SITE: ") >= 3, "partition, MPI and environment, launcher"
-    assert f"`{script.name}`" in PAGE
+    assert f"slurm/{script.name}" in PAGE
 
 
 def depended_on(recipe):
