@@ -5,7 +5,6 @@ list, or one array, is one segment.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from operator import is_
@@ -100,7 +99,7 @@ class Bucket:
         if takes is Correction and address(out) == address(vectors[0]):
             out = np.empty_like(out)  # for the errors
         check = partial(self.check_corrected, arrays)
-        return replace(correction, out=out, check=check)
+        return correction._replace(out=out, check=check)
 
     def payload(
         self, correction: Correction, takes: type[Any], share: tuple[int, int]
@@ -115,7 +114,7 @@ class Bucket:
             if self.basis is None or correction.residual is None:
                 return correction
             parts = views_between(correction.add(), self.edges)
-            return replace(correction, parts=parts, residual=None)
+            return correction._replace(parts=parts, residual=None)
         values = correction.add()
         self.selection.check_finite(values)
         return values

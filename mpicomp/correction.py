@@ -5,8 +5,8 @@ are read from memory once. `Feedback.correct` returns a `Correction`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from mpicomp.bases import Basis, Hadamard, coefficients_of
 from mpicomp.kernels import Summands
 
 
-@dataclass(frozen=True, eq=False)
-class Correction:
+class Correction(NamedTuple):
     """The vector that a step may send: ``decay * residual + parts``, which is still to be added.
 
     parts: consecutive vectors, 1-d and contiguous, one for each segment. out: 1-d, of
@@ -102,7 +101,7 @@ class Correction:
         if residual is not None:
             residual = residual[span]
         parts = self.parts[first:end]
-        return replace(self, parts=parts, out=self.out[span], residual=residual)
+        return self._replace(parts=parts, out=self.out[span], residual=residual)
 
 
 def in_parts(vector: Array, sizes: Sequence[int]) -> list[Array]:

@@ -129,7 +129,7 @@ def to_number(
 
 def to_bool(name: str, value: Any) -> bool:
     """Return a setting as a bool; 1 and 0 are refused."""
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {value!r}: expected True or False")
     return bool(value)
 

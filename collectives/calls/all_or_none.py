@@ -6,8 +6,8 @@ reaches all ranks.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def gather_objects(value: Any, comm: Any, operation: str) -> Call[list[Any]]:
 
 def as_it_is(value: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
     """Return a value that the ranks do not compare."""
-    return NOTHING._replace(payload=value)
+    return Prepared(value, NOTHING.like)
 
 
 @gather_objects.algorithm()
@@ -61,48 +61,66 @@ def check_same(what: str, texts: list[dict[str, str]]) -> None:
                 )
 
 
-@contextmanager
-def all_or_none(
-    comm: Any, operation: str, position: Callable[[], Position] = Position
-) -> Iterator[None]:
-    """Run a block on all ranks; if it raises on one of them, or a rank died, all raise at its end.
+class all_or_none:  # noqa: N801
+    """A context in which all ranks run a block; if it raises on one of them, or a rank died, all raise at its end.
 
-    A rank whose block raised raises that error, with the block's traceback
-    (`contextmanager` restores it, so no frame of the agreement holds it); the others
+    A rank whose block raised raises that error, with the block's traceback; the others
     raise CollectiveError. All blocks must have started the same collectives. A rank
     that is interrupted, as by a second Ctrl-C, does not wait: the others raise once it
     calls the library again. operation: the name in errors. position: returns, after the
     block, what this rank is about to complete; where ranks differ in it all raise
     CollectiveError.
     """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    except BaseException as interrupt:
+
+    def __init__(
+        self, comm: Any, operation: str, position: Callable[[], Position] = Position
+    ) -> None:
+        self._comm = comm
+        self._operation = operation
+        self._position = position
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, raised: BaseException | None, traceback: Any) -> None:
+        if raised is None or isinstance(raised, Exception):
+            try:
+                self._agree(raised)
+            except Exception as error:
+                if error is not raised:
+                    raise
+                raised.__traceback__ = traceback  # without frames of the agreement
+            return
         with suppress(CollectiveError):  # the communicator may be in no use any more
             if not ulfm.survives():
                 _raise_together.nonblocking(
-                    contributed(interrupt), comm, operation, Position()
+                    contributed(raised), self._comm, self._operation, Position()
                 )
-        raise
-    # Traffic of the agreement itself, which is MPI's sum and no exchange of messages.
-    link = link_if_any(comm)
-    lost = "" if link is None else link.take_lost()
-    if lost and error is None:
-        error = CollectiveError(lost)
-    if not ulfm.survives():
-        _raise_together(error, comm, operation, position())
-        return
-    here = position()
-    sound, same = recovery.agreements_on(comm).agree(error is None, _digest(here))
-    if not sound:
-        raise error or CollectiveError(
-            f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
-        )
-    if not same:
-        _compare(operation, gather_objects(here[:2], comm, operation), here.remedy)
+
+    def _agree(self, error: Exception | None) -> None:
+        comm = self._comm
+        operation = self._operation
+        # Traffic of the agreement itself, which is MPI's sum and no exchange of messages.
+        link = link_if_any(comm)
+        lost = "" if link is None else link.take_lost()
+        if lost and error is None:
+            error = CollectiveError(lost)
+        here = self._position()
+        try:
+            if not ulfm.survives():
+                _raise_together(error, comm, operation, here)
+                return
+            sound, same = recovery.agreements_on(comm).agree(
+                error is None, _digest(here)
+            )
+            if not sound:
+                raise error or CollectiveError(
+                    f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
+                )
+        finally:
+            error = None  # it, its traceback and this frame would hold each other
+        if not same:
+            _compare(operation, gather_objects(here[:2], comm, operation), here.remedy)
 
 
 @collective()

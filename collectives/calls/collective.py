@@ -99,9 +99,8 @@ class Collective(Generic[P, T]):
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
         self.name = call.__name__
-        self._is_of_library = _is_of_library(call)
-        # Names of algorithms that were declared elsewhere.
-        self._guests: set[str] = set()
+        # The algorithms that run code of the library only: code of the user runs inside calls.
+        self.unattended: set[str] = set()
         # The signature shows the result, and not the Call.
         shown = signature(call)
         (result,) = get_args(shown.return_annotation) or (Any,)
@@ -164,7 +163,7 @@ class Collective(Generic[P, T]):
                 return (yield from function(vector, group, **arguments))
 
             run = function if compares_calls else compared
-            self._add_guest(name or function.__name__, function)
+            self._add(name or function.__name__, function)
             self.algorithms[name or function.__name__] = run
             return function
 
@@ -173,16 +172,13 @@ class Collective(Generic[P, T]):
     def auto(self, function: Algorithm) -> Algorithm:
         """Declare the algorithm of "auto"."""
         self.automatic = function
-        self._add_guest("auto", function)
+        self._add("auto", function)
         return function
 
-    def _add_guest(self, name: str, function: Algorithm) -> None:
-        if not _is_of_library(function):
-            self._guests.add(name)
-
-    def is_of_library(self, algorithm: str) -> bool:
-        """Return whether an algorithm runs code of the library only: code of the user runs inside calls."""
-        return self._is_of_library and algorithm not in self._guests
+    def _add(self, name: str, function: Algorithm) -> None:
+        self.unattended.discard(name)
+        if _is_of_library(self.call) and _is_of_library(function):
+            self.unattended.add(name)
 
 
 def _is_of_library(function: Callable[..., Any]) -> bool:

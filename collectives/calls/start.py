@@ -65,8 +65,8 @@ def start(
             codec=call.codec,
             like=prepared.like,
         )
-        if lost := link.take_lost():
-            group.contribute(CollectiveError(lost))
+        if link.lost:
+            group.contribute(CollectiveError(link.take_lost()))
         steps: Any = None  # a rank with an error runs none
         if group.error is None:
             try:
@@ -87,7 +87,7 @@ def start(
             steps = _converted(steps, prepared.finish)
         if to_sum is not None:
             steps = _converted(steps, to_sum)
-        return own.start(steps, group, unattended=collective.is_of_library(name))
+        return own.start(steps, group, unattended=name in collective.unattended)
 
 
 def _failed_call(

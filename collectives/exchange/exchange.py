@@ -1,9 +1,9 @@
 """GradientExchange: from the gradients of one rank to the mean over all ranks."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
@@ -42,6 +42,9 @@ from mpicomp.errors import warn
 from mpicomp.feedback import ErrorFeedback, Feedback, StepAhead
 from mpicomp.settings import CheckedKeywords, SetOnce, to_choice, to_integer
 from mpicomp.tensors import DICT, Form
+
+# Ranks may have different settings; see `step`.
+_NO_WARNINGS = partial(np.errstate, all="ignore")
 
 
 class GradientExchange(CheckedKeywords):
@@ -300,16 +303,18 @@ class GradientExchange(CheckedKeywords):
     @defer_interrupt
     def start_together(self, arrays: ByName, outs: ByName | None = None) -> None:
         """Pass the gradients of several registered tensors, without the checks of `start`."""
-        with self._in_step() as step:
-            try:
+        step = self._step = self._step or self._new_step()
+        try:
+            with _NO_WARNINGS():
                 step.add(arrays, outs or {})
                 step.start(self._buckets)
                 step.advance()
-            except Exception:
-                raise
-            # The interrupt is of this rank alone, and buckets may be in flight.
-            except BaseException as interrupt:
-                self.fail(interrupt)
+        except Exception as error:
+            self._leave(step, error)
+            raise
+        # The interrupt is of this rank alone, and buckets may be in flight.
+        except BaseException as interrupt:
+            self.fail(interrupt)
 
     def progress(self) -> None:
         """Advance the operations in flight, without waiting, as `start` does, where nothing else advances them."""
@@ -611,8 +616,9 @@ class GradientExchange(CheckedKeywords):
         settings: Sequence[str] = (),
     ) -> Step:
         """Complete the current step, count it, and return it; form: of the gradients. See `Step.run`."""
+        step = self._step = self._step or self._new_step()
         try:
-            with self._in_step() as step:
+            with _NO_WARNINGS():
                 if not self._buckets:
                     self._register(form, step.arrays)
                 here = f"step {self.steps} of exchange {self.number}"
@@ -623,6 +629,9 @@ class GradientExchange(CheckedKeywords):
                     error = error or position
                     position = Position(state)
                 step.run(self._buckets, results, position, error)
+        except BaseException as raised:
+            self._leave(step, raised)
+            raise
         finally:
             error = None  # it and this frame hold each other
         self._step = None
@@ -654,23 +663,11 @@ class GradientExchange(CheckedKeywords):
                 feedback.rate = self.feedback.rate
         return Step(self.comm, self.steps, self._layout)
 
-    @contextmanager
-    def _in_step(self) -> Iterator[Step]:
-        """Run a block in the current step.
-
-        If it raises, the step ends: by an Exception on all ranks, by anything else on
-        this rank alone.
-        """
-        step = self._step = self._step or self._new_step()
-        try:
-            # they may be set differently by rank: see `step`
-            with np.errstate(all="ignore"):
-                yield step
-        except BaseException as error:
-            if self._step is step:  # If not, `fail` has ended it.
-                self._step = None
-                step.end(error)
-            raise
+    def _leave(self, step: Step, error: BaseException) -> None:
+        """End a step by an error: by an Exception on all ranks, by anything else on this rank alone."""
+        if self._step is step:  # If not, `fail` has ended it.
+            self._step = None
+            step.end(error)
 
     def _register(self, form: Form, arrays: ByName) -> None:
         self._buckets = self._layout.buckets(form, arrays, self.comm)

@@ -14,7 +14,7 @@ def by_name(gradient: Any) -> tuple[Form, dict[str, Any]]:
     """Return the form of a gradient, and its arrays by name."""
     if isinstance(gradient, Mapping):
         return DICT, dict(gradient)
-    if isinstance(gradient, list | tuple):
+    if isinstance(gradient, (list, tuple)):
         return LIST, {
             f"item {number} of the list": array for number, array in enumerate(gradient)
         }

@@ -90,16 +90,16 @@ class Link:
         self._next_tag = 0
         self.faults = Faults(self.rank, self.size, duplicate)
         # at most one text, see `lose`; by several threads, so it is taken in one operation
-        self._lost: list[str] = []
+        self.lost: list[str] = []
 
     def lose(self, text: str) -> None:
         """Remember that this rank has no result of an operation that the others may have: it is out of step."""
         if self.size > 1:
-            self._lost = self._lost or [text]
+            self.lost = self.lost or [text]
 
     def take_lost(self) -> str:
         """Return the text of `lose`, once: the next operation then raises on all ranks; empty if nothing was lost."""
-        return self._lost.pop() if self._lost else ""
+        return self.lost.pop() if self.lost else ""
 
     def take_tag(self) -> int:
         """Return the tag of the next operation; all ranks start operations in the same order, so their tags agree."""

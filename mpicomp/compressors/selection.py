@@ -1,7 +1,6 @@
 """The selection from a vector of segments, such as the tensors of a bucket, by the compressors of its runs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -113,7 +112,7 @@ class Selection:
         corrected = correction.add()
         outside = corrected.copy()
         outside[first:end] = 0
-        selected = self.select(replace(correction, out=outside, residual=None))
+        selected = self.select(correction._replace(out=outside, residual=None))
         self.check_finite(corrected)
         own = corrected[first:end]
         indices = kernels_for(own).consecutive(first, end, selected.indices.dtype)

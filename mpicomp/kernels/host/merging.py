@@ -186,7 +186,7 @@ def sparse_writer(
         _write_parts(start, end, first, *rows, *sparse, are_zero)
 
     # A call for no values compiles it here, as what is returned must not fail.
-    write_piece(0, 0)
+    _write_parts(0, 0, 0, *rows, *sparse, are_zero)
 
     # what is kept is written by its address
     def write(kept: object = parts) -> None:
@@ -249,7 +249,9 @@ def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, 
     # Above this length threads share the values.
     if first >= 0 and last < length and indices.size < _LONG:
         form = FORMATS[values.dtype]
-        bits = as_writable(values).view(form.signed).reshape(-1)
+        bits = as_writable(values).view(form.signed)
+        if bits.ndim > 1:
+            bits = bits.reshape(-1)
         if _is_sound(as_writable(indices), bits, form.mask, form.infinity):
             return -1, -1, first, last
     disorder = first_disorder(indices, length)
