@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,6 +136,7 @@ class Trainer:
         # that computes the loss of a batch: the replica, or what wraps it
         self.model: nn.Module = self.network
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.buckets: dict[str, int] = {}  # of DistributedDataParallel
         windows = self.text.judges(WINDOWS, sizes.context + 1)
         self.judges = torch.from_numpy(np.array_split(windows, size)[rank])
 
@@ -154,6 +156,16 @@ class Trainer:
                 kind(self.network.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
             ]
 
+    def sleep(self, seconds: float) -> None:
+        """Sleep in each backward pass, a part in each block: the core is free, as if a GPU or other cores computed.
+
+        Buckets of 2 MB then: the default, 25 MB, is the whole model, and would leave nothing to overlap with.
+        """
+        self.buckets = {"bucket_cap_mb": 2}
+        part = seconds / len(self.network.blocks)
+        for block in self.network.blocks:
+            block.register_full_backward_hook(lambda *given: sleep(part))
+
     def set_rate(self, part: float) -> None:
         """Take a part of the rate; what an exchange of signs keeps is scaled, as its products with the rate stay."""
         for optimizer in self.optimizers:
@@ -165,7 +177,9 @@ class Trainer:
     def average(self, name: str, comm: Any) -> None:
         """Let every step average the gradients over the ranks, by a method."""
         # with several it fails over gloo
-        buckets = {"bucket_cap_mb": 1000} if name.startswith("powersgd") else {}
+        buckets = (
+            {"bucket_cap_mb": 1000} if name.startswith("powersgd") else self.buckets
+        )
         self.model = DistributedDataParallel(self.network, **buckets)
         if is_in_every_step(name):
             from collectives.torch import attach

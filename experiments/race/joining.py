@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collectives import OuterLoop
-from mpicomp_bench.methods import construct, method, outer_settings
+from mpicomp_bench.methods import add, construct, method, outer_settings
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "every_step"))
 
@@ -17,6 +17,13 @@ SIMULATED = (
     Path(__file__).resolve().parents[2] / "experiments" / "results" / "every_step.json"
 )
 ALONE = "alone"  # the method of ranks that never communicate
+add(
+    "local-few-bits-delayed",
+    "local steps, every value in few bits, exchanged during the next step",
+    "GradientExchange(comm, bits=4)",
+    "every",
+    "every=10, delay=1",
+)
 
 
 class Rate(NamedTuple):
@@ -36,7 +43,7 @@ def rate_of(name: str, optimizer: str, schedule: str) -> Rate:
     was with the settings of a method, those without.
     """
     known = of(simulated(), model="gpt", steps=STEPS, seed=SEED, optimizer=optimizer)
-    wanted = "dense" if name in ("fp16", ALONE) else name
+    wanted = "dense" if name in ("fp16", ALONE) else name.replace("-delayed", "")
     tried = of(known, method=wanted) or of(known, method=wanted.partition(":")[0])
     own = of(tried, schedule=schedule) or of(tried, schedule="constant")
     # whose rate in the simulation is that of the outer step

@@ -99,6 +99,10 @@ def parsed() -> argparse.Namespace:
         default=4,
         help="windows of 64 characters of a rank and step (%(default)s)",
     )
+    about = (
+        "of each backward pass, in which the core is free for messages (%(default)g ms)"
+    )
+    add("--sleep", type=not_negative, default=0.0, metavar="MS", help=about)
     add("--hosts", type=positive, default=4, help="one rank each (%(default)s)")
     add_list(parser, "--rates", ["100mbit", "1gbit"], "of the links ")
     add(
@@ -171,7 +175,12 @@ def wanted(options: argparse.Namespace) -> list[Row]:
 
 def row_of(rate: str, seed: int, method: str, options: argparse.Namespace) -> Row:
     """Return a row without its outcome."""
-    training = {"model": "gpt", "batch": options.batch, "schedule": options.schedule}
+    training = {
+        "model": "gpt",
+        "batch": options.batch,
+        "schedule": options.schedule,
+        "sleep": options.sleep,
+    }
     of_links = {
         "hosts": options.hosts,
         "rate": rate,
@@ -213,7 +222,8 @@ def measured(row: Row, options: argparse.Namespace) -> Row | None:
     """Train on the hosts, and return the row with its outcome; None, after a message, where that failed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "row.json")
-        settings = [f"--{name}={row[name]}" for name in ("seed", "batch", "schedule")]
+        names = "seed", "batch", "schedule", "sleep"
+        settings = [f"--{name}={row[name]}" for name in names]
         settings.append(f"--optimizer={options.optimizer}")
         rank = [
             str(RANK),
@@ -252,7 +262,7 @@ def race(rows: list[Row], options: argparse.Namespace) -> int:
     present, failed = {*map(key, counted)}, 0
     missing = [row for row in wanted(options) if key(row) not in present]
     alone = [row_of(row["rate"], 0, ALONE, options) for row in missing[:1]]
-    names = "method", "model", "batch", "optimizer", "sitting"
+    names = "method", "model", "batch", "sleep", "optimizer", "sitting"
     missing = [
         row
         for row in alone

@@ -3,9 +3,10 @@
     mpirun -n 4 python -m mpi4py experiments/race/rank.py --methods local-sparse-10 --seconds 20 --json build/rows.json
 
 The clock runs while the ranks train, from a barrier to a barrier, and stands while they
-evaluate. They evaluate after whole rounds of local steps, when all replicas are equal,
-at about `POINTS` times of equal distance; rank 0 says after each how many steps make up
-the next stretch.
+evaluate. They evaluate after whole rounds of local steps, when all replicas are equal;
+with a delay so many steps later, by which replicas then differ. They do at about
+`POINTS` times of equal distance; rank 0 says after each how many steps make up the next
+stretch.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from plan import optimizer_of
 
 from collectives.torch import init_process_group
 from mpicomp_bench.bench.collective import COUNTERS, sent_by_host
-from mpicomp_bench.options import Parser, above_zero, add_list, positive
+from mpicomp_bench.options import Parser, above_zero, add_list, not_negative, positive
 
 POINTS = 20  # of a curve, beside its start
 
@@ -31,9 +32,11 @@ POINTS = 20  # of a curve, beside its start
 def new_trainer(options: argparse.Namespace, comm: Any) -> gpt.Trainer:
     """Return this rank's trainer."""
     sizes = gpt.Sizes(**{name: getattr(options, name) for name in gpt.Sizes._fields})
-    return gpt.Trainer(
-        options.seed, comm.rank, comm.size, gpt.TASKS["gpt"]._replace(sizes=sizes)
-    )
+    task = gpt.TASKS["gpt"]._replace(sizes=sizes)
+    trainer = gpt.Trainer(options.seed, comm.rank, comm.size, task)
+    if options.sleep:
+        trainer.sleep(1e-3 * options.sleep)
+    return trainer
 
 
 def curve_of(
@@ -50,7 +53,8 @@ def curve_of(
         ]
 
     # share of the limit that is done
-    elapsed, steps, sent, stretch, share = 0.0, 0, 0, every, 0.0
+    elapsed, steps, sent, share = 0.0, 0, 0, 0.0
+    stretch = every + (outer.delay if outer else 0)
     curve = [point()]
     while stretch:
         comm.Barrier()
@@ -152,6 +156,13 @@ def main() -> int:
         choices=("constant", "linear"),
         default="constant",
         help=about_rate,
+    )
+    add(
+        "--sleep",
+        type=not_negative,
+        default=0.0,
+        metavar="MS",
+        help="in each backward pass, with buckets of 2 MB (%(default)g ms)",
     )
     add(
         "--seed",

@@ -1,7 +1,7 @@
 """Rows of the race: their table and their figure.
 
 A row is one training: model, windows of a rank's batch, schedule of the learning rate,
-hosts, rate and delay of the links (ms, one way), limit (seconds to train for), method,
+sleep in a backward pass (ms), hosts, rate and delay of the links (ms, one way), limit (seconds to train for), method,
 optimiser, learning rate and how many of them were tried, seed, sitting, ranks,
 parameters, and `curve`, whose points are seconds, steps, bytes that the busiest host
 has sent, and held-out loss in nats. The rows of one setting are one table and one
@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from rendering import draw
 from rendering import table as lines_of
 
-SETTING = "model", "batch", "schedule", "hosts", "rate", "delay", "limit"
+SETTING = "model", "batch", "sleep", "schedule", "hosts", "rate", "delay", "limit"
 SECONDS, STEPS, NBYTES, LOSS = range(4)  # of a point
 # of an exchange, as its statistics count them
 PARTS = "compress", "communicate", "restore"
@@ -72,7 +72,7 @@ def settings(rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]
 
 def sittings(rows: Sequence[Row], setting: tuple[Any, ...]) -> dict[str, float]:
     """Return the milliseconds of a step of ranks alone, by sitting and optimiser: how fast the machine was."""
-    training = dict(zip(SETTING[:2], setting, strict=False))
+    training = dict(zip(SETTING[:3], setting, strict=False))
     alone = sorted(of(rows, method=ALONE, **training), key=sitting_of)
     return {
         name: step(own)
@@ -145,8 +145,9 @@ def table(
         f"{name}: {f'{alone[name]:.0f}' if name in alone else 'not measured'}"
         for name in names
     ]
-    model, batch, schedule, *_, limit = setting
+    model, batch, sleep, schedule, *_, limit = setting
     training = f"{model}, {rows[0]['parameters']:,} parameters, batches of {batch}, {schedule} rate"
+    training += f", {sleep:g} ms of sleep in a backward pass" * bool(sleep)
     about = f"{training}, {links(setting)}, {limit:g} s\n\n"
     about += f"A step of computing alone, ms, by sitting: {', '.join(speeds)}."
     cells = [

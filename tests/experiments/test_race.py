@@ -17,6 +17,7 @@ def row(method, seed, *curve, learning_rate=1e-3, sitting="one", optimizer="adam
     training = {
         "model": "gpt",
         "batch": 4,
+        "sleep": 0.0,
         "schedule": "linear",
         "ranks": 4,
         "parameters": 1000,

@@ -77,9 +77,11 @@ def test_the_race_trains_with_both_optimisers(tmp_path):
             "--batch=2",
             "--steps=20",
             "--schedule=linear",
+            "--sleep=1",
         )
-        methods = "--methods", "few-bits-4", "local-few-bits-5", "in-basis-two-bit-8"
-        arguments = *sizes, f"--optimizer={optimizer}", *methods, f"--json={file}"
+        methods = "few-bits-4", "local-few-bits-delayed-5", "in-basis-two-bit-8"
+        arguments = *sizes, f"--optimizer={optimizer}", f"--json={file}"
+        arguments = *arguments, "--methods", *methods
         done = mpirun(2, EXPERIMENTS / "race" / "rank.py", *arguments, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = json.loads(file.read_text())

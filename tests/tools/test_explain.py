@@ -577,7 +577,9 @@ def test_what_is_advised_is_near_the_best_of_every_race(monkeypatch):
         "rows"
     ]
     judged = 0
-    for (_, batch, schedule, hosts, rate, delay, _), trained in settings(rows).items():
+    for (_, batch, _, schedule, hosts, rate, delay, _), trained in settings(
+        rows
+    ).items():
         links = (
             replace(links_of(rate), latency=1e-3 * delay) if delay else links_of(rate)
         )
