@@ -1,12 +1,13 @@
 """What is left to wait for after a computation beside operations in flight, and what their progress costs.
 
-    mpirun -n 2 python benchmarks/progress.py
+    mpirun -n 2 python benchmarks/progress.py --torch --json build/progress.json
     MPICOMP_PROGRESS=0 mpirun -n 2 python benchmarks/progress.py      # as if there were no thread
 
 Over a slow link: benchmarks/testbed/netns_cluster.sh. Each rank starts an operation,
 computes for 0.5 s, and waits. "left": milliseconds in `wait`, and alone, without the
 computation; the slowest rank. "core": the part of a core that the thread takes while
-rank 0 computes and another rank has not started the operation. Medians of 5.
+rank 0 computes and another rank has not started the operation. Medians of 5. `--torch`:
+beside the forward and backward passes of a network in PyTorch, too.
 """
 
 import os
@@ -14,6 +15,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import argparse
+import json
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -46,6 +50,17 @@ COMPUTATIONS: dict[str, Callable[[], None]] = {
     "BLAS": partial(until, lambda: SQUARE @ SQUARE),
     "Python": partial(until, lambda: sum(range(1000))),
 }
+
+
+def passes_of_torch() -> Callable[[], None]:
+    """Return a computation: forward and backward passes of a network."""
+    import torch
+
+    torch.set_num_threads(1)
+    layers = [torch.nn.Linear(256, 256) for _ in range(8)]
+    network = torch.nn.Sequential(*layers)
+    batch = torch.ones(64, 256)
+    return partial(until, lambda: network(batch).square().mean().backward())
 
 
 def operations() -> dict[str, Callable[[], Any]]:
@@ -98,29 +113,51 @@ def median(measure: Callable[[], float]) -> float:
     return statistics.median([measure() for _ in range(REPEATS)])
 
 
+def measured(start: Callable[[], Any]) -> dict[str, dict[str, float]]:
+    """Return the milliseconds left, and the parts of a core, by computation."""
+    return {
+        "left": {
+            name: median(partial(left, start, compute))
+            for name, compute in COMPUTATIONS.items()
+        },
+        "core": {
+            name: median(partial(share, start, compute))
+            for name, compute in COMPUTATIONS.items()
+            if name != "nothing"
+        },
+    }
+
+
+def shown(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return the table of what was measured."""
+    computed = [name for name in COMPUTATIONS if name != "nothing"]
+    heads = ["operation", "alone"]
+    heads += [f"left: {name}" for name in computed]
+    heads += [f"core: {name}" for name in computed]
+    lines = [heads, ["---"] * len(heads)]
+    for name, row in found.items():
+        waits = [f"{wait:.2f}" for wait in row["left"].values()]
+        lines.append([name, *waits, *[f"{part:.2%}" for part in row["core"].values()]])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> None:
     """Print the table on rank 0."""
-    rows = []
-    for name, start in operations().items():
-        waits = [median(partial(left, start, each)) for each in COMPUTATIONS.values()]
-        shares = [
-            median(partial(share, start, COMPUTATIONS[each]))
-            for each in ("sleep", "BLAS", "Python")
-        ]
-        rows.append(
-            f"| {name} | "
-            + " | ".join(f"{wait:.2f}" for wait in waits)
-            + " | "
-            + " | ".join(f"{part:.2%}" for part in shares)
-            + " |"
-        )
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.torch:
+        COMPUTATIONS["PyTorch"] = passes_of_torch()
+    found = {name: measured(start) for name, start in operations().items()}
     if COMM.rank == 0:
-        print(f"{COMM.size} ranks; {progress.described()}\n")
-        print(
-            "| operation | alone | left: sleep | BLAS | Python | core: sleep | BLAS | Python |"
-        )
-        print("|" + " --- |" * 8)
-        print("\n".join(rows), flush=True)
+        about = f"{COMM.size} ranks; {progress.described()}"
+        print(f"{about}\n\n{shown(found)}", flush=True)
+        if options.json:
+            results = {"about": about, "operations": found}
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
