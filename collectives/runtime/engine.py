@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
+from inspect import GEN_RUNNING, getgeneratorstate
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +35,7 @@ from collectives.runtime import deadline
 from collectives.runtime.group import Group
 from collectives.runtime.link import Link, key_of
 from collectives.runtime.messages import Arrival, Pending, Steps, mpi
-from collectives.runtime.progress import FIRST, Look, Progress
+from collectives.runtime.progress import FIRST, Look, Progress, is_helper
 from collectives.runtime.waiting import initial_timeout, seconds
 from mpicomp.arrays.device import on_device
 
@@ -230,7 +231,9 @@ class Request(Generic[T]):
 
     def fail(self, error: Exception) -> None:
         """End with an error, whatever is still in flight."""
-        self._steps.close()
+        # the garbage collector may free the communicator in one of its steps
+        if getgeneratorstate(self._steps) != GEN_RUNNING:
+            self._steps.close()
         self._engine.abandon(self._pending)
         self._error = error
         self.done = True
@@ -289,7 +292,8 @@ class Engine:
         """Keep other threads out, from before anything is consumed that all ranks count until a wait has ended."""
         if self._is_funneled:
             self.check_thread()
-        if not self._one_thread.acquire(False):
+        # what the garbage collector runs in a look would resume what is running
+        if is_helper() or not self._one_thread.acquire(False):
             raise RuntimeError(self._refusal)
         try:
             self._turn.acquire()

@@ -6,18 +6,19 @@ It does the engine's work only: `continue_on_callers_thread` keeps code of the u
 work on a device, off it. An error is kept in the request, and raised where the user
 waits for it. Signals are delivered to other threads.
 
-The pause between two looks grows with the time in which nothing moves: messages that
-take long need few looks, and a rank that computes keeps its core.
+The pause between two looks grows with the time in which nothing moves, and with what a
+look costs: messages that take long need few looks, and a rank that computes keeps its
+core.
 """
 
 import atexit
 import os
-import time
 from _thread import start_new_thread
 from collections.abc import Callable
 from enum import Enum
 from signal import SIG_BLOCK, Signals, pthread_sigmask, valid_signals
-from threading import Event, Lock, local
+from threading import Event, Lock, RLock, local
+from time import sleep, thread_time
 
 import numpy as np
 
@@ -44,6 +45,8 @@ class Look(Enum):
 
 
 _SHORTEST, _ = Look.MOVED.value
+# of what a look costs is the longest pause, where that is more
+_SPARING = 32
 _NOT_LOOKED_AT = Look.LATER, Look.NOTHING_IN_FLIGHT
 # seconds in which an operation is left to the call that started it, such as an exchange
 FIRST = 3e-4
@@ -74,8 +77,9 @@ class Progress:
         self._is_prepared = False
         self._is_stopped = False
         self._alone = Lock()  # held by the thread as long as it lives
-        # held during a look: a process is not forked, and MPI not ended, within one
-        self._looking = Lock()
+        # Held during a look: a process is not forked, and MPI not ended, within one, but
+        # by what the garbage collector runs there.
+        self._looking = RLock()
 
     def wake(self) -> None:
         """Notify the thread that an operation was left in flight."""
@@ -88,9 +92,8 @@ class Progress:
         """End the thread, at the end of Python or of MPI; operations then advance inside calls only."""
         self._is_stopped = True
         self._work.set()
-        if not _here.is_helper:
-            with self._looking:  # later looks do nothing
-                pass
+        with self._looking:  # later looks do nothing
+            pass
 
     def _start(self) -> None:
         if reason_off() is not None:
@@ -146,20 +149,27 @@ class Progress:
         rested = 0.0
         before = Look.LATER
         while rested < _REST and not self._is_stopped:
+            began = thread_time()
             look = self._looked()
+            cost = thread_time() - began
             is_busy = look is not Look.NOTHING_IN_FLIGHT
             rested = 0.0 if is_busy else rested + pause
             is_first = look is Look.NOTHING_MOVED and before in _NOT_LOOKED_AT
             if look is Look.MOVED or is_first:
                 pause = _SHORTEST
             before = look
-            time.sleep(pause)
+            sleep(pause)
             longest, growth = look.value
-            pause = min(pause * growth, longest)
+            pause = min(pause * growth, max(longest, _SPARING * cost))
 
     def _looked(self) -> Look:
         with self._looking:
             return Look.NOTHING_IN_FLIGHT if self._is_stopped else self._look()
+
+
+def is_helper() -> bool:
+    """Return whether this is the thread of `Progress`."""
+    return _here.is_helper
 
 
 def continue_on_callers_thread() -> Steps[None]:

@@ -1,5 +1,6 @@
 """The thread that advances operations in flight: when it looks, and how ranks end beside it."""
 
+import os
 import threading
 import time
 from functools import partial
@@ -91,7 +92,7 @@ def test_pauses_are_short_again_when_an_operation_is_looked_at_for_the_first_tim
         if len(pauses) == len(looks):
             own.stop()
 
-    monkeypatch.setattr(progress.time, "sleep", sleep)
+    monkeypatch.setattr(progress, "sleep", sleep)
     left = iter(looks)
     own = Progress(lambda: next(left))
     own._attend()
@@ -99,6 +100,47 @@ def test_pauses_are_short_again_when_an_operation_is_looked_at_for_the_first_tim
     at = [index for index, pause in enumerate(pauses) if pause == shortest]
     assert at == [0, 20, 63, 103]
     assert max(pauses[20:60]) == pauses[59] == Look.NOTHING_MOVED.value[0]
+
+
+def test_pauses_grow_with_what_a_look_costs(quick, monkeypatch):
+    """So that many operations in flight do not take the core."""
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 60:
+            own.stop()
+
+    def look():
+        began = time.thread_time()
+        while time.thread_time() < began + 1e-3:
+            pass
+        return Look.NOTHING_MOVED
+
+    monkeypatch.setattr(progress, "sleep", sleep)
+    own = Progress(look)
+    own._attend()
+    assert pauses[-1] > 0.02
+
+
+def test_a_process_can_be_forked_within_a_look():
+    """As by a finaliser that the garbage collector runs there."""
+    statuses = []
+
+    def look():
+        if not statuses:
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            statuses.append(os.waitpid(child, 0)[1])
+        return Look.NOTHING_IN_FLIGHT
+
+    own = Progress(look)
+    own._prepare()
+    thread = threading.Thread(target=own._looked, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert statuses == [0]
 
 
 def test_an_operation_that_is_started_while_the_thread_comes_to_rest_is_looked_at(

@@ -250,6 +250,46 @@ def test_what_is_no_exception_ends_the_operation_and_not_the_thread(
     assert ends(lambda: again.done)
 
 
+@pytest.mark.parametrize("call", ["wait", "test", "start", "free"])
+def test_what_the_garbage_collector_runs_in_the_thread_cannot_disturb_it(
+    comm, monkeypatch, call
+):
+    """A finaliser that uses the library within a step of the schedule: it is refused; it may free the communicator."""
+    own = comm.Dup()
+    user = get_ident()
+    vectors = contributions("random", comm.size)
+    add_up = allreduce.add_up
+    refused = []
+
+    def finalises(parts):
+        if get_ident() != user and not refused:
+            try:
+                if call == "free":
+                    own.Free()
+                elif call == "start":
+                    sparse_iallreduce(vectors[comm.rank], own)
+                else:
+                    getattr(request, call)()
+                refused.append("")
+            except RuntimeError as error:
+                refused.append(str(error))
+        return add_up(parts)
+
+    monkeypatch.setattr(allreduce, "add_up", finalises)
+    request = sparse_iallreduce(vectors[comm.rank], own, algorithm="allgather")
+    assert ends(lambda: request.done)
+    if comm.size == 1:
+        own.Free()
+    elif call == "free":
+        assert refused == [""]
+        with pytest.raises(CollectiveError, match="freed"):
+            request.wait()
+    else:
+        assert "two threads" in refused[0]
+        assert_equal(request.wait(), sum(window(vector) for vector in vectors))
+        own.Free()
+
+
 @pytest.mark.at_least(2)
 def test_signals_are_delivered_to_the_thread_of_the_user(comm, monkeypatch):
     """While the operation of a rank that started it too early is in flight."""
