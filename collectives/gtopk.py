@@ -151,10 +151,8 @@ def selecting(
 @gtopk_allreduce.auto
 def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Result]:
     """Run the fastest algorithm by what all ranks know: the supports count as independent, as asking takes a round."""
-    entries = min(
-        vector.length,
-        max(1, round(TYPICAL_DENSITY * vector.length)) if k is None else k,
-    )
+    entries = max(1, round(TYPICAL_DENSITY * vector.length)) if k is None else k
+    entries = min(vector.length, entries)
     case = group.case(vector.length, entries, value_nbytes=vector.value_nbytes)
     name = choose("gtopk_allreduce", case, group.link.choice)
     group.take(name)
@@ -210,9 +208,8 @@ def node_leaders(
     Every rank keeps its own entries at all other indices, also those whose sum is zero.
     """
     node = group.node()
-    result, count = yield from reduce_up(
-        (vector, vector.nnz if k is None else k), node, add
-    )
+    count = vector.nnz if k is None else k
+    result, count = yield from reduce_up((vector, count), node, add)
     if node.rank == 0:
         result = yield from largest_of_sum(result, count, group.lane(node))
     result = yield from hand_down(result, node)

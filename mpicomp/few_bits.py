@@ -43,7 +43,9 @@ class FewBits:
     @property
     def dtype(self) -> Dtype:
         """The dtype of the decoded values."""
-        return np.dtype(np.float32 if self.scales.itemsize == 2 else np.float64)
+        if self.scales.itemsize == 2:
+            return np.dtype(np.float32)
+        return np.dtype(np.float64)
 
     @property
     def blocks(self) -> int:

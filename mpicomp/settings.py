@@ -107,20 +107,16 @@ def to_number(
         raise TypeError(f"{name} is {value!r}: expected a number{remedy}")
     number = float(value)
     if not (above < number < below and least <= number <= most):
-        lower = (
-            f"{above} <"
-            if above > -inf
-            else f"{least} <="
-            if least > -inf
-            else "-infinity <"
-        )
-        upper = (
-            f"< {below}"
-            if below < inf
-            else f"<= {most}"
-            if most < inf
-            else "< infinity"
-        )
+        lower = "-infinity <"
+        if above > -inf:
+            lower = f"{above} <"
+        elif least > -inf:
+            lower = f"{least} <="
+        upper = "< infinity"
+        if below < inf:
+            upper = f"< {below}"
+        elif most < inf:
+            upper = f"<= {most}"
         raise ValueError(
             f"{name} is {value!r}: expected {lower} {name} {upper}{remedy}"
         )

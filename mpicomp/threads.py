@@ -71,7 +71,10 @@ def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
     most = math.inf
     named = system / "proc/self/cgroup"
     top = system / "sys/fs/cgroup"
-    for line in named.read_text().splitlines() if named.exists() else ():
+    lines: list[str] = []
+    if named.exists():
+        lines = named.read_text().splitlines()
+    for line in lines:
         # A container may show the name outside: then only the top exists.
         inner = top / line.rpartition(":")[2].lstrip("/")
         for folder in (inner, *inner.parents):
@@ -118,7 +121,9 @@ def number_of_pieces(size: int, threads: int | None = None) -> int:
     pieces = size // _LEAST
     if pieces < 2:
         return 1
-    return min(pieces, count() if threads is None else threads)
+    if threads is None:
+        threads = count()
+    return min(pieces, threads)
 
 
 def _started(

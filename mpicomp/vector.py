@@ -297,8 +297,9 @@ class SparseVector:
         if not entries:
             return
         first, last = self._ends
-        if not (0 <= first < length and 0 <= last < length):
-            raise _out_of_range(last if 0 <= first < length else first, length)
+        for end in (first, last):
+            if not 0 <= end < length:
+                raise _out_of_range(end, length)
         if last - first + 1 < entries:
             raise ValueError(
                 f"got {entries} indices, the first {first} and the last {last}: {_ORDER}"
@@ -402,7 +403,8 @@ class SparseVector:
     @property
     def value_nbytes(self) -> int:
         """Bytes of the values of one entry."""
-        return self.values.itemsize * (1 if self.width is None else self.width)
+        numbers = 1 if self.width is None else self.width
+        return self.values.itemsize * numbers
 
     def support(self) -> "SparseVector":
         """Return the same indices with rows of width 0, which take no bytes."""
@@ -468,8 +470,10 @@ def merge(a: SparseVector, b: SparseVector) -> SparseVector:
 
     Both have one length, width and dtype.
     """
-    if not (a.indices.size and b.indices.size):
-        return (a if a.indices.size else b).copy()
+    if not b.indices.size:
+        return a.copy()
+    if not a.indices.size:
+        return b.copy()
     indices, values, facts = kernels_for(a.values).merge(
         a.indices, a.values, b.indices, b.values
     )
@@ -642,7 +646,8 @@ def _new_empty(
 ) -> SparseVector:
     xp = namespace(like)
     length = to_integer("length", length, 0)
-    values = xp.empty(0 if width is None else (0, width), dtype)
+    shape = (0,) if width is None else (0, width)
+    values = xp.empty(shape, dtype)
     return SparseVector.trusted(
         xp.empty(0, index_dtype(length)), _checked_values(values), length
     )
@@ -657,7 +662,9 @@ def _array(array_like: Any) -> Array:
     is_known = (
         on_device(array_like) or is_array(array_like) or sparse_remedy(array_like)
     )
-    return to_array(array_like if is_known else np.asarray(array_like))
+    if not is_known:
+        array_like = np.asarray(array_like)
+    return to_array(array_like)
 
 
 def _checked_values(array_like: Any) -> Array:

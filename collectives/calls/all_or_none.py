@@ -168,7 +168,8 @@ def catch_up(
                 raise
     if any(failures):
         causes = [error for error in errors if not isinstance(error, CollectiveError)]
-        gather_objects(causes[0] if causes else None, comm, operation)
+        cause = causes[0] if causes else None
+        gather_objects(cause, comm, operation)
 
 
 def miss(error: Exception, attempts: int, comm: Any, operation: str) -> None:

@@ -33,11 +33,9 @@ def checked(
     """
     # now: later the caller's frames are gone
     call = [group.signature["operation"], _caller()]
-    return _compared(
-        group,
-        call,
-        steps if promise is None else _audited(group, steps, contributed, promise),
-    )
+    if promise is not None:
+        steps = _audited(group, steps, contributed, promise)
+    return _compared(group, call, steps)
 
 
 def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
@@ -95,8 +93,10 @@ def _weighed(
         own = [] if total.rejected is None else [total.rejected]
         arrays = []
         for part in same:
-            is_vector = isinstance(part, SparseVector)
-            arrays += [part.indices, part.values] if is_vector else [part]
+            if isinstance(part, SparseVector):
+                arrays += [part.indices, part.values]
+            else:
+                arrays.append(part)
         # those of MPI's own sum may differ between ranks
         bits = None if is_array and not own else joint_digest(arrays)
         masses = {

@@ -135,10 +135,11 @@ class Agreements:
     ) -> tuple[bool, bool]:
         """Return what `agree` does, and whether all numbers are equal modulo 2^14; call: a missing one, in errors."""
         self._shrinking = 0
+        mine = _bits_of(number)
+        if sound:
+            mine |= _SOUND
         with of_process():
-            failed = self._finish(
-                self._start((_SOUND if sound else 0) | _bits_of(number)), call
-            )
+            failed = self._finish(self._start(mine), call)
         return bool(self._bits[0] & _SOUND) and not failed, self._are_equal()
 
     def agree_to_shrink(self, quorum: int) -> bool:

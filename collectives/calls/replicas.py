@@ -94,4 +94,5 @@ def _leaves(parameters: Any, name: str) -> Iterator[tuple[str, Any]]:
             "arrays, such as dict(model.named_parameters()) or jax.tree.leaves(parameters)"
         )
     for key, part in parts:
-        yield from _leaves(part, f"{name}.{key}" if name else str(key))
+        inner = f"{name}.{key}" if name else str(key)
+        yield from _leaves(part, inner)

@@ -242,9 +242,9 @@ class GradientExchange(CheckedKeywords):
             self.fail(error)
         self._step = self._new_step()
         self._step.add(arrays, outs)
-        return in_form(
-            form, self._run(form, "sparse" if sparse else "dense").results, arrays
-        )
+        results = "sparse" if sparse else "dense"
+        step = self._run(form, results)
+        return in_form(form, step.results, arrays)
 
     @defer_interrupt
     def register(self, tensors: ByName) -> None:
@@ -298,7 +298,8 @@ class GradientExchange(CheckedKeywords):
             )
         if self._form is not None:
             check_same_form(DICT, {name: array}, self._form, self._names, self._order)
-        self.start_together({name: array}, {} if out is None else {name: out})
+        outs = {} if out is None else {name: out}
+        self.start_together({name: array}, outs)
 
     @defer_interrupt
     def start_together(self, arrays: ByName, outs: ByName | None = None) -> None:
@@ -336,7 +337,8 @@ class GradientExchange(CheckedKeywords):
         Raises:
             CollectiveError: another rank failed. The errors of a call are raised too.
         """
-        return self._run(DICT, "sparse" if sparse else "dense").results
+        results = "sparse" if sparse else "dense"
+        return self._run(DICT, results).results
 
     def finish_vectors(self, *settings: str) -> list[Any]:
         """Complete the step as `finish` does, and return the mean of each of `buckets`; none if the step is skipped.
@@ -510,7 +512,8 @@ class GradientExchange(CheckedKeywords):
         if not isinstance(proposal, Exception):
             call += f"({', '.join(proposal['names'][:3])})"
             ended = sorted(before.difference(proposal["names"]))
-            call += f" after hold({', '.join(ended[:3])})" if ended else ""
+            if ended:
+                call += f" after hold({', '.join(ended[:3])})"
         try:
             everyone = gather_objects(proposal, self.comm, call)
         # the other ranks may be in a step, and have taken this call for its first sum
@@ -544,7 +547,9 @@ class GradientExchange(CheckedKeywords):
         """Return the names to hold, and those of them that this rank has to send, in order; KeyError for others."""
         if not (isinstance(names, Iterable) and isinstance(changed, Iterable)):
             raise TypeError(f"hold got {names!r}: expected names of tensors")
-        held = dict.fromkeys([names] if isinstance(names, str) else names)
+        if isinstance(names, str):
+            names = [names]
+        held = dict.fromkeys(names)
         check_same_form(DICT, held, DICT, {*self._order})
         return {"names": sorted(held), "changed": sorted(held.keys() & {*changed})}
 

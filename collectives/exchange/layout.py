@@ -169,7 +169,8 @@ class Layout:
             # No votes are counted of a tensor that is sent whole.
             if self.reduction.average == CONTRIBUTORS:
                 is_whole = isinstance(compressor.chain()[-1], Dense)
-                text += ", sent whole" if is_whole else ", in part"
+                how = "sent whole" if is_whole else "in part"
+                text += f", {how}"
             tensors[tensor.name] = text
         # compressors and feedback may differ
         settings = self.settings | {

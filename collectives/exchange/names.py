@@ -13,7 +13,9 @@ def canonical(name: str) -> str:
     'layer.weight'
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS] or [name]
-    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
+    if parts[0] == "module" and len(parts) > 1:
+        del parts[0]
+    return ".".join(parts)
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:

@@ -62,7 +62,10 @@ class Reduction:
             return total._replace(value=DenseMean(value))
         if isinstance(value, np.ndarray) or on_device(value):
             value = from_all_values(to_vector(value))
-        for part in [value] if rejected is None else [value, rejected]:
+        parts = [value]
+        if rejected is not None:
+            parts.append(rejected)
+        for part in parts:
             if not isinstance(part, SparseVector):
                 raise TypeError(
                     f"the collective returned {type(part).__name__}: expected a SparseVector or an array, "

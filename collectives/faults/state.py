@@ -155,17 +155,16 @@ class Faults:
         operation = mine["operation"]
         where = f"in round {mine['round']}, waiting for {_named(mine['for'])}"
         if mine["waited"]:
-            return f"{operation} timed out after {mine['waited']:.3g} s" + (
-                f" {where}" if mine["round"] else ""
-            )
+            timed_out = f"{operation} timed out after {mine['waited']:.3g} s"
+            return f"{timed_out} {where}" if mine["round"] else timed_out
         expired = [rank for rank, notice in self._notices.items() if notice["waited"]]
         for_this = [
             rank for rank in expired if self._rank in self._notices[rank]["for"]
         ]
-        others = (
-            named_ranks(for_this or expired) if expired else "another rank"
-        ) + f" timed out{self._after('after')}"
-        others += f", waiting for rank {self._rank}" if for_this else ""
+        who = named_ranks(for_this or expired) if expired else "another rank"
+        others = f"{who} timed out{self._after('after')}"
+        if for_this:
+            others += f", waiting for rank {self._rank}"
         if mine["elsewhere"]:
             return f"this rank waited in {operation}{_elsewhere(mine)}: {others}"
         if mine["round"]:
@@ -244,7 +243,9 @@ def disagreement(
         f"{operation} raised on all {len(reports)} ranks, nothing was changed. "
         + ". ".join(faults)
     )
-    return (StepSkippedError if skips == len(faults) > 0 else CollectiveError)(text)
+    if skips == len(faults) > 0:
+        return StepSkippedError(text)
+    return CollectiveError(text)
 
 
 def differing(values: Iterable[tuple[int, Any]]) -> str:
@@ -270,9 +271,8 @@ def named_ranks(ranks: Iterable[int]) -> str:
         f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
         for run in runs
     ]
-    return ("rank " if [len(run) for run in runs] == [1] else "ranks ") + ", ".join(
-        shown
-    )
+    word = "rank" if [len(run) for run in runs] == [1] else "ranks"
+    return f"{word} {', '.join(shown)}"
 
 
 def _named(ranks: list[int]) -> str:

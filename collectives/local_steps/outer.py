@@ -454,10 +454,10 @@ class OuterLoop(CheckedKeywords):
 
     def _named_parameters(self) -> dict[str, Any]:
         """Return the parameters of this round by name; ValueError for others than at first."""
-        is_function = isroutine(self._parameters)
-        self._form, current = by_name(
-            self._parameters() if is_function else self._parameters
-        )
+        parameters = self._parameters
+        if isroutine(parameters):
+            parameters = parameters()
+        self._form, current = by_name(parameters)
         others = sorted(current.keys() ^ self._first.keys(), key=str)
         if self._first and others:
             raise ValueError(

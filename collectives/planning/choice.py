@@ -146,7 +146,9 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
             return min(case.value_nbytes, value + upper(ranks) / 4) + index
         # values of a few bits need all bits of a float, but for signs of two equal supports
         is_short = 8 * ranks * value <= 2 and not case.fresh
-        return (ranks * value if is_short else case.value_nbytes) + index
+        if is_short:
+            return ranks * value + index
+        return case.value_nbytes + index
 
     shares = case.entries * sent + union * summed(case.ranks)
     added = 0.6 * (case.entries + union)

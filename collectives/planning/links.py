@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 from typing import TYPE_CHECKING
@@ -205,10 +205,14 @@ def _trip(
     """Return half of the fastest of some round trips, as the leading rank saw it: the link did not delay the others."""
     buffer = np.zeros(nbytes, np.uint8)
     fastest = np.full(1, np.inf)
+    first: Callable[..., None] = comm.Recv
+    second: Callable[..., None] = comm.Send
+    if leads:
+        first, second = second, first
     for _ in range(trips):
         start = time.perf_counter()
-        for sends in leads, not leads:
-            (comm.Send if sends else comm.Recv)(buffer, partner, TAG)
+        first(buffer, partner, TAG)
+        second(buffer, partner, TAG)
         fastest[0] = min(fastest[0], time.perf_counter() - start)
-    (comm.Send if leads else comm.Recv)(fastest, partner, TAG)
+    first(fastest, partner, TAG)
     return max(1e-9, float(fastest[0]) / 2)

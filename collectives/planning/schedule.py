@@ -73,11 +73,11 @@ def hearing(rank: int, size: int) -> tuple[int, ...]:
     """
     partner = fold_partner(rank, size)
     core = core_size(size)
-    first = (
-        []
-        if rank >= core
-        else [*([] if partner is None else [partner]), *butterfly(rank, core)]
-    )
+    first: list[int] = []
+    if rank < core:
+        if partner is not None:
+            first.append(partner)
+        first += butterfly(rank, core)
     return (
         *first,
         *(source for _, source in rotation(rank, size) if source not in first),

@@ -450,7 +450,9 @@ class Engine:
         """Give up if the deadline has passed, or, where this rank listens, another rank has given up."""
         is_late = self._is_late(waited)
         if is_late or (listens and deadline.has_notice(faults)):
-            self.give_up(faults, waits(), waited=waited if is_late else 0.0)
+            if not is_late:
+                waited = 0.0
+            self.give_up(faults, waits(), waited=waited)
         elif listens:
             self._answer(faults, waits)
 
@@ -563,8 +565,9 @@ class Engine:
             for request in self._in_flight:
                 if request.unattended_from <= now:
                     moved |= request.advance()
-            for group in self._discarding if now == math.inf else ():
-                group.discard()
+            if now == math.inf:
+                for group in self._discarding:
+                    group.discard()
             return moved
         finally:
             if self._discarding:

@@ -55,7 +55,9 @@ def master_address(
     environment: Mapping[str, str], host: str, *, is_one_node: bool
 ) -> str:
     """Return the address at which rank 0 listens for torch; host: its name, which may not resolve on one node."""
-    return environment.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else host)
+    if is_one_node:
+        host = "127.0.0.1"
+    return environment.get("MASTER_ADDR") or host
 
 
 def torchrun_variables(

@@ -300,7 +300,8 @@ class Handle:
             del raised, refused
         means = self.exchange.finish()
         # NaN: the scaler skips the step as well
-        return means, self._scale if self.exchange.finite else math.nan
+        scale = self._scale if self.exchange.finite else math.nan
+        return means, scale
 
     def _drop_gradients(self) -> None:
         """Set `.grad` to None if the last step was skipped, and no scaler looks for NaN; warn of it once."""

@@ -466,7 +466,8 @@ def _release(parameter: Any) -> None:
 
 def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Return a future for a bucket's means; torch refuses a result on a device that the future does not name."""
-    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    devices = [buffer.device] if buffer.is_cuda else None
+    return torch.futures.Future(devices=devices)
 
 
 def _stamp(parameter: torch.Tensor) -> tuple[int, int] | None:

@@ -204,7 +204,8 @@ class FSDPHandle(Handle):
             not isinstance(parameter, DTensor)
             or max(self._calls.values(), default=0) > 1
         ):
-            self._late += [parameter] if is_new else []
+            if is_new:
+                self._late.append(parameter)
         elif is_new:
             self._start_all([parameter])
         elif self._own_error is None:

@@ -51,11 +51,9 @@ def main() -> None:
     first = (sys.argv[1:] or [""])[0]
     if not first or (first[0] == "-" and first not in _SCRIPTS):
         print(__doc__)
-        sys.exit(
-            0
-            if first in ("-h", "--help")
-            else f"expected a script, -m MODULE or -c CODE, not {first!r}"
-        )
+        if first in ("-h", "--help"):
+            sys.exit(0)
+        sys.exit(f"expected a script, -m MODULE or -c CODE, not {first!r}")
     try:
         reserved = socket.socket()
         set_variables(reserved)

@@ -287,12 +287,15 @@ def kind_of(original: Any) -> Callable[[Array], Any]:
     if type(original) is np.ndarray and original.dtype in VALUE_DTYPES:
         return lambda result: result
     root = type(original).__module__.partition(".")[0]
-    library = sys.modules.get("jax.numpy" if root in ("jax", "jaxlib") else root)
+    is_jax = root in ("jax", "jaxlib")
+    if is_jax:
+        root = "jax.numpy"
+    library = sys.modules.get(root)
     ours = isinstance(original, np.ndarray) or on_device(original)
     foreign = not ours and hasattr(library, "from_dlpack")
     short = original.dtype if _is_bfloat16(original) else None
     # JAX would take the first of its devices.
-    place = {"device": original.device} if root in ("jax", "jaxlib") else {}
+    place = {"device": original.device} if is_jax else {}
 
     def convert(result: Array) -> Any:
         array = library.from_dlpack(result, **place) if foreign else result  # type: ignore[union-attr]

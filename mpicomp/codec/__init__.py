@@ -151,9 +151,7 @@ def encode(
     )
     if nbytes > HEADER_NBYTES:
         index_format.write(vector, message[HEADER_NBYTES:middle])
-        value_format.write(
-            values.reshape(-1) if row else values, message[middle:nbytes]
-        )
+        value_format.write(values.reshape(-1), message[middle:nbytes])
     return message
 
 
@@ -258,7 +256,9 @@ def read_header(message: Buffer, line: Buffer | None = None) -> Header:
         raise CodecError(
             f"got {message.size} bytes: expected at least the header of {HEADER_NBYTES}"
         )
-    header = Header(*read_fields(message if line is None else line, _HEADER))
+    if line is None:
+        line = message
+    header = Header(*read_fields(line, _HEADER))
     if header.magic != MAGIC or header.version != VERSION:
         raise CodecError(
             f"got magic {header.magic!r}, version {header.version}: expected {MAGIC!r}, {VERSION}"

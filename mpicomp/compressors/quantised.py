@@ -38,8 +38,10 @@ def _to_float16(values: Array) -> Array:
 
 def _to_bfloat16(values: Array) -> Array:
     """Return values rounded to bfloat16 by integer operations, which no device computes otherwise."""
-    # the largest bfloat16 in the dtype's range
-    limit = np.uint32(0x477F0000 if values.dtype == np.float16 else 0x7F7F0000)
+    # The largest bfloat16 in the dtype's range.
+    limit = np.uint32(0x7F7F0000)
+    if values.dtype == np.float16:
+        limit = np.uint32(0x477F0000)
     bits = converted(values, np.float32).view(np.uint32)
     signs = bits & np.uint32(0x80000000)
     clipped = np.minimum(bits ^ signs, limit)

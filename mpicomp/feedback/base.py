@@ -140,11 +140,10 @@ class Feedback(Configured):
         """
         corrected = correction.out
         if corrected is not self._spares.get("residual"):
-            return self.prepare_residual(
-                correction,
-                from_all_values(corrected),
-                None if rejected is None else from_all_values(rejected),
-            )
+            back = None
+            if rejected is not None:
+                back = from_all_values(rejected)
+            return self.prepare_residual(correction, from_all_values(corrected), back)
         if rejected is None:
             kernels_for(corrected).clear(corrected)
         elif rejected is not corrected:
@@ -243,7 +242,10 @@ class Feedback(Configured):
         return super().declared() | dict.fromkeys(names, (finite, POSITIONS))
 
     def held(self) -> dict[str, Any]:
-        return super().held() | (self._arrays if self._begun else {})
+        held = super().held()
+        if self._begun:
+            held |= self._arrays
+        return held
 
     def take(self, values: ByName) -> None:
         """Take checked values, also before a first step; refuses arrays for other gradients than those before."""
@@ -316,7 +318,8 @@ class Feedback(Configured):
         if is_vector and kind == self._kind:
             self._staged = True
             return coefficients_of(gradient, basis)
-        got = f"{first.dtype} of shape {(size,) if is_vector else first.shape}"
+        shape = (size,) if is_vector else first.shape
+        got = f"{first.dtype} of shape {shape}"
         if not self.fits(*kind):
             assert self._kind is not None
             length, dtype = self._kind

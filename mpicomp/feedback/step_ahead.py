@@ -109,6 +109,7 @@ class StepAhead(Feedback):
         }
 
     def dtypes(self, dtype: Dtype) -> Dtypes:
-        return {"residual": dtype} | (
-            {"velocity": accumulation_dtype(dtype)} if self.momentum else {}
-        )
+        dtypes = {"residual": dtype}
+        if self.momentum:
+            dtypes["velocity"] = accumulation_dtype(dtype)
+        return dtypes
