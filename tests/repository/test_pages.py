@@ -343,7 +343,7 @@ def test_the_anchors_to_which_a_page_links_exist(page):
 def test_the_pages_for_users_are_short():
     """All words of README and docs/*.md, as `wc -w` counts them; pages for contributors are in docs/contributing."""
     pages = [page.read_text() for page in [ROOT / "README.md", *DOCS.glob("*.md")]]
-    assert len(" ".join(pages).split()) <= 16_700
+    assert len(" ".join(pages).split()) <= 16_000
 
 
 def test_a_word_of_the_search_is_of_one_page_that_exists():
