@@ -8,11 +8,13 @@ import re
 from typing import Any
 
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+from sphinx.util import inspect
 from sphinx.util.typing import stringify_annotation
 
 import collectives
 import collectives.torch
 import mpicomp
+from mpicomp.settings import CheckedKeywords
 
 MARKUP = re.compile(r"``[^`]*``|`([^`]*)`|([*|\\]|_\b)")
 PUBLIC = {
@@ -20,6 +22,9 @@ PUBLIC = {
     for package in (mpicomp, collectives, collectives.torch)
     for name in package.__all__
 }
+
+# No user calls the constructors of these.
+MADE_BY_THE_LIBRARY = {"Request", "SupportPlan", "Handle", "Patch"}
 
 # types of NumPy, as Sphinx writes them, and their names
 NAMES = {
@@ -73,7 +78,17 @@ def with_short_types(
     signature: str | None,
     returned: str | None,
 ) -> tuple[str | None, str | None]:
-    """Return a signature in which NumPy's types have their names."""
+    """Return a signature in which NumPy's types have their names; of a class that of its `__init__`.
+
+    Sphinx takes that of `__new__`, which for classes of this library checks keywords only.
+    """
+    if name.rpartition(".")[2] in MADE_BY_THE_LIBRARY:
+        return "", None
+    if what == "class" and issubclass(target, CheckedKeywords):
+        of_init = inspect.signature(target.__init__, bound_method=True)
+        signature = inspect.stringify_signature(
+            of_init, show_return_annotation=False, unqualified_typehints=True
+        )
     for long, short in NAMES.items():
         signature = signature and signature.replace(long, short)
         returned = returned and returned.replace(long, short)

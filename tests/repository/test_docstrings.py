@@ -6,6 +6,7 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import runpy
 import textwrap
 
 import pytest
@@ -177,3 +178,21 @@ def test_the_reference_shows_no_member_that_a_class_does_not_have():
         if package in ("mpicomp", "collectives"):
             target = getattr(importlib.import_module(package), name)
             assert all(inspect.getdoc(getattr(target, member)) for member in members)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, each in PUBLIC.items() if isinstance(each, type)]
+)
+def test_the_reference_shows_the_arguments_of_a_class(name):
+    pytest.importorskip("sphinx", reason="needs the extra docs")
+    shown = runpy.run_path(str(API.parent / "docstrings.py"))["with_short_types"]
+    target = PUBLIC[name]
+    signature, _ = shown(None, "class", name, target, None, "(*args, **kwargs)", None)
+    expected = [each for each in inspect.signature(target).parameters if each != "self"]
+    if issubclass(target, mpicomp.Compressor | mpicomp.Feedback | mpicomp.Basis):
+        assert all(f"{each}:" in signature for each in expected)
+        assert "**" not in signature
+    if name in {"Request", "SupportPlan"}:
+        assert signature == ""
+    if name == "GradientExchange":
+        assert signature.startswith("(comm: Any, compressor: Compressor | ")
