@@ -120,13 +120,18 @@ class Muon(AdamW):
 
     steps: the polynomials of Newton-Schulz. by_row: NorMuon (arXiv 2510.05491), each
     row over the root of the mean of its squares, and the norm of the whole as it was.
+    beta: of the momentum.
     """
 
     def __init__(
-        self, steps: Sequence[tuple[float, ...]] = QUINTIC, *, by_row: bool = False
+        self,
+        steps: Sequence[tuple[float, ...]] = QUINTIC,
+        *,
+        by_row: bool = False,
+        beta: float = 0.95,
     ) -> None:
         super().__init__()
-        self.steps, self.by_row = steps, by_row
+        self.steps, self.by_row, self.beta = steps, by_row, beta
 
     def start(self, shapes: Shapes, ranks: int = 1) -> None:
         """Make the state for parameters of these shapes; a matrix is hidden where no side is shorter than the width.
@@ -135,14 +140,17 @@ class Muon(AdamW):
         """
         import torch
 
-        super().start(shapes, ranks)
         places: dict[tuple[int, ...], list[slice]] = {}
+        # of AdamW
+        self.others = np.ones(size_of(shapes), bool)
         first = 0
         for shape in shapes:
             place = slice(first, first + math.prod(shape))
             first = place.stop
             if len(shape) == 2 and min(shape) >= shapes[0][-1]:
                 places.setdefault(shape, []).append(place)
+                self.others[place] = False
+        super().start([(int(self.others.sum()),)], ranks)
         self.hidden = [
             Matrices(own, torch.zeros(ranks, len(own), *shape))
             for shape, own in places.items()
@@ -152,12 +160,15 @@ class Muon(AdamW):
 
     def update(self, parameters: Floats, gradients: Floats, rate: float) -> None:
         """Update the parameters."""
-        before = [stacked(parameters, each) for each in self.hidden]
-        super().update(parameters, gradients, rate)
-        for own, weights, rows in zip(self.hidden, before, self.rows, strict=True):
-            gradient = stacked(gradients, own)
-            average = own.momenta.lerp_(gradient, 0.05)
-            update = orthogonalised(gradient.lerp(average, 0.95), self.steps)
+        others, theirs = (
+            np.compress(self.others, each, -1) for each in (parameters, gradients)
+        )
+        super().update(others, theirs, rate)
+        parameters[..., self.others] = others
+        for own, rows in zip(self.hidden, self.rows, strict=True):
+            weights, gradient = (stacked(each, own) for each in (parameters, gradients))
+            average = own.momenta.lerp_(gradient, 1 - self.beta)
+            update = orthogonalised(gradient.lerp(average, self.beta), self.steps)
             if self.by_row:
                 update = normalised(update, rows, self.number)
             scale = 0.2 * math.sqrt(max(update.shape[-2:]))
@@ -165,6 +176,23 @@ class Muon(AdamW):
             weights -= scale * rate * update
             for number, place in enumerate(own.places):
                 parameters[..., place] = weights[:, number].flatten(1).numpy()
+
+    @property
+    def momenta(self) -> Floats:
+        """The first moments, also of AdamW: a copy with a row for each rank, in the order of the parameters."""
+        first = self.first.reshape(-1, int(self.others.sum()))
+        found = np.empty((len(first), self.others.size), np.float32)
+        found[:, self.others] = first
+        for own in self.hidden:
+            for number, place in enumerate(own.places):
+                found[:, place] = own.momenta[:, number].flatten(1).numpy()
+        return found
+
+    @momenta.setter
+    def momenta(self, values: Floats) -> None:
+        self.first[...] = np.compress(self.others, values, -1).ravel()
+        for own in self.hidden:
+            own.momenta.copy_(stacked(values, own))
 
 
 def stacked(vectors: Floats, matrices: Matrices) -> Any:
@@ -276,7 +304,8 @@ class Local:
 
     every: local steps. outer, momentum: of the outer step; with a momentum it is
     Nesterov's. radial: the mean of each tensor gets the mean norm of the ranks' own
-    (the radial-directional mean of Decoupled DiLoCo, arXiv 2604.21428).
+    (the radial-directional mean of Decoupled DiLoCo, arXiv 2604.21428). momenta: of the
+    optimiser; by default they stay on their ranks.
     """
 
     pooled = False
@@ -290,9 +319,11 @@ class Local:
         momentum: float = 0.0,
         *,
         radial: bool = False,
+        momenta: "Momenta | None" = None,
     ) -> None:
         self.every, self.outer, self.momentum, self.number = every, outer, momentum, 0
         self.exchange, self.optimiser, self.radial = exchange, optimiser, radial
+        self.momenta = momenta
 
     def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the state for parameters of these shapes."""
@@ -301,6 +332,8 @@ class Local:
         self.velocity = np.zeros(size_of(shapes), np.float32)
         self.replicas: Floats | None = None
         self.firsts = np.cumsum([0, *map(math.prod, shapes[:-1])])
+        if self.momenta:
+            self.momenta.start(shapes, ranks)
 
     def step(
         self, parameters: Floats, gradients: Sequence[Floats], rate: float
@@ -310,6 +343,8 @@ class Local:
             self.replicas = np.tile(parameters, (len(gradients), 1))
         self.optimiser.update(self.replicas, np.stack(gradients), rate)
         self.number += 1
+        if self.momenta:
+            self.momenta.step(self.number, self.optimiser)
         if self.number % self.every:
             return 0.0
         changes = parameters - self.replicas
@@ -322,7 +357,7 @@ class Local:
             mean + np.float32(self.momentum) * self.velocity
         )
         self.replicas = None
-        return bits / self.every
+        return bits / self.every + (self.momenta.bits if self.momenta else 0.0)
 
     def stretch(self, changes: Floats, mean: Floats) -> Floats:
         """Return for each value the mean norm of its tensor in the ranks' changes over that in the mean."""
@@ -333,6 +368,61 @@ class Local:
         ratios = np.sqrt(squares[0]).mean(0) / np.maximum(np.sqrt(squares[1]), 1e-20)
         sizes = np.diff([*self.firsts, mean.size])
         return np.repeat(ratios.astype(np.float32), sizes)
+
+
+class Momenta:
+    """The momenta of an optimiser, which an `OuterLoop` of their own averages over the ranks.
+
+    bits: of a value; 32: dense sums. every: steps between two averages.
+    """
+
+    def __init__(self, bits: int, every: int) -> None:
+        self.exchange: Any = Dense() if bits == 32 else FewBits(bits)
+        self.every = every
+        self.bits = 0.0  # of a value and step
+
+    def start(self, shapes: Shapes, ranks: int) -> None:
+        """Make the state for parameters of these shapes."""
+        self.exchange.start(shapes, ranks)
+        self.anchor = np.zeros(size_of(shapes), np.float32)
+
+    def step(self, number: int, optimiser: Any) -> None:
+        """Average them, if it is due behind the step of this number."""
+        if number % self.every:
+            return
+        own = optimiser.momenta
+        change, bits = self.exchange.mean(list(self.anchor - own))
+        self.anchor = self.anchor - change
+        optimiser.momenta = np.tile(self.anchor, (len(own), 1))
+        self.bits = bits / self.every
+
+
+class Accumulating:
+    """A method of which a step takes the mean gradients of several steps."""
+
+    def __init__(self, method: Any, steps: int) -> None:
+        self.method, self.steps, self.pooled = method, steps, method.pooled
+        self.number, self.sums = 0, 0.0
+
+    @property
+    def replicas(self) -> Any:
+        """The parameters of all ranks, or None where they are the same."""
+        return getattr(self.method, "replicas", None)
+
+    def start(self, shapes: Shapes, ranks: int) -> None:
+        """Make the state for parameters of these shapes."""
+        self.method.start(shapes, ranks)
+
+    def step(
+        self, parameters: Floats, gradients: Sequence[Floats], rate: float
+    ) -> float:
+        """Let the method take a step, if it is due; return the bits of a value and step."""
+        self.number += 1
+        self.sums = self.sums + np.stack(gradients)
+        if self.number % self.steps:
+            return 0.0
+        means, self.sums = self.sums / np.float32(self.steps), 0.0
+        return float(self.method.step(parameters, list(means), rate)) / self.steps
 
 
 class DiLoCo(Local):
@@ -409,7 +499,8 @@ NAMES = {
     "none": lambda chunk: None,
 }
 # settings that the lines of the library do not have
-OWN = "beta2", "tile", "mean", "radial"
+OF_OPTIMISER = "beta", "beta2"
+OWN = *OF_OPTIMISER, "tile", "mean", "radial", "accumulate", "momenta", "momenta_every"
 
 
 add(  # which the library refuses: nothing is gained
@@ -433,8 +524,9 @@ def made(name: str, optimiser: str = "adamw") -> Any:
     """Return a new method of the simulation by its name; raises ValueError if there is none.
 
     optimiser: of `OPTIMISERS`; signs are a step of their own. Beside the settings of
-    the line: beta2, of AdamW; mean=contributors, of a sign; tile=True, see `Signs`;
-    radial=True, see `Local`.
+    the line: beta, of Muon, and beta2, of AdamW; mean=contributors, of a sign;
+    tile=True, see `Signs`; radial=True, see `Local`; momenta=4, bits, every
+    `momenta_every` steps, see `Momenta`; accumulate=5, see `Accumulating`.
     """
     stem, _, given = name.partition(":")
     settings = dict(each.partition("=")[::2] for each in given.split(",") if each)
@@ -450,17 +542,22 @@ def made(name: str, optimiser: str = "adamw") -> Any:
         mean.over = own.get("mean", mean.over)
         chunk = re.search(r"chunk=(\d+)", found.line)
         return Signs(mean, round(int(chunk[1]) ** 0.5) if "tile" in own else None)
-    new = partial(
-        OPTIMISERS[optimiser], **{key: float(own[key]) for key in own if key == "beta2"}
+    new = OPTIMISERS[optimiser](
+        **{key: float(own[key]) for key in OF_OPTIMISER if key in own}
     )
     if outer:
+        rarely = int(own.get("momenta_every", outer["every"]))
         local = DiLoCo if stem.startswith("diloco") else Local
-        return local(
+        rule: Any = local(
             mean,
-            new(),
+            new,
             outer["every"],
             outer.get("rate", 1.0),
             outer.get("momentum", 0.0),
             radial="radial" in own,
+            momenta=Momenta(int(own["momenta"]), rarely) if "momenta" in own else None,
         )
-    return EveryStep(mean[0] if isinstance(mean, tuple) else mean, new())
+    else:
+        rule = EveryStep(mean[0] if isinstance(mean, tuple) else mean, new)
+    steps = int(own.get("accumulate", 1))
+    return Accumulating(rule, steps) if steps > 1 else rule

@@ -117,6 +117,54 @@ def test_an_optimiser_of_several_ranks_is_one_for_each(rules, optimizer):
     np.testing.assert_array_equal(parameters, replicas)
 
 
+def test_momenta_are_averaged_as_an_outer_loop_of_their_own_does(rules):
+    """Every second step, in 2 bits, where parameters are averaged every fourth one in 4."""
+    pytest.importorskip("torch")
+    method, optimiser = (
+        rules.made("local-few-bits-4:momenta=2,momenta_every=2", "muon"),
+        rules.Muon(),
+    )
+    shapes = [(30, 16), (16, 16), (16,)]
+    size = rules.size_of(shapes)
+    anchor, replica, momenta = np.zeros((3, size), np.float32)
+    method.start(shapes, 1)
+    optimiser.start(shapes)
+    loops = [
+        OuterLoop(
+            GradientExchange(MPI.COMM_SELF, bits=bits), {"all": array}, every=every
+        )
+        for bits, array, every in ((4, replica, 4), (2, momenta, 2))
+    ]
+    for number in range(8):
+        given = gradients(number + 1)[-1][:size]
+        bits = method.step(anchor, [given], 0.01)
+        optimiser.update(replica, given, 0.01)
+        momenta[...] = optimiser.momenta[0]
+        for loop in loops:
+            loop.step()
+        optimiser.momenta = momenta[None]
+    np.testing.assert_allclose(anchor, replica, atol=1e-6)
+    np.testing.assert_allclose(method.optimiser.momenta[0], momenta, atol=1e-6)
+    assert 4 / 4 + 2 / 2 < bits < 1.3 * (4 / 4 + 2 / 2)
+
+
+def test_a_step_may_take_the_mean_gradients_of_several(rules):
+    """As one step with their mean does, of a method with replicas too."""
+    given = [gradients(2), [2 * each for each in gradients(2)]]
+    for name, once in (
+        ("few-bits-4:accumulate=2", "few-bits-4"),
+        ("local-dense-1:accumulate=2", "local-dense-1"),
+    ):
+        method, parameters = rules.made(name), np.zeros(SIZE, np.float32)
+        method.start(SHAPES, 2)
+        assert method.step(parameters, given[0], 0.5) == 0
+        assert not parameters.any()
+        bits = method.step(parameters, given[1], 0.5)
+        expected, of_one = stepped(rules, once, [1.5 * each for each in given[0]])
+        np.testing.assert_allclose(parameters, expected, rtol=1e-5, atol=1e-6)
+        assert bits == of_one / 2
+
+
 def test_few_bits_in_a_basis_lose_nothing(rules):
     """What is not in the mean is in the residuals, which are kept in the basis."""
     method, given = rules.made("local-few-bits-in-basis-1:bits=2"), gradients(3)
