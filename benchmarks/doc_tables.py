@@ -631,6 +631,7 @@ TABLES = {
         "every_step": partial(every_step, "table"),
         "map": partial(local_steps, "table"),
         "fewer-bits": partial(local_steps, "fewer_bits"),
+        "by-bits": partial(local_steps, "by_bits"),
         "map-trainings": partial(local_steps, "trainings"),
     },
     "experiments/papers/README.md": {

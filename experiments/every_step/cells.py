@@ -144,6 +144,23 @@ def fewer_bits(rows: Sequence[Any]) -> list[list[str]]:
     return [heads, *lines]
 
 
+def by_bits(rows: Sequence[Any]) -> list[list[str]]:
+    """Return the cells of the table of all that was tried on the most ranks with Muon, the fewest bits first."""
+    heads = ["text", "method", "bits a value and step", "rate: loss"]
+    heads += ["at the best rate, by seed", "nats behind dense Muon"]
+    total, ranks = ALONE[0], RANKS[-1]
+    lines = []
+    for model, text in MODELS.items():
+        about = {"model": model, "ranks": ranks, "batch": total // ranks}
+        own = of(rows, **about, optimizer="muon", steps=STEPS)
+        methods = grouped(own, lambda row: row["method"])
+        for name in sorted(methods, key=lambda name: methods[name][0]["bits"]):
+            tried, seeds, bits = figures(methods[name])
+            gap = Cell(model, total, ranks).gap(rows, name, "muon")
+            lines.append([text, f"`{name}`", bits, tried, seeds, f"{gap or 0:.2f}"])
+    return [heads, *lines]
+
+
 def behind(rows: Sequence[Any]) -> list[list[str]]:
     """Return the cells of a short table, its head first: nats behind dense Muon by ranks, with the batch that stays."""
     places = [Cell("small", ALONE[0], ranks) for ranks in RANKS]

@@ -252,6 +252,7 @@ def test_every_cell_of_the_map_has_dense_training_with_its_batch(rules):
     for cell in cells.cells(rows):
         for optimizer in ("adamw", "muon"):
             assert cell.loss(rows, cells.DENSE, optimizer), (cell, optimizer)
-    for table in (cells.table, cells.fewer_bits, cells.behind, cells.trainings):
+    tables = cells.table, cells.fewer_bits, cells.by_bits, cells.behind, cells.trainings
+    for table in tables:
         heads, *lines = table(rows)
         assert {len(line) for line in lines} == {len(heads)}
