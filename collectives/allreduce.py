@@ -116,8 +116,8 @@ sparse_iallreduce = sparse_allreduce.nonblocking
 Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
 Choose = Callable[[SparseVector, Group], Steps[Choice]]
 Summing = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
-# of all other ranks' vectors: calls like one that gathered so few send them in the
-# place of the metadata
+# Calls like one that gathered so few bytes from all other ranks send vectors in
+# place of the metadata.
 LONG_NBYTES = 1 << 22
 # So many kinds of sums are remembered; entries and bits count by powers of two.
 MOST_KINDS = 1024

@@ -187,7 +187,7 @@ def _keep_off_this_core() -> None:
     if _kept_off == (core, mask):
         return
     for worker in _workers:
-        # if the system refuses, the affinity does not change
+        # The affinity does not change if the system refuses
         with contextlib.suppress(OSError):
             os.sched_setaffinity(worker, mask - {core} or mask)
     _kept_off = core, mask

@@ -167,7 +167,7 @@ MESSAGES: dict[str, Callable[[Case, Links], float]] = {
     SPARSE: sparse(128 / 4096),
     LOCAL: few_bits,
 }
-# of our methods that exchange gradients: bytes that are sent for each of the gradient
+# Our methods that exchange gradients send so many bytes for each of the gradient.
 SENT = {FEW_BITS: 1 / 8, IN_BASIS: 8 / 256}
 
 

@@ -353,14 +353,14 @@ OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {
 }
 
 
-# of the algorithms of a collective, for so many entries
+# The arguments of the algorithms of a collective, for so many entries.
 ARGUMENTS: dict[str, Callable[[int], Row]] = {
     "gtopk_allreduce": lambda entries: {"k": entries},
     "sparse_reduce_scatter": lambda entries: {"partition": "equal"},
     "sparse_reduce": lambda entries: {"root": 0},
     "sparse_bcast": lambda entries: {"root": 0},
 }
-# for several ranks on several nodes; MPI's own, see `choice`
+# They are for several ranks on several nodes; MPI's own is in `choice`.
 NOT_COUNTED = {"node_lanes", "node_leaders", "mpi"}
 
 

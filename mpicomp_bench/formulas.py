@@ -68,7 +68,7 @@ def message(
         indices = 8
         values = span * case.value_nbytes
     elif entries >= 1:
-        # from the first entry to the last one
+        # The bitmap begins at the first entry and ends at the last one.
         extent = span * (entries - 1) / (entries + 1) + 1
         bitmap = 16 + extent / 8
         low = max(0, int(extent / entries).bit_length() - 1)
@@ -198,7 +198,7 @@ def quantised_direct(case: Case) -> Cost:
     )
 
 
-# of equally fast algorithms the first is taken
+# "auto" takes the first of equally fast algorithms.
 FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
     "sparse_allreduce": {
         "recursive_doubling": _recursive_doubling,

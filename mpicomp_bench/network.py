@@ -42,11 +42,11 @@ class Network:
         self.choice = choice
         self.rendezvous = rendezvous
         self.seen = 0  # times that a receiver saw of a message, or took it
-        # by source, dest and tag
+        # The keys are source, dest and tag.
         self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(
             deque
         )
-        # for each Allreduce the arrays so far, then their sum
+        # Each Allreduce has the arrays so far, then their sum.
         self.reductions: list[list[NDArray[Any]]] = []
         self.links = [
             SimulatedLink(self, rank, size, tuple(nodes or [0] * size))

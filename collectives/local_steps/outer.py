@@ -182,7 +182,7 @@ class OuterLoop(CheckedKeywords):
         self._held: set[str] = set()  # frozen parameters, which the exchange leaves out
         self._trained: set[str] = set()  # those that required a gradient at the start
         self._form = ARRAY
-        # for each parameter the first one with the same memory: tied ones count once
+        # Each parameter has the first one with the same memory: tied ones count once
         self._first: dict[str, str] = {}
         self._check_every = EVERY
 

@@ -15,7 +15,7 @@ from mpicomp.arrays import Array
 WINDOWS = 32
 # expected entries of a rank in all windows: those of 8 ranks give the union within 3 %
 SHOWN = 128
-# of a rank; with fewer, the windows are a larger part of what is sent
+# A rank has so many; with fewer, the windows are a larger part of what is sent
 LEAST_ENTRIES = 4096
 
 
@@ -31,7 +31,7 @@ def windows(length: int, entries: int) -> Array:
     stripe = length // WINDOWS
     halvings = max(0, math.ceil(math.log2(entries / SHOWN)))
     span = max(1, stripe >> halvings)
-    # by the golden ratio, so that no pattern of the index space has the same places
+    # Places follow the golden ratio, so that no pattern of the index space has the same ones
     starts = [
         stripe * window + int(0.9 * stripe * (0.618 * window % 1))
         for window in range(WINDOWS)

@@ -400,7 +400,7 @@ class Group:
             raise _damaged(f"{message.size} bytes of {header.nbytes}")
         if header.kind == BYTES:
             return message[HEADER_NBYTES : header.nbytes], header.sender_count
-        # and so are dtype and width
+        # Dtype and width are those of the operation, too.
         if (
             header.kind != FEW_BITS
             and not header.entries

@@ -22,7 +22,7 @@ from collectives.runtime.messages import Steps
 from mpicomp.arrays.device import on_device, to_numpy
 from mpicomp.vector import SparseVector
 
-# of all other ranks' vectors: they take no longer than the rounds of the metadata
+# Vectors of all other ranks with so few bytes take no longer than the rounds of the metadata.
 WHOLE_NBYTES = 1 << 16
 # the count of a message is the entries, whether all in the windows of `planning.overlap`
 # are sent, and, in its low bits, the bits of a value as coded
@@ -31,7 +31,7 @@ MOST_BITS = (1 << 15) - 1
 SHOWS = 1 << 15
 
 
-# of each rank its vector, or one at samples of its indices, and the count
+# Each rank has its vector, or one at samples of its indices, and the count
 Metadata = Sequence[Part]
 
 

@@ -45,7 +45,7 @@ class Look(Enum):
 
 
 _SHORTEST, _ = Look.MOVED.value
-# of what a look costs is the longest pause, where that is more
+# The longest pause is so many times what a look costs, where that is more.
 _SPARING = 32
 _NOT_LOOKED_AT = Look.LATER, Look.NOTHING_IN_FLIGHT
 # seconds in which an operation is left to the call that started it, such as an exchange

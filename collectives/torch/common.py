@@ -133,9 +133,9 @@ class Handle:
         self._has_ended = False  # the exchange has ended the step of the last pass
         self._steps_before = 0  # steps kept before the pass
         self._versions: list[int] = []  # of the parameters, before the pass
-        # contributed to the step in place of gradients
+        # This rank contributes it to the step in place of gradients.
         self._own_error: Exception | None = None
-        # by the exchange in this step, on all ranks
+        # The exchange raised it in this step, on all ranks.
         self._raised: Exception | None = None
         exchange.compare_replicas(self._compared, check_every, OTHER_PARAMETERS)
         try:
@@ -276,7 +276,7 @@ class Handle:
         }
         try:
             self.exchange.start_together(arrays, outs)
-        # of a collective that blocks: it has ended the step, on all ranks
+        # A collective that blocks has ended the step, on all ranks.
         except Exception as error:
             self._raised = error
 

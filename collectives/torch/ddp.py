@@ -177,9 +177,9 @@ class DDPHandle(Handle):
         self._is_astray = False  # one that DDP did not see, likewise
         self._strides = [parameter.stride() for parameter in registered.values()]
         self._clip = clip
-        # with `clip`: of this rank's last gradient, before it was clipped
+        # With `clip` it is that of this rank's last gradient, before it was clipped.
         self.norm: float | None = None
-        # of this step
+        # They are those of this step.
         self._buckets: list[_Bucket] = []
         self._gradients: list[Any] = []  # what is in `.grad` before the pass
         model.register_forward_pre_hook(self)
@@ -368,7 +368,7 @@ class DDPHandle(Handle):
             self._check_views(buckets)
         try:
             means, factor = self._end()
-        # on all ranks; DDP needs its futures to go on after it
+        # All ranks raise it; DDP needs its futures to go on after it.
         except Exception as error:
             self._raised = error
         for future, buffer, parts in buckets:
@@ -417,7 +417,7 @@ class DDPHandle(Handle):
             torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
             for name in names
         ]
-        # of parameters on devices by one copy
+        # One copy brings the norms from the device to the host.
         together = [norm.to(norms[0].device) for norm in norms]
         in_host_memory = torch.stack(together).tolist() if norms else []
         self.norm = norm = math.hypot(*in_host_memory)

@@ -224,7 +224,7 @@ def contestants(
         codec = options.codecs[0]
         run = partial(COLLECTIVES[subject], algorithm=algorithm, codec=codec, **terms)
         exchange = GradientExchange(comm, compressor, collective=run)
-        # as MPI's dense sum has an array for its result
+        # MPI's dense sum has an array for its result, too.
         into = namespace(gradient).empty_like(gradient)
         found.append(
             contestant(

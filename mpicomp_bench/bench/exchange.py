@@ -71,7 +71,7 @@ def gpt_shapes(
     return {**shapes, **head, "head.bias": (vocabulary,)}
 
 
-# of 3.2e6 and 25e6 values
+# They have 3.2e6 and 25e6 values.
 TENSORS = {"gpt": gpt_shapes(), "wide-gpt": gpt_shapes(width=718)}
 
 

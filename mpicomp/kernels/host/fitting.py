@@ -45,11 +45,11 @@ PLAN = np.dtype(
         ("stages", np.int64),  # in: at most; out: in use
         # out: the threshold before the last; NaN if the sample gives none
         ("start", np.float64),
-        # of the magnitudes above the first threshold that exceed the last one; NaN for
+        # The share of magnitudes above the first threshold that exceed the last one; NaN for
         # wanted / above of those before the last; 1 for one stage
         ("share", np.float64),
         ("nonzeros", np.float64),  # values that are not zero, by the sample
-        # at most so many exceed `start`, unless the sample misleads
+        # At most so many exceed `start`, unless the sample misleads
         ("room", np.int64),
         ("total", np.float64),  # of the excess over `start`
         ("threshold", np.float64),  # the last one

@@ -20,7 +20,7 @@ WORD = 64  # values, or bits, that are processed together
 LINE = 64  # bytes of a cache line
 SUMMED = 128  # lanes of the sum of a block
 STRIDES = 1, 2, 4, 8, 16, 32  # of the butterflies of 64 values
-# of the 8 bytes of up to 64 values; odd, so that each word changes a sum
+# The 8 bytes of up to 64 values have these weights; they are odd, so that each word changes a sum.
 WEIGHTS = np.random.RandomState(1).randint(1 << 63, size=WORD, dtype=np.uint64) * 2 + 1
 
 
@@ -434,7 +434,7 @@ def _sums_reaching(
             builder.icmp_signed("<", sums, ir.Constant(keys, None)),
         ]
         differ = builder.xor(again, floor)
-        # of one line's width, 0 where one of its values is 0
+        # The result has one line's width, and is 0 where one of its values is 0.
         while half * keys.element.width > LINE * 8:
             half //= 2
             low, high = (

@@ -67,7 +67,7 @@ class Form(NamedTuple):
     least: int
 
 
-# by dtype; uint16 are the bits of bfloat16
+# uint16 has the bits of bfloat16.
 FORMS: dict[np.dtype[Any], Form] = {
     np.dtype(np.uint16): Form(7, 127 - 14),
     np.dtype(np.float16): Form(10, 1),
@@ -243,7 +243,7 @@ def _plan(members: Array, lengths: Array) -> tuple[Array, Array]:
     expected = orders + further / np.maximum(1 - further, 1e-300)
     gap_bits = expected.argmin(axis=1)
     bits = np.arange(_LENGTHS)
-    # by order: of the code of a number of so many bits, at most
+    # A row is an order: the most bits of the code of a number, by the bits of the number.
     cost = 1 + bits[:, None] + 2 * np.maximum(bits - bits[:, None], 0)
     by_order = lengths @ cost.T
     most = by_order.min(axis=1) + changed * (1 + gap_bits)

@@ -23,7 +23,7 @@ LLOYD_ROUNDS = 20  # at most
 _LONG = 1 << 21  # values
 
 
-# of `checksum`: what the key of a word is times its position, and the bits of its lower half
+# `checksum` multiplies the position of a word by STEP for its key; LOW has the bits of its lower half.
 STEP = np.uint64(0x9E3779B97F4A7C15)
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
