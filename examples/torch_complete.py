@@ -1,6 +1,6 @@
 """A whole training in PyTorch: DDP, mixed precision, accumulation, clipping, a schedule, EMA, checkpoints, a resume.
 
-    mpirun -n 2 --bind-to none python -m collectives.torch examples/torch_complete.py --folder checkpoints
+    mpirun -n 2 --bind-to none python -m collectives.torch examples/torch_complete.py
 
 Started again it resumes from the newest checkpoint that all ranks have. The lines of
 this library end in `# mpicomp`. The data are made up: replace `new_model` and `batch`.
@@ -20,7 +20,7 @@ try:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 except ImportError as error:
-    sys.exit(f"{error}; in the checkout: pip install '.[torch]'")
+    sys.exit(f"{error}; in the checkout: pip install '.[torch,examples]'")
 from checks import verdict
 from mpi4py import MPI
 

@@ -203,9 +203,10 @@ def test_an_example_opens_with_its_run_line_and_stands_in_the_readme(path):
     words, blank, line, *_ = path.read_text().split("\n")
     assert words.startswith('"""')
     assert blank == ""
-    assert re.fullmatch(
-        rf" {{4}}(mpirun -n [2-4] python -m mpi4py|python) examples/{path.name}", line
+    launched = (
+        "mpirun -n [2-4] (python -m mpi4py|--bind-to none python -m collectives.torch)"
     )
+    assert re.fullmatch(rf" {{4}}({launched}|python) examples/{path.name}", line)
     assert f"`{path.name}`" in (ROOT / "README.md").read_text()
 
 
