@@ -2,6 +2,7 @@
 
     python benchmarks/pairs.py ../before .                     # --help for the options
     python benchmarks/pairs.py ../before . --ranks 1 --hook    # DDP's hook as well, where PyTorch is installed
+    python benchmarks/pairs.py ../before . --rounds --calls 5  # rounds of local steps instead, of few and of 1e6 values
     python benchmarks/pairs.py . . --old MPICOMP_PROGRESS=0    # one tree in two environments
 
 Each pair is one process of a tree beside one of the other (on P ranks, P of each), the
@@ -29,8 +30,17 @@ HEADER = (
 )
 
 
-def small_calls(with_hook: bool) -> dict[str, Callable[[], Any]]:
+def timed_calls(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """Return the calls that are timed, on this rank."""
+    if options.rounds:
+        return rounds()
+    return small_calls() | (
+        {"backward pass, DDP's hook": backward_pass()} if options.hook else {}
+    )
+
+
+def small_calls() -> dict[str, Callable[[], Any]]:
+    """Return exchanges and sums of few values."""
     import numpy as np
     from mpi4py import MPI
 
@@ -58,7 +68,7 @@ def small_calls(with_hook: bool) -> dict[str, Callable[[], Any]]:
             started.start(name, array, out=array)
         started.finish()
 
-    calls = {
+    return {
         "exchange of 100 values": lambda: one(gradient),
         "of a dict, 4 tensors": lambda: named(tensors),
         "of a dict, small and dense": lambda: dense(tensors),
@@ -67,7 +77,27 @@ def small_calls(with_hook: bool) -> dict[str, Callable[[], Any]]:
         "sparse_allgather of 100": lambda: sparse_allgather(vector, comm),
         "gtopk_allreduce of 100": lambda: gtopk_allreduce(vector, comm, k=100),
     }
-    return calls | ({"backward pass, DDP's hook": backward_pass()} if with_hook else {})
+
+
+def rounds() -> dict[str, Callable[[], Any]]:
+    """Return rounds of local steps, each after a step that changes one value."""
+    import numpy as np
+    from mpi4py import MPI
+
+    from collectives import GradientExchange, OuterLoop
+
+    def round_of(length: int) -> Callable[[], Any]:
+        parameters = np.ones(length, np.float32)
+        exchange = GradientExchange(MPI.COMM_WORLD, bits=4)
+        loop = OuterLoop(exchange, {"weight": parameters}, every=1)
+
+        def step() -> None:
+            parameters[0] += 1
+            loop.step()
+
+        return step
+
+    return {f"round of {length} values": round_of(length) for length in (100, 10**6)}
 
 
 def backward_pass() -> Callable[[], Any]:
@@ -87,10 +117,12 @@ def backward_pass() -> Callable[[], Any]:
     return lambda: model(batch).sum().backward()
 
 
-def times(with_hook: bool, batches: int, calls: int) -> dict[str, list[float]]:
+def times(options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the CPU and the wall time of each call, in us."""
     found = {}
-    for name, call in small_calls(with_hook).items():
+    batches = options.batches
+    calls = options.calls
+    for name, call in timed_calls(options).items():
         for _ in range(2 * calls):
             call()
         taken = []
@@ -148,20 +180,21 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--calls", type=int, default=50, help="in a batch")
     parser.add_argument("--hook", action="store_true", help="DDP's hook as well")
+    parser.add_argument("--rounds", action="store_true", help="of local steps instead")
     parser.add_argument("--old", nargs="+", default=[], help="its NAME=VALUE variables")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
         from mpi4py import MPI
 
-        found = times(asked.hook, asked.batches, asked.calls)
+        found = times(asked)
         if MPI.COMM_WORLD.rank == 0:
             print(json.dumps(found), flush=True)
         return
     trees = [tree.resolve() for tree in asked.trees]
     sides = [*zip(trees, (asked.old, []), strict=True)]
     options = [f"--batches={asked.batches}", f"--calls={asked.calls}"]
-    options += ["--hook"] if asked.hook else []
+    options += [f"--{name}" for name in ("hook", "rounds") if vars(asked)[name]]
     print(HEADER)
     for ranks in asked.ranks:
         found: list[list[Any]] = [[], []]  # old and new

@@ -168,11 +168,11 @@ class Replica(Configured):
 
     def sample(self) -> Array:
         """Return up to 2,000 values of each parameter that was found last, as it is now, in host memory."""
-        samples = []
-        for memory in self._memory:
-            values = memory.reshape(-1)[:: max(1, memory.size // _SAMPLE)]
-            samples.append(to_numpy(_vector(values)).astype(np.float64))
-        return np.concatenate(samples)
+        return _sample(self._memory)
+
+    def sample_anchor(self) -> Array:
+        """Return the same values of the anchor."""
+        return _sample([self.anchor[span] for span in self._spans])
 
     def held(self) -> dict[str, Any]:
         delta = self.delta if self._is_sent else None
@@ -200,28 +200,47 @@ class Trial:
     """Samples by which to tell whether the first step behind a round goes on from what the round has written.
 
     An optimiser that keeps copies of the parameters goes on from these, and writes
-    them. Make it before the round writes, call `end_round` behind it, and `distances`
-    after a step.
+    them. Make it after the first step of a round, call `begin_write` and `end_write`
+    around what the round writes, and `distances` after the next step.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
-        self._before = self._values()
-        self._written = self._before
+        self._start = np.concatenate([replica.sample_anchor() for replica in replicas])
+        self._first = self._values()  # after the first step from the start
+        self._before = self._first  # a round wrote
+        self._written = self._first
+        self.is_due = False  # a round has written, and no step was looked at
 
-    def end_round(self) -> None:
+    def begin_write(self) -> None:
+        """Take the values that the round is about to overwrite."""
+        self._before = self._values()
+
+    def end_write(self) -> None:
         """Take the values that the round has written."""
         self._written = self._values()
+        self.is_due = True
 
     def distances(self) -> list[float]:
-        """Return the squares of the distances from now to before the round wrote, and to what it has written.
+        """Return the squares of four distances, of which the sums over the ranks tell.
 
-        Where optimisers go on from the mean, the squares of the former add up over the
-        ranks to more: the changes that the round wrote add up to almost nothing, and
-        steps in a direction that the ranks have in common do not bring them back.
+        From the parameters now to what they were before the round wrote, and to what it
+        has written: where optimisers go on from the mean, the former add up to more, as
+        the changes that the round wrote add up to almost nothing, and steps in a
+        direction that the ranks have in common do not bring them back. And the same of
+        the first step of the round itself, from its end, and from its start: if one
+        step does much of a round, as by LBFGS, steps end where they did before.
         """
         now = self._values()
-        differences = now - self._before, now - self._written
+        differences = (
+            now - self._before,
+            now - self._written,
+            self._first - self._before,
+            self._first - self._start,
+        )
+        self._start = self._written
+        self._first = now
+        self.is_due = False
         return [float(np.vdot(values, values)) for values in differences]
 
     def _values(self) -> Array:
@@ -270,6 +289,15 @@ def untied(arrays: ByName) -> dict[str, str]:
             "two parameters share a part of their memory: expected separate arrays, or one array under two names"
         ) from None
     return first
+
+
+def _sample(arrays: Sequence[Array]) -> Array:
+    """Return up to 2,000 values of each array, one after the other, in float64 and in host memory."""
+    samples = []
+    for array in arrays:
+        values = array.reshape(-1)[:: max(1, array.size // _SAMPLE)]
+        samples.append(to_numpy(_vector(values)).astype(np.float64))
+    return np.concatenate(samples)
 
 
 def _vector(memory: Array) -> Array:

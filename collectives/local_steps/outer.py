@@ -81,8 +81,9 @@ OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
 FACTS = "count", "rounds", "steps_into_round", PROGRESS, IN_FLIGHT
 _TRIALS = 3  # rounds that are looked at, if they do not tell
 OTHER_PARAMETERS = (
-    "Expected the same values at the start: broadcast rank 0's, as by comm.Bcast(array, root=0), and make a new "
-    "exchange and loop. To resume within a round, make the loop first, and then load its state and the parameters"
+    "Expected the same values at the start: load one checkpoint on all ranks, or broadcast rank 0's, as by "
+    "comm.Bcast(array, root=0), and call restart(), or make a new exchange and loop. To resume within a round, make "
+    "the loop first, and then load its state and the parameters"
 )
 OTHER_LOOP = (
     "make the loop with the settings that were saved, or load with same_settings=False"
@@ -175,7 +176,7 @@ class OuterLoop(CheckedKeywords):
         self._is_changed = False  # a parameter, in the round whose exchange was started
         # Rounds to look at: whether a step behind one goes on from what it has written.
         self._trials = _TRIALS
-        self._trial: Trial | None = None  # The trial of the round that has just ended.
+        self._trial: Trial | None = None
         self._rate = 0.0
         self.in_flight = False  # an exchange was started, and is not finished
         self._parameters = parameters
@@ -313,15 +314,15 @@ class OuterLoop(CheckedKeywords):
     def restart(self) -> None:
         """Take the parameters as the anchor, such as those that were loaded after this loop was made.
 
-        All ranks call it, with the same parameters, before the first step: the first round
-        compares them.
+        All ranks call it, with the same parameters, before the first round is kept, which
+        compares them: also after it has raised because they differ.
 
         Raises:
-            RuntimeError: a step was taken.
+            RuntimeError: a round was kept, or is in flight.
         """
-        if self.count:
+        if self.rounds or self.in_flight:
             raise RuntimeError(
-                f"got restart() after step {self.count}: expected it before the first one"
+                f"got restart() after round {self.rounds}, or with one in flight: expected it before the first one"
             )
         parameters = self._named_parameters()
         for replica in self._replicas:
@@ -537,13 +538,12 @@ class OuterLoop(CheckedKeywords):
         self.in_flight = False
         for replica in self._replicas:
             replica.receive()
-        trial = None
+        trial = self._trial
         try:
             if self.delay:  # Without a delay `subtract` has just found them.
                 self._find_parameters()
-            # In shorter rounds a step is not less than their progress.
-            if self._check_every and self._trials and self.every > 3:
-                trial = Trial(self._replicas)
+            if trial is not None:
+                trial.begin_write()
         except BaseException as error:
             self.exchange.fail(error)
         means = self.exchange.finish_vectors(f"rate {self.rate!r}", *how)
@@ -562,8 +562,7 @@ class OuterLoop(CheckedKeywords):
         # The steps of a delay are progress since the start of this exchange.
         self.has_progress = self.steps_into_round > 0
         if trial is not None:
-            trial.end_round()
-            self._trial = trial
+            trial.end_write()
         return True
 
     def _warn_without_progress(self, means: Sequence[Any]) -> None:
@@ -580,18 +579,26 @@ class OuterLoop(CheckedKeywords):
         """Raise on all ranks if the first step behind a round has undone it on all that took one."""
         trial = self._trial
         if trial is None:
+            # In shorter rounds a step is not less than their progress.
+            if self._trials and self._check_every and self.every > 3:
+                self._trial = Trial(self._replicas)
             return
-        self._trial = None
+        if not trial.is_due:
+            return
 
         def distances() -> list[float]:
             self._find_parameters()
             return trial.distances()
 
         everyone = self._gather(distances)
-        to_before, to_written = map(sum, zip(*everyone, strict=True))
+        to_before, to_written, first_to_end, first_to_start = map(
+            sum, zip(*everyone, strict=True)
+        )
         is_known = 4 * to_written < to_before
         self._trials = 0 if is_known else self._trials - 1
-        if 4 * to_before < to_written:
+        if not self._trials:
+            self._trial = None
+        if 4 * to_before < to_written and 2 * first_to_start < first_to_end:
             raise CollectiveError(
                 f"after one step the parameters are where they were before round {self.rounds} wrote the mean to them: "
                 "the optimiser, or the program, keeps copies of them, such as float32 masters, and trains those. Give "

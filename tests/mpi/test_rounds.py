@@ -268,12 +268,12 @@ def test_an_optimiser_that_trains_copies_is_noticed_in_the_first_round(
 
 
 @every_exchange
-@pytest.mark.parametrize("rate", [0.1, 0.5])
-@pytest.mark.parametrize("every", [1, 2, 10])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize("every", [1, 2, 4, 10])
 def test_steps_towards_an_optimum_of_each_rank_are_no_copies(
     comm, exchange, rate, every
 ):
-    """Also fast ones, where only some ranks have batches, and where all ranks have the same optimum."""
+    """Also fast ones, as by LBFGS, where only some ranks have batches, and where all ranks have the same optimum."""
     for optimum in (1.0, float(comm.rank), float(comm.rank == 0)):
         parameters, loop = made(comm, exchange=exchange, every=every)
         for _ in range(4 * every):
