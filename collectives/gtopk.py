@@ -188,7 +188,8 @@ def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Res
     parts = yield from scatter(vector, group, equal_bounds(vector.length, group.size))
     # what cancelled out is missing nowhere
     share = without_zeros(add_up(vectors_of(parts)))
-    k = max(count for _, count in parts) if k is None else k
+    if k is None:
+        k = max(count for _, count in parts)
     entries = sum(count for _, count in parts)
     here = sum(theirs.nnz for theirs, _ in parts)
     del parts  # nearly k s of memory until the end otherwise
@@ -278,11 +279,9 @@ def largest_of_all(
             for rank in waited
             if gathered[rank][1] and not intersection(gathered[rank][0], dropped).nnz
         }
-        chance = (
-            intersection(left, top_k(merge(result, left), k)[0]).nnz
-            if group.rank in waited
-            else 0
-        )
+        chance = 0
+        if group.rank in waited:
+            chance = intersection(left, top_k(merge(result, left), k)[0]).nnz
         sent += some.nnz
         quota = max(sent, -(-k // group.size))
     return result, merge(rejected, left)

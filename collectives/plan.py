@@ -90,8 +90,9 @@ class SupportPlan:
             ValueError: an argument of this rank has a wrong value; likewise.
             CollectiveError: another rank's arguments are bad, or lengths differ.
         """
-        support = vector.support() if isinstance(vector, SparseVector) else vector
-        return SupportPlan(sparse_allreduce(support, comm), comm)
+        if isinstance(vector, SparseVector):
+            vector = vector.support()
+        return SupportPlan(sparse_allreduce(vector, comm), comm)
 
     def allreduce(self, values: Any) -> Any:
         """Sum values at the plan's indices over all ranks, by MPI's own allreduce.

@@ -164,7 +164,9 @@ def coefficients_of(parts: Sequence[Array], basis: Basis | None) -> Sequence[Arr
         return parts
     edges = [0, *accumulate(part.size for part in parts)]
     values = adjacent(parts)
-    values = concatenated(parts) if values is None else flat(values)
+    if values is None:
+        values = concatenated(parts)
+    values = flat(values)
     out = np.empty_like(values)
     for run in runs(edges, basis.chunk):
         basis.forward(values[run], out[run])

@@ -125,9 +125,8 @@ class Bucket:
             self.selection.check_finite(corrected)
         except ValueError as error:
             self.check_finite(arrays, ValueError)
-            place = str(error).partition(" is ")[0]
             raise OverflowError(
-                f"{place} of the gradient plus the residual leaves the range of {corrected.dtype}: scale the gradients "
+                f"the gradient plus the residual leaves the range of {corrected.dtype} ({error}): scale the gradients "
                 "down, take a wider dtype, or reset() the residual"
             ) from None
 

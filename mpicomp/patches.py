@@ -158,11 +158,12 @@ def changes(before: Any, after: Any) -> Patch:
 
 def _by_name(arrays: Any, read: Callable[[Any], Array]) -> Weights:
     """Return what is read of arrays, in the order of their names; one array has the name ""."""
-    named = arrays if isinstance(arrays, Mapping) else {"": arrays}
+    if not isinstance(arrays, Mapping):
+        arrays = {"": arrays}
     found = {}
-    for name in sorted(named):
+    for name in sorted(arrays):
         try:
-            found[str(name)] = read(named[name])
+            found[str(name)] = read(arrays[name])
         except (TypeError, ValueError) as error:
             prefix(error, f"the array {name!r}: ")
             raise

@@ -161,9 +161,10 @@ class Replica(Configured):
             velocity = self.velocity[piece]
             kernels_for(velocity).multiply(velocity, self.momentum, velocity)
             part.add_to(velocity, 1.0)
+            factor = rate
             if nesterov:
                 part.add_to(anchor, -rate)
-            factor = rate * self.momentum if nesterov else rate
+                factor *= self.momentum
             DenseMean(velocity).add_to(anchor, -factor)
 
     def sample(self) -> Array:
@@ -276,9 +277,9 @@ def untied(arrays: ByName) -> dict[str, str]:
     thetas = []
     for tensor in describe(arrays, DICT):
         theta = tensor.writable(arrays[tensor.name], tensor.name, writable_memory)
-        memory = (
-            (address(theta), theta.nbytes, theta.dtype) if theta.size else tensor.name
-        )
+        memory: Any = tensor.name
+        if theta.size:
+            memory = (address(theta), theta.nbytes, theta.dtype)
         first[tensor.name] = names.setdefault(memory, tensor.name)
         if first[tensor.name] == tensor.name:
             thetas.append(theta)

@@ -83,11 +83,9 @@ def to_integer(
     if isinstance(value, NO_NUMBERS) or not isinstance(value, INTEGERS):
         raise TypeError(f"{name} is {value!r}: expected an integer{remedy}")
     if not least <= (number := int(value)) <= most:
-        bounds = (
-            f"of at least {least}, below 2^63"
-            if most == LARGEST
-            else f"from {least} to {most}"
-        )
+        bounds = f"from {least} to {most}"
+        if most == LARGEST:
+            bounds = f"of at least {least}, below 2^63"
         raise ValueError(f"{name} is {value!r}: expected an integer {bounds}{remedy}")
     return number
 

@@ -94,9 +94,9 @@ class Configured(CheckedKeywords):
         """Return the class and the settings by name, by which states are compared."""
         config: dict[str, Any] = {CLASS: type(self).__name__}
         for name, value in self._settings().items():
-            config[name] = (
-                value.get_config() if isinstance(value, Configured) else value
-            )
+            if isinstance(value, Configured):
+                value = value.get_config()
+            config[name] = value
         return config
 
     def __repr__(self) -> str:

@@ -47,11 +47,9 @@ def count() -> int:
     """
     text = os.environ.get(VARIABLE)
     if text is None:
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
         return max(1, int(min(cores, quota())) // _ranks)
     try:
         number = int(text)

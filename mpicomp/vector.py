@@ -146,11 +146,9 @@ class SparseVector:
             like: an array on the device of the vector; None is host memory.
         """
         kind = np.dtype(dtype)
-        return (
-            _new_empty(length, kind, width, like)
-            if on_device(like)
-            else _empty_on_host(length, kind, width)
-        )
+        if on_device(like):
+            return _new_empty(length, kind, width, like)
+        return _empty_on_host(length, kind, width)
 
     @classmethod
     def from_dense(cls, array: Any) -> "SparseVector":
@@ -264,9 +262,9 @@ class SparseVector:
             raise ValueError(f"the array has shape {shape}: expected {wanted}")
         scale = to_number("scale", scale)
         self.check_order()
-        values = (
-            self.values if scale == 1 else converted(self.values, np.float64) * scale
-        )
+        values = self.values
+        if scale != 1:
+            values = converted(values, np.float64) * scale
         kernels = kernels_for(values)
         if self.width is None:
             kernels.scatter_add(dense, self.indices, values)
@@ -355,11 +353,9 @@ class SparseVector:
         """The first and the last index; (0, -1) if there is none."""
         if on_device(self.indices):
             return self._device_ends
-        return (
-            (self.indices.item(0), self.indices.item(-1))
-            if self.indices.size
-            else (0, -1)
-        )
+        if not self.indices.size:
+            return 0, -1
+        return self.indices.item(0), self.indices.item(-1)
 
     @cached_property
     def _device_ends(self) -> tuple[int, int]:

@@ -62,11 +62,9 @@ def shrink(comm: "MPI.Intracomm", *, quorum: int | None = None) -> "MPI.Intracom
     """
     link = link_if_any(comm)
     remedy = " (ranks), or None"
-    needed = (
-        comm.size // 2 + 1
-        if quorum is None
-        else to_integer("quorum", quorum, 1, comm.size, remedy=remedy)
-    )
+    needed = comm.size // 2 + 1
+    if quorum is not None:
+        needed = to_integer("quorum", quorum, 1, comm.size, remedy=remedy)
     if not ulfm.survives():
         raise RuntimeError(
             "this MPI cannot continue after the death of a rank, as it was started: expected Open MPI 5 under "

@@ -138,7 +138,8 @@ class GradientExchange(CheckedKeywords):
         most_skips: int = 10,
         log: Callable[[Statistics], None] | None = None,
     ) -> None:
-        feedback = ErrorFeedback() if feedback is None else feedback
+        if feedback is None:
+            feedback = ErrorFeedback()
         check_communicator(comm)
         average = to_choice("average", average, (True, False, CONTRIBUTORS, SIGN))
         nonfinite = to_choice("nonfinite", nonfinite, ("raise", "skip"))

@@ -21,8 +21,6 @@ def canonical(name: str) -> str:
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
     """Return the canonical name of each; the names themselves if two would be the same."""
     canonical_of = {name: canonical(name) for name in names}
-    return (
-        canonical_of
-        if len({*canonical_of.values()}) == len(canonical_of)
-        else {name: name for name in canonical_of}
-    )
+    if len({*canonical_of.values()}) < len(canonical_of):
+        return {name: name for name in canonical_of}
+    return canonical_of

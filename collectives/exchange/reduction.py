@@ -112,7 +112,8 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
             )
         bits = to_choice("bits", bits, BITS)
         collective = partial(quantised_allreduce, bits=bits)
-    collective = sparse_allreduce if collective is None else collective
+    if collective is None:
+        collective = sparse_allreduce
     bound = partial(collective) if callable(collective) else None
     if bound is None or isinstance(bound.func, type):
         raise TypeError(

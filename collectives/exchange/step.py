@@ -368,11 +368,9 @@ def _sparse_results(started: Started, mean: Written, form: str) -> dict[str, Any
     if form == "sparse" and (
         bucket.basis is not None or started.reduction.declared.takes is Correction
     ):
-        what = (
-            f"in the basis {bucket.basis!r} a mean"
-            if bucket.basis
-            else "the mean of dense arrays"
-        )
+        what = "the mean of dense arrays"
+        if bucket.basis:
+            what = f"in the basis {bucket.basis!r} a mean"
         raise ValueError(
             f"got sparse=True, and {what} has all values: expected sparse=False"
         )

@@ -76,8 +76,6 @@ def _residual(exchange: GradientExchange, bucket: Bucket) -> Array:
     """Return the residual in the dtype in which residuals are summed; empty without one."""
     check_between_steps(exchange)
     residual = bucket.feedback.residual
-    return (
-        np.empty(0, np.float32)
-        if residual is None
-        else residual.astype(accumulation_dtype(residual.dtype))
-    )
+    if residual is None:
+        return np.empty(0, np.float32)
+    return residual.astype(accumulation_dtype(residual.dtype))

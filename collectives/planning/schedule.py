@@ -33,11 +33,9 @@ def fold_partner(rank: int, size: int) -> int | None:
 def tree_parent(rank: int, size: int, root: int = 0) -> int | None:
     """Return the parent of `rank` in the binomial tree of `root`; None for the root."""
     distance_from_root = (rank - root) % size
-    return (
-        ((distance_from_root & (distance_from_root - 1)) + root) % size
-        if distance_from_root
-        else None
-    )
+    if not distance_from_root:
+        return None
+    return ((distance_from_root & (distance_from_root - 1)) + root) % size
 
 
 def tree_children(rank: int, size: int, root: int = 0) -> Iterator[int]:

@@ -409,11 +409,9 @@ class Group:
             return self.nothing, header.sender_count
         try:
             if copy is None:
-                copy = (
-                    to_device_of(message, self.like)
-                    if on_device(self.like)
-                    else message
-                )
+                copy = message
+                if on_device(self.like):
+                    copy = to_device_of(message, self.like)
             if header.kind == FEW_BITS:
                 return decode_few_bits(copy, header), header.sender_count
             return decode(copy, header, message), header.sender_count

@@ -401,11 +401,9 @@ def is_scaling(scaler: Any) -> bool:
 
 def parts_of(model: Any, kind: type) -> list[Any]:
     """Return the modules of a kind in a model, itself among them, whatever wraps them, such as torch.compile."""
-    return (
-        [module for module in model.modules() if isinstance(module, kind)]
-        if isinstance(model, torch.nn.Module)
-        else []
-    )
+    if not isinstance(model, torch.nn.Module):
+        return []
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def named(model: Any) -> dict[str, Any]:

@@ -113,9 +113,9 @@ def attach(
     def check() -> dict[str, Any]:
         ddp = _check_ddp(model)
         remedy = ", the largest norm of a gradient, or None"
-        limit = (
-            None if clip is None else to_number("clip", clip, above=0, remedy=remedy)
-        )
+        limit = clip
+        if clip is not None:
+            limit = to_number("clip", clip, above=0, remedy=remedy)
         settings = check_settings(exchange, scaler, check_every)
         return {
             "settings": settings | {"clip": repr(limit)},
@@ -590,8 +590,6 @@ def _in_layout_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """
     strides = parameter.stride()
     has_gaps = torch.empty_like(parameter, device="meta").stride() != strides
-    return (
-        part
-        if has_gaps
-        else part.as_strided(parameter.size(), strides, part.storage_offset())
-    )
+    if has_gaps:
+        return part
+    return part.as_strided(parameter.size(), strides, part.storage_offset())

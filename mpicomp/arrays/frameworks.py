@@ -210,13 +210,10 @@ def memory(array: Any) -> Array:
     if not _is_bfloat16(array):
         return to_values(array)
     _check_dense(array)
-    is_tensor = hasattr(array, "untyped_storage")
-    bits = (
-        array.detach().view(sys.modules["torch"].int16)
-        if is_tensor
-        else array.view("u2")
-    )
-    return to_array(bits).view(np.uint16)
+    if hasattr(array, "untyped_storage"):
+        bits = array.detach().view(sys.modules["torch"].int16)
+        return to_array(bits).view(np.uint16)
+    return to_array(array.view("u2")).view(np.uint16)
 
 
 def writable_memory(array: Any) -> Array:

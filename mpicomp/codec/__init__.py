@@ -306,9 +306,9 @@ def decode(
     numbers = section if fields is message else fields[HEADER_NBYTES:middle]
     # no values: 8 bytes could claim any number of entries
     unbounded = form == RANGE.number and middle == nbytes and nnz
-    indices = (
-        None if unbounded else INDEX_FORMATS[form].read(section, nnz, dtype, numbers)
-    )
+    indices = None
+    if not unbounded:
+        indices = INDEX_FORMATS[form].read(section, nnz, dtype, numbers)
     if indices is None:
         raise CodecError(
             f"{section.size} bytes of indices in format {form} do not hold {nnz} entries for {dtype}"

@@ -93,11 +93,9 @@ def quantise(
     [-2.5, 2.5]
     """
     if form in _MAGNITUDES:
-        edges = (
-            [0, vector.nnz]
-            if bounds is None or len(bounds) == 2
-            else places_of(vector, bounds)
-        )
+        edges = [0, vector.nnz]
+        if bounds is not None and len(bounds) > 2:
+            edges = places_of(vector, bounds)
         width = vector.width or 1
         places = [width * edge for edge in edges]
         rounded = _to_magnitudes(flat(vector.values), places, two=_MAGNITUDES[form])

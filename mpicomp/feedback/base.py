@@ -293,11 +293,9 @@ class Feedback(Configured):
         return {"residual": dtype}
 
     def _view(self, name: str) -> Array | None:
-        return (
-            read_only(self._arrays[name])
-            if self._begun and name in self._arrays
-            else None
-        )
+        if self._begun and name in self._arrays:
+            return read_only(self._arrays[name])
+        return None
 
     def _stage(
         self, gradient: Sequence[Array], basis: Basis | None = None

@@ -144,11 +144,9 @@ class InPlaceErrorFeedback(ErrorFeedback):
     ) -> list[SparseVector]:
         """Return the vectors to add to the gradient: -sent, then rejected."""
         self._check_staged(gradient.size, sent, rejected)
-        back = (
-            SparseVector.empty(sent.length, sent.dtype, like=sent.values)
-            if rejected is None
-            else rejected
-        )
+        back = rejected
+        if back is None:
+            back = SparseVector.empty(sent.length, sent.dtype, like=sent.values)
         if not (_is_small(sent.values) and _is_small(back.values)):
             indices = merge(sent, back).indices
             after = kernels_for(gradient).gather(gradient, indices)

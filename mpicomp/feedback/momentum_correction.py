@@ -96,9 +96,9 @@ class MomentumCorrection(Feedback):
     ) -> Iterator[Array]:
         """Yield the sent indices of each segment of which something was not sent."""
         places = places_of(sent, self._bounds)
-        returned = (
-            [0] * len(places) if rejected is None else places_of(rejected, self._bounds)
-        )
+        returned = [0] * len(places)
+        if rejected is not None:
+            returned = places_of(rejected, self._bounds)
         for span, (first, end), (low, high) in zip(
             *map(pairwise, (self._bounds, places, returned)), strict=True
         ):
