@@ -306,3 +306,12 @@ def test_the_bits_of_values_are_those_that_the_codec_needs():
     fit = runpy.run_path(str(ROOT / "benchmarks" / "fit_choice.py"))
     for name, fraction in fit["fractions"]().items():
         assert getattr(formulas, name) == pytest.approx(fraction, abs=0.01), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "best"), [(8, "split_allgather"), (16, "recursive_doubling")]
+)
+def test_sums_of_half_precision_take_all_bits_from_so_many_ranks(ranks, best):
+    """Counted by benchmarks/choice.py: the other one sends 1.07 and 1.46 times the bytes."""
+    case = Case(ranks, 2_000_000, 20_000, bits=16, fresh=0.5)
+    assert choose("sparse_allreduce", case, links_of("100mbit")) == best
