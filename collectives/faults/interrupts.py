@@ -34,7 +34,7 @@ class Deferred:
 
     A second SIGINT is delivered at once, to leave a call that waits. In other threads
     than the main one, and within another such context, it does nothing. numbers: of the
-    signals, SIGINT first.
+    signals, those of `FREQUENT` first.
     """
 
     def __init__(self, numbers: tuple[int, ...] = EVERY) -> None:
@@ -46,10 +46,25 @@ class Deferred:
         if get_ident() != _MAIN:
             return self
         handlers = [*map(_signal.getsignal, self._numbers)]
-        if getattr(handlers[0], "__func__", None) is not Deferred._defer:
-            for number in compress(self._numbers, map(callable, handlers)):
-                self._handlers[number] = _signal.signal(number, self._defer)
+        first = next(filter(callable, handlers), None)
+        if getattr(first, "__func__", None) is not Deferred._defer:
+            there = compress(self._numbers, map(callable, handlers))
+            self._handlers = dict(zip(there, filter(callable, handlers), strict=True))
+            try:
+                for number in self._handlers:
+                    _signal.signal(number, self._defer)
+            except BaseException:  # of a handler that was not replaced yet
+                self._restore()
+                raise
         return self
+
+    def _restore(self) -> None:
+        try:
+            for number, handler in self._handlers.items():
+                _signal.signal(number, handler)
+        except BaseException:  # of a handler that was restored
+            self._restore()
+            raise
 
     def _defer(self, number: int, frame: Any) -> None:
         if number == SIGINT and number in self._waiting:
@@ -67,10 +82,11 @@ class Deferred:
                 self.deliver()
 
     def __exit__(self, *raised: object) -> None:
-        for number, handler in self._handlers.items():
-            _signal.signal(number, handler)
-        if self._waiting:
-            self.deliver()
+        try:
+            self._restore()
+        finally:
+            if self._waiting:
+                self.deliver()
 
 
 def defer_interrupt(function: Callable[P, T]) -> Callable[P, T]:
