@@ -130,9 +130,11 @@ lint: $(READY)
 	ruff format --check .
 	mypy
 
-# The documentation, in build/site. It needs no network once the tools are installed; a warning is an error.
+# The documentation, in build/site. It needs no network once the tools are installed; a warning is an error, and so is a
+# figure without a source. docs/searches.py then checks what a search of the site finds.
 .PHONY: docs release
 docs: $(VENV)/.ready-docs
+	python benchmarks/doc_figures.py --missing
 	sphinx-build -W --keep-going --quiet docs build/site
 
 $(VENV)/.ready-docs: $(READY)
