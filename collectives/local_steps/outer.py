@@ -175,7 +175,7 @@ class OuterLoop(CheckedKeywords):
         self.has_progress = False
         self._is_changed = False  # a parameter, in the round whose exchange was started
         # Rounds to look at: whether a step behind one goes on from what it has written.
-        self._trials = _TRIALS
+        self._trials = 0
         self._trial: Trial | None = None
         self._rate = 0.0
         self.in_flight = False  # an exchange was started, and is not finished
@@ -230,6 +230,7 @@ class OuterLoop(CheckedKeywords):
         compared_every = 1 if checking.is_enabled() else self._check_every
         if compared_every:
             exchange.compare_replicas(self._anchors, compared_every, OTHER_PARAMETERS)
+        self._begin_trials()
 
     @property
     def rate(self) -> float:
@@ -274,7 +275,8 @@ class OuterLoop(CheckedKeywords):
         self.steps_into_round += 1
         self.has_progress = True
         with np.errstate(all="ignore"):  # they may be set differently by rank
-            self._end_trial()
+            if self._trials:
+                self._look_at_first_step()
             if self.in_flight and self.steps_into_round != self.delay:
                 self.exchange.progress()
             if self.steps_into_round >= self.every:
@@ -399,8 +401,7 @@ class OuterLoop(CheckedKeywords):
             raise
         for name in FACTS:
             setattr(self, name, loaded[name])
-        self._trials = _TRIALS
-        self._trial = None
+        self._begin_trials()
         if loaded[IN_FLIGHT]:
             self._send()
         elif not self.has_progress:
@@ -499,9 +500,10 @@ class OuterLoop(CheckedKeywords):
         """Compute this round's pseudo-gradients, and return the frozen parameters."""
         try:
             parameters = self._named_parameters()
-            for replica in self._replicas:
+            replicas = self._replicas
+            for replica in replicas:
                 replica.subtract(parameters)
-            self._is_changed = any(replica.is_changed for replica in self._replicas)
+            self._is_changed = any(replica.is_changed for replica in replicas)
             frozen = {
                 name
                 for name in self._trained
@@ -536,7 +538,8 @@ class OuterLoop(CheckedKeywords):
         how: the round ends, the same on all ranks. Nothing after the exchange can fail.
         """
         self.in_flight = False
-        for replica in self._replicas:
+        replicas = self._replicas
+        for replica in replicas:
             replica.receive()
         trial = self._trial
         try:
@@ -551,11 +554,11 @@ class OuterLoop(CheckedKeywords):
             return False
         self._warn_without_progress(means)
         # Those that are held have no mean; they are at the end.
-        for replica, mean in zip(self._replicas, means, strict=False):
+        for replica, mean in zip(replicas, means, strict=False):
             replica.end_round(
                 mean, self.rate, nesterov=self.nesterov, delayed=self.delay > 0
             )
-        staging.complete(replica.tensors[0].xp for replica in self._replicas)
+        staging.complete(replica.tensors[0].xp for replica in replicas)
         if not self.rate:
             self.exchange.reset()
         self.rounds += 1
@@ -575,13 +578,17 @@ class OuterLoop(CheckedKeywords):
             depth=5,
         )
 
-    def _end_trial(self) -> None:
+    def _begin_trials(self) -> None:
+        """Look at the next rounds, unless they are short: there a step is not less than the progress of a round."""
+        is_told = self._check_every and self.every > 3
+        self._trials = _TRIALS if is_told else 0
+        self._trial = None
+
+    def _look_at_first_step(self) -> None:
         """Raise on all ranks if the first step behind a round has undone it on all that took one."""
         trial = self._trial
         if trial is None:
-            # In shorter rounds a step is not less than their progress.
-            if self._trials and self._check_every and self.every > 3:
-                self._trial = Trial(self._replicas)
+            self._trial = Trial(self._replicas)
             return
         if not trial.is_due:
             return
