@@ -174,8 +174,8 @@ def is_helper() -> bool:
 
 def continue_on_callers_thread() -> Steps[None]:
     """Continue inside a call: what follows runs code of the user, or works on a device."""
-    if _here.is_helper:
-        yield (Pending(lambda: not _here.is_helper),)
+    if is_helper():
+        yield (Pending(lambda: not is_helper()),)
 
 
 def check_setting() -> None:
