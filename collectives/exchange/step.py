@@ -97,6 +97,10 @@ class Step:
         # ranks may be in different calls of the user's own function
         self._is_apart = layout.reduction.is_own
         self._link = link_if_any(comm)
+        # The link knows them without MPI, which may end within the step.
+        place = self._link or comm
+        self._rank = place.rank
+        self._size = place.size
         self._sent_before = self._link.traffic.nbytes if self._link else 0
         # seconds
         self._compressing = 0.0
@@ -202,7 +206,7 @@ class Step:
         if self._skips:
             bucket.check_finite(self.arrays, NotFiniteError)
         correction = bucket.correct(vectors, self.arrays, declared.takes)
-        share = declared.own_share(bucket.length, self._comm.rank, self._comm.size)
+        share = declared.own_share(bucket.length, self._rank, self._size)
         try:
             sent = bucket.payload(correction, declared.takes, share)
         except ValueError:
@@ -263,11 +267,10 @@ class Step:
         correction = started.correction
         dtype = correction.out.dtype
         sent = started.sent
-        comm = self._comm
         received = reduction.received(outcome, bucket.length, dtype)
         try:
             mean = reduction.mean(
-                received, dtype, comm.size, bucket.selection.dense_ranges
+                received, dtype, self._size, bucket.selection.dense_ranges
             )
             if form == "dense":
                 results, write = bucket.dense_results(
