@@ -119,7 +119,8 @@ class Collective(Generic[P, T]):
         """Return the nonblocking form, whose result is a `Sum` if `to_sum` converts it."""
 
         def begin(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return start(self, args, kwargs, to_sum).in_background()
+            request = start(self, args, kwargs, to_sum)
+            return request.in_background(self.unattended)
 
         update_wrapper(begin, self.call)
         begin.__name__ = begin.__qualname__ = self.name.replace("_", "_i", 1)

@@ -87,7 +87,7 @@ def start(
             steps = _converted(steps, prepared.finish)
         if to_sum is not None:
             steps = _converted(steps, to_sum)
-        return own.start(steps, group, unattended=name in collective.unattended)
+        return own.start(steps, group)
 
 
 def _failed_call(

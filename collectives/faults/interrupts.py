@@ -45,17 +45,19 @@ class Deferred:
     def __enter__(self) -> "Deferred":
         if get_ident() != _MAIN:
             return self
-        handlers = [*map(_signal.getsignal, self._numbers)]
-        first = next(filter(callable, handlers), None)
-        if getattr(first, "__func__", None) is not Deferred._defer:
-            there = compress(self._numbers, map(callable, handlers))
-            self._handlers = dict(zip(there, filter(callable, handlers), strict=True))
-            try:
-                for number in self._handlers:
-                    _signal.signal(number, self._defer)
-            except BaseException:  # of a handler that was not replaced yet
-                self._restore()
-                raise
+        given = [*map(_signal.getsignal, self._numbers)]
+        for number, handler in compress(
+            zip(self._numbers, given, strict=True), map(callable, given)
+        ):
+            if getattr(handler, "__func__", None) is Deferred._defer:
+                break  # of the outer context, which has replaced all of them
+            self._handlers[number] = handler
+        try:
+            for number in self._handlers:
+                _signal.signal(number, self._defer)
+        except BaseException:  # of a handler that was not replaced yet
+            self._restore()
+            raise
         return self
 
     def _restore(self) -> None:
@@ -82,6 +84,8 @@ class Deferred:
                 self.deliver()
 
     def __exit__(self, *raised: object) -> None:
+        if not self._handlers:
+            return
         try:
             self._restore()
         finally:

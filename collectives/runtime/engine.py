@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import cache
 from inspect import GEN_RUNNING, getgeneratorstate
 from threading import Lock, RLock
@@ -93,14 +93,17 @@ class Request(Generic[T]):
         """The algorithm that runs, or ran; "auto" until it is chosen."""
         return str(self._group.algorithm)
 
-    def leave(self) -> None:
-        """Allow it to advance without a call: on one rank nothing moves, and a device is used inside calls only."""
-        if self.link.size > 1 and not on_device(self._group.like):
-            self.unattended_from = time.monotonic() + FIRST
+    def in_background(self, unattended: Container[str]) -> "Request[T]":
+        """Have it advance while the rank computes, if it can; return it.
 
-    def in_background(self) -> "Request[T]":
-        """Have it advance while the rank computes, from now on; return it."""
-        if not self.done and self.unattended_from < math.inf:
+        On one rank nothing moves, and a device is used inside calls only. unattended:
+        the algorithms that run no code of the user.
+        """
+        group = self._group
+        if self.done or group.size == 1 or on_device(group.like):
+            return self
+        if group.signature["algorithm"] in unattended:
+            self.unattended_from = time.monotonic() + FIRST
             self._engine.progress.wake()
         return self
 
@@ -262,11 +265,8 @@ class Engine:
         self._refusal = _TWO_THREADS
         self._is_funneled = False  # only MPI's main thread may call it
 
-    def start(self, steps: Steps[T], group: Group, *, unattended: bool) -> Request[T]:
-        """Start a collective; raises the error of a finished communicator (`state.Faults`).
-
-        unattended: it runs no code of the user.
-        """
+    def start(self, steps: Steps[T], group: Group) -> Request[T]:
+        """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
         link = group.link
         faults = link.faults
         request = Request(steps, group, self)
@@ -281,8 +281,6 @@ class Engine:
             raise
         finally:
             if not request.done:
-                if unattended:
-                    request.leave()
                 self._in_flight.append(request)
             elif self._discarding:
                 self._forget([request])
