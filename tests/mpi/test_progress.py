@@ -281,6 +281,7 @@ def test_what_the_garbage_collector_runs_in_the_thread_cannot_disturb_it(
     if comm.size == 1:
         own.Free()
     elif call == "free":
+        assert ends(lambda: refused)  # It has ended before `Free` returns.
         assert refused == [""]
         with pytest.raises(CollectiveError, match="freed"):
             request.wait()
