@@ -83,6 +83,11 @@ class Replica(Configured):
         self._is_sent = False
 
     @property
+    def memory(self) -> list[Array]:
+        """The parameters' own arrays, as they were found last."""
+        return self._memory
+
+    @property
     def is_changed(self) -> bool:
         """Whether any value is not as it was at the start of the round, after `subtract`; stops at the first one."""
         return has_nonzero(self.delta)
@@ -283,13 +288,18 @@ def untied(arrays: ByName) -> dict[str, str]:
         first[tensor.name] = names.setdefault(memory, tensor.name)
         if first[tensor.name] == tensor.name:
             thetas.append(theta)
+    check_separate(thetas)
+    return first
+
+
+def check_separate(memory: Sequence[Array]) -> None:
+    """Raise ValueError if two parameters that are not tied overlap."""
     try:
-        check_apart(thetas)
+        check_apart(memory)
     except ValueError:
         raise ValueError(
             "two parameters share a part of their memory: expected separate arrays, or one array under two names"
         ) from None
-    return first
 
 
 def _sample(arrays: Sequence[Array]) -> Array:

@@ -35,6 +35,7 @@ the residuals.
 
 from collections.abc import Callable, Sequence
 from inspect import isroutine
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ from mpicomp.replica import (
     Replica,
     Trial,
     check_same_memory,
+    check_separate,
     untied,
 )
 from mpicomp.settings import CheckedKeywords, SetOnce, to_bool, to_integer, to_number
@@ -503,6 +505,8 @@ class OuterLoop(CheckedKeywords):
             replicas = self._replicas
             for replica in replicas:
                 replica.subtract(parameters)
+            memory = [replica.memory for replica in replicas]
+            check_separate([*chain.from_iterable(memory)])
             self._is_changed = any(replica.is_changed for replica in replicas)
             frozen = {
                 name

@@ -289,3 +289,18 @@ def test_two_loops_in_another_order_by_rank_are_named(comm):
         ends.reverse()
     with pytest.raises(CollectiveError, match=r"of exchange \d.* in the same order"):
         ends[0].step()
+
+
+def test_parameters_that_overlap_after_the_loop_was_made_are_refused(comm):
+    """In PyTorch: `p.data` made a view of another parameter's memory."""
+    model = {"w": np.zeros(2000, np.float32), "bias": np.zeros(3, np.float32)}
+    _, outer = made(comm, lambda: model)
+    if comm.rank == comm.size - 1:
+        model["bias"] = model["w"][5:8]
+    model["w"] += 1
+    for _ in range(outer.every - 1):
+        outer.step()
+    with pytest.raises(
+        (ValueError, CollectiveError), match="two parameters share a part"
+    ):
+        outer.step()
