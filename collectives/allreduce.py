@@ -142,7 +142,7 @@ def run_chosen(
     """Choose an algorithm and run it; MPI's own allreduces run in the order in which the operations began."""
     group.join_queue()
     name, metadata = yield from choose(vector, group)
-    group.take(name)
+    group.note_choice(name)
     if name != "dense_mpi":
         group.leave_queue()
     run = partial(run_counting, name) if votes else ALGORITHMS[name]
@@ -229,7 +229,7 @@ def automatic(vector: SparseVector, group: Group, votes: bool = False) -> Steps[
     """Run the fastest algorithm."""
     if group.size <= 2 and not votes:
         # It takes no turn, as it calls no allreduce of MPI's.
-        group.take("recursive_doubling")
+        group.note_choice("recursive_doubling")
         return recursive_doubling(vector, group, NO_METADATA)
     return run_chosen(choose_freely, vector, group, votes)
 

@@ -155,7 +155,7 @@ def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
     entries = min(vector.length, entries)
     case = group.case(vector.length, entries, value_nbytes=vector.value_nbytes)
     name = choose("gtopk_allreduce", case, group.link.choice)
-    group.take(name)
+    group.note_choice(name)
     return gtopk_allreduce.algorithms[name](vector, group, k=k)
 
 

@@ -206,7 +206,7 @@ def auto(
     size = correction.out.size
     case = group.case(size, size, bits=bits)
     name = choose("quantised_allreduce", case, group.link.choice)
-    group.take(name)
+    group.note_choice(name)
     run = quantised_allreduce.algorithms[name]
     return run(correction, group, bits=bits, block=block, dtype=dtype)
 

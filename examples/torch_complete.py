@@ -161,11 +161,13 @@ def main():
         again.load(folder, begun)
     again.run(folder, options.every)
 
-    if comm.rank == 0:
+    if comm.rank == 0 and losses:
         print(
             f"steps {first} to {training.step}, loss {losses[0]:.2f} to {losses[-1]:.2f}"
         )
         print(training.exchange.report())
+    elif comm.rank == 0:
+        print(f"all {first} steps were taken before: to train again, remove {folder}")
     checks = {
         "the same bits on all ranks": len(set(comm.allgather(training.bits()))) == 1,
         "a resumed run ends with the same bits": again.bits() == training.bits(),

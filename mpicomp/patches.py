@@ -31,7 +31,7 @@ from mpicomp.errors import CodecError, prefix
 from mpicomp.replica import copy_from_host
 
 _DIGEST = struct.Struct("<Q")  # of what follows
-# It has the digest, magic, version of the format, bytes of the table.
+# Digest, magic number, version of the format, and bytes of the table.
 _HEADER = struct.Struct("<Q2sHI")
 _FORMAT = b"MP", 1
 _DIGITS = 16  # of the digest of an array

@@ -8,7 +8,7 @@ size.
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -202,6 +202,24 @@ class Replica(Configured):
         self._is_sent = "delta" in own
 
 
+class Distances(NamedTuple):
+    """Squares of distances between parameters; their sums over the ranks tell whether a step goes on from a mean.
+
+    to_before, to_written: from the parameters after the first step behind a round, to
+    those before the round wrote the mean, and to the mean. Where optimisers go on from
+    the mean, the former is larger: over the ranks, the changes that the mean made add
+    up to almost nothing, so that a step in a common direction does not undo them.
+    first_to_end, first_to_start: from the parameters after the first step of that round,
+    to those at its end, and at its start. If one step does most of a round, as with
+    LBFGS, steps end near `to_before` without copies as well.
+    """
+
+    to_before: float
+    to_written: float
+    first_to_end: float
+    first_to_start: float
+
+
 class Trial:
     """Samples by which to tell whether the first step behind a round goes on from what the round has written.
 
@@ -227,16 +245,8 @@ class Trial:
         self._written = self._values()
         self.is_due = True
 
-    def distances(self) -> list[float]:
-        """Return the squares of four distances, of which the sums over the ranks tell.
-
-        From the parameters now to what they were before the round wrote, and to what it
-        has written: where optimisers go on from the mean, the former add up to more, as
-        the changes that the round wrote add up to almost nothing, and steps in a
-        direction that the ranks have in common do not bring them back. And the same of
-        the first step of the round itself, from its end, and from its start: if one
-        step does much of a round, as by LBFGS, steps end where they did before.
-        """
+    def distances(self) -> Distances:
+        """Return the distances of this rank, after the first step behind a round; that step begins the next trial."""
         now = self._values()
         differences = (
             now - self._before,
@@ -247,7 +257,7 @@ class Trial:
         self._start = self._written
         self._first = now
         self.is_due = False
-        return [float(np.vdot(values, values)) for values in differences]
+        return Distances(*[float(np.vdot(one, one)) for one in differences])
 
     def _values(self) -> Array:
         return np.concatenate([replica.sample() for replica in self._replicas])

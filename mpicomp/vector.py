@@ -448,7 +448,7 @@ def _sums_of_runs(values: Array, order: Array, starts: Array) -> Array:
     """
     ends = np.append(starts[1:], order.size)
     sums = np.empty((starts.size, *values.shape[1:]), values.dtype)
-    # Sums in float64 of so many stay in the cache.
+    # Rows whose sums in float64 stay in the cache.
     step = max(1, _CACHED // max(1, values[:1].size))
     first = 0
     while first < starts.size:

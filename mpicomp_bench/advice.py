@@ -167,7 +167,7 @@ MESSAGES: dict[str, Callable[[Case, Links], float]] = {
     SPARSE: sparse(128 / 4096),
     LOCAL: few_bits,
 }
-# Our methods that exchange gradients send so many bytes for each of the gradient.
+# Bytes sent for each byte of the gradient, by method.
 SENT = {FEW_BITS: 1 / 8, IN_BASIS: 8 / 256}
 
 

@@ -353,14 +353,14 @@ OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {
 }
 
 
-# The arguments of the algorithms of a collective, for so many entries.
+# Arguments of the algorithms of each collective, by the number of entries.
 ARGUMENTS: dict[str, Callable[[int], Row]] = {
     "gtopk_allreduce": lambda entries: {"k": entries},
     "sparse_reduce_scatter": lambda entries: {"partition": "equal"},
     "sparse_reduce": lambda entries: {"root": 0},
     "sparse_bcast": lambda entries: {"root": 0},
 }
-# They are for several ranks on several nodes; MPI's own is in `choice`.
+# Algorithms whose messages are not counted: those for nodes of several ranks, and MPI's own.
 NOT_COUNTED = {"node_lanes", "node_leaders", "mpi"}
 
 

@@ -46,7 +46,7 @@ class Network:
         self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(
             deque
         )
-        # Each Allreduce has the arrays so far, then their sum.
+        # For each Allreduce, the arrays so far; then their sum.
         self.reductions: list[list[NDArray[Any]]] = []
         self.links = [
             SimulatedLink(self, rank, size, tuple(nodes or [0] * size))

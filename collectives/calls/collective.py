@@ -99,7 +99,7 @@ class Collective(Generic[P, T]):
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
         self.name = call.__name__
-        # The algorithms that run code of the library only: code of the user runs inside calls.
+        # Algorithms that run code of the library only; code of the user runs inside calls.
         self.unattended: set[str] = set()
         # The signature shows the result, and not the Call.
         shown = signature(call)
@@ -164,7 +164,7 @@ class Collective(Generic[P, T]):
                 return (yield from function(vector, group, **arguments))
 
             run = function if compares_calls else compared
-            self._add(name or function.__name__, function)
+            self._note_owner(name or function.__name__, function)
             self.algorithms[name or function.__name__] = run
             return function
 
@@ -173,10 +173,11 @@ class Collective(Generic[P, T]):
     def auto(self, function: Algorithm) -> Algorithm:
         """Declare the algorithm of "auto"."""
         self.automatic = function
-        self._add("auto", function)
+        self._note_owner("auto", function)
         return function
 
-    def _add(self, name: str, function: Algorithm) -> None:
+    def _note_owner(self, name: str, function: Algorithm) -> None:
+        """Note whether an algorithm, which may replace another of its name, runs code of the library only."""
         self.unattended.discard(name)
         if _is_of_library(self.call) and _is_of_library(function):
             self.unattended.add(name)

@@ -92,7 +92,7 @@ class Step:
         self._comm = comm
         self._number = number
         self._reduction = layout.reduction
-        # It skips if a gradient or mean is not finite: gradients are checked before they are compressed
+        # Skip a step with a gradient or mean that is not finite; gradients are checked before they are compressed.
         self._skips = layout.nonfinite == "skip"
         # ranks may be in different calls of the user's own function
         self._is_apart = layout.reduction.is_own

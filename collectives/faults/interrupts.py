@@ -46,9 +46,8 @@ class Deferred:
         if get_ident() != _MAIN:
             return self
         given = [*map(_signal.getsignal, self._numbers)]
-        for number, handler in compress(
-            zip(self._numbers, given, strict=True), map(callable, given)
-        ):
+        pairs = zip(self._numbers, given, strict=True)
+        for number, handler in compress(pairs, map(callable, given)):
             if getattr(handler, "__func__", None) is Deferred._defer:
                 break  # of the outer context, which has replaced all of them
             self._handlers[number] = handler

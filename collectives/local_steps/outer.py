@@ -67,6 +67,7 @@ from mpicomp.bucket import Bucket
 from mpicomp.digests import joint_digest
 from mpicomp.errors import warn
 from mpicomp.replica import (
+    Distances,
     Replica,
     Trial,
     check_same_memory,
@@ -185,7 +186,7 @@ class OuterLoop(CheckedKeywords):
         self._held: set[str] = set()  # frozen parameters, which the exchange leaves out
         self._trained: set[str] = set()  # those that required a gradient at the start
         self._form = ARRAY
-        # Each parameter has the first one with the same memory: tied ones count once
+        # The first parameter with the memory of each, by name: tied ones count once.
         self._first: dict[str, str] = {}
         self._check_every = EVERY
 
@@ -213,26 +214,30 @@ class OuterLoop(CheckedKeywords):
             compared = {"check_every": repr(self._check_every), "first": repr(before)}
             return self._settings() | trained | compared
 
+        check_same(f"settings of {OPERATION}", self._gather(settings))
+        self._register()
+        self._begin_trials()
+
+    def _register(self) -> None:
+        """Register the parameters; compare them between the ranks, now and in later rounds."""
+
         def new_replica(bucket: Bucket) -> Replica:
             return Replica(bucket.tensors, self._named_parameters(), self.momentum)
 
-        check_same(f"settings of {OPERATION}", self._gather(settings))
         current = self._named_parameters()
-        exchange.parts[LOOP] = new_replica
-        # pseudo-gradients are arrays of NumPy or CuPy, whatever the parameters are
-        exchange.register(
-            {
-                name: to_array(current[name])
-                for name, first in self._first.items()
-                if name == first
-            }
-        )
-        digests = dict(enumerate(self._gather(lambda: digests_of(self._anchors()))))
-        check_digests(f"{OPERATION}: ", digests, OTHER_PARAMETERS)
-        compared_every = 1 if checking.is_enabled() else self._check_every
-        if compared_every:
-            exchange.compare_replicas(self._anchors, compared_every, OTHER_PARAMETERS)
-        self._begin_trials()
+        self.exchange.parts[LOOP] = new_replica
+        # Pseudo-gradients are arrays of NumPy or CuPy, whatever the parameters are.
+        untied_ones = {
+            name: to_array(current[name])
+            for name, first in self._first.items()
+            if name == first
+        }
+        self.exchange.register(untied_ones)
+        digests = self._gather(lambda: digests_of(self._anchors()))
+        check_digests(f"{OPERATION}: ", dict(enumerate(digests)), OTHER_PARAMETERS)
+        every = 1 if checking.is_enabled() else self._check_every
+        if every:
+            self.exchange.compare_replicas(self._anchors, every, OTHER_PARAMETERS)
 
     @property
     def rate(self) -> float:
@@ -584,8 +589,9 @@ class OuterLoop(CheckedKeywords):
 
     def _begin_trials(self) -> None:
         """Look at the next rounds, unless they are short: there a step is not less than the progress of a round."""
-        is_told = self._check_every and self.every > 3
-        self._trials = _TRIALS if is_told else 0
+        self._trials = 0
+        if self._check_every and self.every > 3:
+            self._trials = _TRIALS
         self._trial = None
 
     def _look_at_first_step(self) -> None:
@@ -597,19 +603,18 @@ class OuterLoop(CheckedKeywords):
         if not trial.is_due:
             return
 
-        def distances() -> list[float]:
+        def distances() -> Distances:
             self._find_parameters()
             return trial.distances()
 
-        everyone = self._gather(distances)
-        to_before, to_written, first_to_end, first_to_start = map(
-            sum, zip(*everyone, strict=True)
-        )
-        is_known = 4 * to_written < to_before
+        columns = zip(*self._gather(distances), strict=True)
+        total = Distances(*map(sum, columns))
+        is_known = 4 * total.to_written < total.to_before
         self._trials = 0 if is_known else self._trials - 1
         if not self._trials:
             self._trial = None
-        if 4 * to_before < to_written and 2 * first_to_start < first_to_end:
+        is_undone = 4 * total.to_before < total.to_written
+        if is_undone and 2 * total.first_to_start < total.first_to_end:
             raise CollectiveError(
                 f"after one step the parameters are where they were before round {self.rounds} wrote the mean to them: "
                 "the optimiser, or the program, keeps copies of them, such as float32 masters, and trains those. Give "

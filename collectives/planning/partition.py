@@ -17,10 +17,10 @@ from mpicomp.vector import SparseVector, places_of
 
 # Samples for each rank and share: the bounds are then off by a few per cent of a share.
 SAMPLES_A_SHARE = 16
-# A rank takes so many: P of them put a bound off by sqrt(P) / 900 of a share, and they go to all
-# ranks
+# Samples of a rank, which all ranks receive: those of P ranks put a bound off by sqrt(P) / 900 of a
+# share.
 MOST_SAMPLES = 256
-# A sample stands for at least so many entries: samples stay a few per cent of what is sent
+# Entries for each sample, at least: samples stay a few per cent of what is sent.
 SAMPLED_ENTRIES = 16
 SKEW = 1.25  # times the mean: from this share on equal ranges are worth replacing
 

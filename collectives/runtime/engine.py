@@ -85,7 +85,7 @@ class Request(Generic[T]):
         self._result: T
         self._error: Exception | None = None
         self.done = False
-        # It may advance without a call from this time on
+        # From this time on it may advance without a call.
         self.unattended_from = math.inf
 
     @property

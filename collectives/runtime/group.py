@@ -115,7 +115,7 @@ class Group:
         self._nodes = link.nodes
         self.nodes = link.by_node
 
-    def take(self, algorithm: str) -> None:
+    def note_choice(self, algorithm: str) -> None:
         """Note the algorithm that "auto" chose."""
         self.algorithm = algorithm
 

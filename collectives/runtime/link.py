@@ -89,7 +89,7 @@ class Link:
         self._tags = notice_tag()
         self._next_tag = 0
         self.faults = Faults(self.rank, self.size, duplicate)
-        # It has at most one text, see `lose`; several threads take it, so that is one operation
+        # At most one text, see `lose`; a list, as several threads may take it by one operation.
         self.lost: list[str] = []
 
     def lose(self, text: str) -> None:

@@ -31,7 +31,7 @@ MOST_BITS = (1 << 15) - 1
 SHOWS = 1 << 15
 
 
-# Each rank has its vector, or one at samples of its indices, and the count
+# Of each rank: its vector, or placeholders at samples of its indices; and the count.
 Metadata = Sequence[Part]
 
 

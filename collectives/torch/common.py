@@ -133,9 +133,9 @@ class Handle:
         self._has_ended = False  # the exchange has ended the step of the last pass
         self._steps_before = 0  # steps kept before the pass
         self._versions: list[int] = []  # of the parameters, before the pass
-        # This rank contributes it to the step in place of gradients.
+        # The error that this rank contributes to the step in place of gradients.
         self._own_error: Exception | None = None
-        # The exchange raised it in this step, on all ranks.
+        # The error that the exchange raised in this step, on all ranks.
         self._raised: Exception | None = None
         exchange.compare_replicas(self._compared, check_every, OTHER_PARAMETERS)
         try:

@@ -177,10 +177,9 @@ class DDPHandle(Handle):
         self._is_astray = False  # one that DDP did not see, likewise
         self._strides = [parameter.stride() for parameter in registered.values()]
         self._clip = clip
-        # With `clip` it is that of this rank's last gradient, before it was clipped.
+        # The norm of this rank's last gradient before it was clipped; None without `clip`.
         self.norm: float | None = None
-        # They are those of this step.
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_Bucket] = []  # of this step
         self._gradients: list[Any] = []  # what is in `.grad` before the pass
         model.register_forward_pre_hook(self)
         model.register_forward_hook(self)
@@ -368,7 +367,7 @@ class DDPHandle(Handle):
             self._check_views(buckets)
         try:
             means, factor = self._end()
-        # All ranks raise it; DDP needs its futures to go on after it.
+        # An error of all ranks; DDP needs its futures to go on after it.
         except Exception as error:
             self._raised = error
         for future, buffer, parts in buckets:
@@ -417,7 +416,7 @@ class DDPHandle(Handle):
             torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
             for name in names
         ]
-        # One copy brings the norms from the device to the host.
+        # The norms are copied to the host together.
         together = [norm.to(norms[0].device) for norm in norms]
         in_host_memory = torch.stack(together).tolist() if norms else []
         self.norm = norm = math.hypot(*in_host_memory)

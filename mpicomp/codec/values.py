@@ -303,7 +303,7 @@ def _shortest(values: Array) -> Format:
         if table is not None:
             candidates.append(runs(values.dtype, most, table))
     candidates.sort(key=lambda form: form.nbytes(values.size))
-    # The last one stores them in their own dtype
+    # The last candidate stores the values in their own dtype.
     return next(
         form
         for form in candidates

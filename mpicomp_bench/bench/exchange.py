@@ -71,7 +71,7 @@ def gpt_shapes(
     return {**shapes, **head, "head.bias": (vocabulary,)}
 
 
-# They have 3.2e6 and 25e6 values.
+# Shapes of the tensors of two models, of 3.2e6 and 25e6 parameters.
 TENSORS = {"gpt": gpt_shapes(), "wide-gpt": gpt_shapes(width=718)}
 
 

@@ -66,6 +66,9 @@ def test_the_complete_training_resumes_from_its_checkpoints(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"steps {began} to {steps}, " in done.stdout
         assert done.stdout.count(": ok") == 3
+    again = run([*script, "--steps", "30"], tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "all 30 steps were taken before" in again.stdout
 
 
 WRAPPED = """

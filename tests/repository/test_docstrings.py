@@ -168,7 +168,7 @@ def names_of_parameters(function):
     if isinstance(function, type) and issubclass(function, Exception):
         return []
     parameters = inspect.signature(function).parameters.values()
-    # What is left for keywords that are unknown raises.
+    # An argument for unknown keywords, which raises for any, is not shown.
     named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
     return [one.name for one in named if one.name != "self"]
 

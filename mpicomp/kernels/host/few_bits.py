@@ -506,7 +506,7 @@ def _to_codes(  # type: ignore[no-untyped-def]
         if rounds is None:
             is_normal = real(0) < low[i] < np.inf
             inverse = real(1) / low[i] if is_normal else real(0)
-            # This bounds scales that were rounded down, and NaN
+            # The largest code: of values above it, as the scale was rounded down; 0 for NaN.
             top = real((1 << bits - 1) - 1 if is_finite else 0)
         else:
             middle = real(0.5) * low[i] + real(0.5) * high[i]

@@ -49,7 +49,7 @@ PLAN = np.dtype(
         # wanted / above of those before the last; 1 for one stage
         ("share", np.float64),
         ("nonzeros", np.float64),  # values that are not zero, by the sample
-        # At most so many exceed `start`, unless the sample misleads
+        # Room for the values above `start`, enough unless the sample misleads.
         ("room", np.int64),
         ("total", np.float64),  # of the excess over `start`
         ("threshold", np.float64),  # the last one

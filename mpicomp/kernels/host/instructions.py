@@ -434,7 +434,7 @@ def _sums_reaching(
             builder.icmp_signed("<", sums, ir.Constant(keys, None)),
         ]
         differ = builder.xor(again, floor)
-        # The result has one line's width, and is 0 where one of its values is 0.
+        # Fold to the width of a line; a word is 0 if one of the words folded into it is.
         while half * keys.element.width > LINE * 8:
             half //= 2
             low, high = (

@@ -243,7 +243,7 @@ def _plan(members: Array, lengths: Array) -> tuple[Array, Array]:
     expected = orders + further / np.maximum(1 - further, 1e-300)
     gap_bits = expected.argmin(axis=1)
     bits = np.arange(_LENGTHS)
-    # A row is an order: the most bits of the code of a number, by the bits of the number.
+    # A row for each order of the code: the most bits that a number takes, by the number's own bits.
     cost = 1 + bits[:, None] + 2 * np.maximum(bits - bits[:, None], 0)
     by_order = lengths @ cost.T
     most = by_order.min(axis=1) + changed * (1 + gap_bits)

@@ -87,7 +87,7 @@ def largest_in_segments(
     elif summands is not None and values.dtype == np.float16:
         add_parts(summands.residual, summands.decay, summands.parts, values)
         summands = None
-    # Each segment has at most so many.
+    # The most entries of each segment, added up.
     counts = np.append(0, np.cumsum(lengths // chunk * k + last))
     segments, longest = (
         _segments(edges, k, chunk, last, summands),
