@@ -141,8 +141,10 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
         """Return the bytes of an entry of the sum of so many vectors."""
         if ranks == 1 or (value > 1 and case.fresh > 0.75):
             return sent
+        if value > 2:
+            return min(case.value_nbytes, value + upper(ranks) / 4) + index
         # Sums of up to 8 values of bfloat16, of similar size, fit the 11 bits of float16.
-        if 1 < value <= 2 and ranks <= 8:
+        if value > 1 and ranks <= 8:
             return sent
         # Others need all bits of a float, but for signs of two equal supports.
         is_short = 8 * ranks * value <= 2 and not case.fresh

@@ -57,6 +57,9 @@ def likely_union(
 ) -> float | None:
     """Return the likely number of entries of the sum of all ranks' vectors; None if too little is shown of it.
 
+    It is that of independent supports unless what is shown differs from it by more than
+    chance, so that sums that are alike, such as the buckets of a step, are chosen alike.
+
     Args:
         length: positions of the index space.
         counts: entries of each rank.
@@ -67,4 +70,11 @@ def likely_union(
     if not all(each.size for each in shown):
         return None
     every = np.concatenate(shown)
-    return sum(counts) * np.unique(every).size / every.size
+    distinct = np.unique(every).size / every.size
+    total = sum(counts)
+    absent = sum(math.log1p(-min(count, length - 0.5) / length) for count in counts)
+    independent = min(1.0, -length * math.expm1(absent) / total)
+    noise = math.sqrt(independent * (1 - independent) / every.size)
+    if abs(distinct - independent) < 3 * noise:
+        distinct = independent
+    return total * distinct

@@ -67,6 +67,22 @@ def test_the_union_is_known_within_some_per_cent(size, share, density):
     assert found == pytest.approx(true, rel=0.25)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("density", [0.01, 0.3])
+def test_independent_supports_are_taken_for_independent(size, density):
+    """Sums of a step that are alike take one algorithm, which decides what they send first in the next step."""
+    entries = 10_000
+    length = round(entries / density)
+    case = Case(size, length, entries)
+    cases = set()
+    for seed in range(20):
+        rng = np.random.default_rng([size, seed])
+        drawn = [np.sort(rng.permutation(length)[:entries]) for _ in range(size)]
+        union = likely_union(length, [entries] * size, drawn)
+        cases.add(case.with_union(union))
+    assert cases == {case}
+
+
 def test_ranks_with_other_numbers_of_entries_show_the_same_windows():
     length = 10**7
     many = supports(0, 1, length, 100_000)[0]
