@@ -127,34 +127,39 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
     folds *= case.ranks / max(1, case.ranks - 1)
     dense = 2.0 * case.length * case.value_nbytes
     waits = rounds
-    index = index_dtype(case.length).itemsize
     if case.nodes > 1:
         # neighbours in a ring over the ranks share a node
         dense /= case.per_node
         waits *= 3
-        # Elias-Fano takes a byte, at a density of some per cent.
-        index = 1
     value = case.value_nbytes if case.bits is None else case.bits / 8
-    sent = value + index
+
+    def index(held: float) -> float:
+        """Return the bytes of an index among so many."""
+        if case.nodes == 1:
+            return index_dtype(case.length).itemsize
+        gap = max(1.0, case.length / max(1.0, held))
+        return min(gap, 2 + math.log2(gap)) / 8  # a bitmap, or Elias-Fano
 
     def summed(ranks: int) -> float:
-        """Return the bytes of an entry of the sum of so many vectors."""
+        """Return the bytes of a value of the sum of so many vectors."""
         if ranks == 1 or (value > 1 and case.fresh > 0.75):
-            return sent
+            return value
         if value > 2:
-            return min(case.value_nbytes, value + upper(ranks) / 4) + index
+            return min(case.value_nbytes, value + upper(ranks) / 4)
         # Sums of up to 8 values of bfloat16, of similar size, fit the 11 bits of float16.
         if value > 1 and ranks <= 8:
-            return sent
+            return value
         # Others need all bits of a float, but for signs of two equal supports.
-        is_short = 8 * ranks * value <= 2 and not case.fresh
-        if is_short:
-            return ranks * value + index
-        return case.value_nbytes + index
+        if 8 * ranks * value <= 2 and not case.fresh:
+            return ranks * value
+        return case.value_nbytes
 
-    shares = case.entries * sent + union * summed(case.ranks)
+    sent = value + index(case.entries)
+    shares = case.entries * sent + union * (summed(case.ranks) + index(union))
     added = 0.6 * (case.entries + union)
-    exchanged = folds * sum(held * summed(ranks) for ranks, held in doubled.items())
+    exchanged = 0.0
+    for ranks, held in doubled.items():
+        exchanged += folds * held * (summed(ranks) + index(held))
     merged = 1.5 * folds * sum(doubled.values())
     costs: dict[str, Cost] = {
         "recursive_doubling": (2 * rounds, 0, exchanged, merged),
