@@ -19,7 +19,7 @@ from mpicomp.vector import SparseVector
 
 VARIABLE = "MPICOMP_CHECK"
 
-# 2^64 over the golden ratio: multiplicative hashing
+# Multiplier of multiplicative hashing: 2^64 over the golden ratio.
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
@@ -28,19 +28,14 @@ def is_enabled() -> bool:
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
-def mass(part: SparseVector | Array) -> list[float]:
-    """Return the mass of a vector, of numbers or of rows, or of a dense array."""
-    if isinstance(part, SparseVector):
-        width = 1 if part.width is None else part.width
-        firsts = to_numpy(part.indices).astype(np.uint64)[:, None] * np.uint64(width)
-        values = part.values
-        places: Array = (firsts + np.arange(width, dtype=np.uint64)).reshape(-1)
-    else:
-        places = np.arange(part.size, dtype=np.uint64)
-        values = part
-    doubles = to_numpy(values).reshape(-1).astype(np.float64)
+def mass(vector: SparseVector) -> list[float]:
+    """Return the mass of a vector, of numbers or of rows."""
+    width = 1 if vector.width is None else vector.width
+    firsts = to_numpy(vector.indices).astype(np.uint64)[:, None] * np.uint64(width)
+    places: Array = (firsts + np.arange(width, dtype=np.uint64)).reshape(-1)
+    doubles = to_numpy(vector.values).reshape(-1).astype(np.float64)
     weights = ((places + np.uint64(1)) * _MIX >> np.uint64(11)) / 2.0**52 - 1
-    # values that are not finite are reported separately
+    # Values that are not finite are reported separately.
     with np.errstate(invalid="ignore", over="ignore"):
         return [
             float(doubles.sum()),
@@ -61,7 +56,8 @@ def check_conserved(
 
     Nothing is checked where the sums leave the range of float64.
     """
-    # each addition rounds once; float64 rounds too, and subnormals most
+    # Each addition rounds once. The sums in float64 round too, and subnormals round the
+    # most.
     error = (ranks + 2) * np.finfo(dtype).eps + 1e-12
     most = float(error) * max(sent[2], received[2]) + 2.0**-1022
     is_same = all(

@@ -6,6 +6,7 @@ The variable is read once for each communicator, at its first operation.
 
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +17,9 @@ from collectives.faults.errors import CheckError
 from collectives.faults.state import differing
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Steps
-from mpicomp.arrays.values import check_finite
+from mpicomp.arrays import Array
 from mpicomp.digests import joint_digest
-from mpicomp.vector import SparseVector
+from mpicomp.vector import SparseVector, from_all_values
 
 T = TypeVar("T")
 
@@ -89,28 +90,28 @@ def _weighed(
     """
     try:
         total = promise(result)
-        same = total.value if isinstance(total.value, list) else [total.value]
-        own = [] if total.rejected is None else [total.rejected]
-        arrays = []
-        for part in same:
-            if isinstance(part, SparseVector):
-                arrays += [part.indices, part.values]
-            else:
-                arrays.append(part)
-        # those of MPI's own sum may differ between ranks
+        parts = total.value if isinstance(total.value, list) else [total.value]
+        same = [_as_vector(part) for part in parts]
+        own = [] if total.rejected is None else [_as_vector(total.rejected)]
+        arrays = chain.from_iterable((one.indices, one.values) for one in same)
+        # Sums by MPI's own allreduce may differ between ranks.
         bits = None if is_array and not own else joint_digest(arrays)
         masses = {
             "same": total_mass(map(mass, same)),
             "own": total_mass(map(mass, own)),
         }
-        for part in (*same, *own):
-            if isinstance(part, SparseVector):
-                part.validate()
-            else:
-                check_finite(part.reshape(-1))
+        for vector in (*same, *own):
+            vector.validate()
         return {"fault": None, "bits": bits, **masses}
     except Exception as error:
         return {"fault": f"{what}: {error}"}
+
+
+def _as_vector(part: SparseVector | Array) -> SparseVector:
+    """Return a vector as it is, and a dense array as the vector with an entry for each value."""
+    if isinstance(part, SparseVector):
+        return part
+    return from_all_values(part.reshape(-1))
 
 
 def audit(accounts: Sequence[dict[str, Any]], dtype: str, where: str) -> None:
