@@ -42,10 +42,10 @@ class ModelParameters:
         self._dtypes = {name: parameter.dtype for name, parameter in registered.items()}
         self._known = {*registered, *trainable(model)}  # by canonical name
         self._facts: list[Any] = []  # of all parameters, when they were looked at
-        self.frozen()
+        self.look()
 
-    def frozen(self) -> set[str]:
-        """Return the names of the registered parameters that require no gradient now.
+    def look(self) -> None:
+        """Look at the parameters of the model again.
 
         Raises ValueError if a parameter was replaced or has another dtype, or one that is
         not registered requires a gradient.
@@ -53,15 +53,18 @@ class ModelParameters:
         parameters = self._model.parameters()
         facts = [(id(one), one.dtype, one.requires_grad) for one in parameters]
         if facts != self._facts:
-            self._look()
+            self._check_registered()
             self._facts = facts
+
+    def frozen(self) -> set[str]:
+        """Return the names of the registered parameters that require no gradient now."""
         return {
             name
             for name, parameter in self.registered.items()
             if not parameter.requires_grad
         }
 
-    def _look(self) -> None:
+    def _check_registered(self) -> None:
         """Raise ValueError unless the parameters of the model are those that are registered."""
         present = named(self._model)
         replaced = [
@@ -227,11 +230,7 @@ class Handle:
     def _begin_step(self) -> None:
         """Begin a step: store the scale of its loss, and leave out what is frozen now."""
         self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-        frozen = {
-            name
-            for parameter, name in self._names.items()
-            if not parameter.requires_grad
-        }
+        frozen = self._parameters.frozen()
         if frozen == self._held or self._own_error or self._raised:
             return
         try:

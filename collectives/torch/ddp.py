@@ -275,6 +275,7 @@ class DDPHandle(Handle):
         self._buckets = []
         self._gradients = [_stamp(parameter) for parameter in self._names]
         try:
+            self._parameters.look()
             frozen = self._parameters.frozen()
             if not self._finds_unused and 0 < len(frozen) < len(self._names):
                 raise ValueError(

@@ -160,7 +160,7 @@ class FSDPHandle(Handle):
         self._check_interrupted()
         if not self._in_pass:
             try:
-                self._parameters.frozen()
+                self._parameters.look()
                 self._own_error = None
             except ValueError as error:
                 self._own_error = error

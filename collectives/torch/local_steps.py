@@ -73,7 +73,7 @@ def outer_loop(
     known = ModelParameters(model, trainable(model), "outer_loop", remedy)
 
     def parameters() -> dict[str, Any]:
-        known.frozen()  # raises for others
+        known.look()
         return {
             name: local_shard(parameter) for name, parameter in known.registered.items()
         }
