@@ -302,9 +302,9 @@ def short() -> list[str]:
     )
 
 
-def race(schedule: str) -> list[str]:
-    """Return the tables of the race with a schedule of the learning rate, one for each rate of the links."""
-    rows = losses.of(loaded("race")["rows"], schedule=schedule)
+def race(schedule: str, name: str = "race") -> list[str]:
+    """Return the tables of a race with a schedule of the learning rate, one for each rate of the links."""
+    rows = losses.of(loaded(name)["rows"], schedule=schedule)
 
     def loss(pair: tuple[str, list[Any]]) -> float:
         return results.final(results.by_learning_rate(pair[1])[0])
@@ -618,6 +618,7 @@ TABLES = {
     },
     "experiments/race/README.md": {
         "race-linear": partial(race, "linear"),
+        "race-overlap": partial(race, "linear", "race_overlap"),
         "race": partial(race, "constant"),
     },
     "docs/contributing/accuracy.md": {
