@@ -305,7 +305,9 @@ class Local:
     every: local steps. outer, momentum: of the outer step; with a momentum it is
     Nesterov's. radial: the mean of each tensor gets the mean norm of the ranks' own
     (the radial-directional mean of Decoupled DiLoCo, arXiv 2604.21428). momenta: of the
-    optimiser; by default they stay on their ranks.
+    optimiser; by default they stay on their ranks. delay: steps from the start of an
+    exchange to the outer step. alpha: of what a delayed outer step would write to a
+    replica the part that it does write.
     """
 
     pooled = False
@@ -320,15 +322,18 @@ class Local:
         *,
         radial: bool = False,
         momenta: "Momenta | None" = None,
+        delay: int = 0,
+        alpha: float = 1.0,
     ) -> None:
         self.every, self.outer, self.momentum, self.number = every, outer, momentum, 0
         self.exchange, self.optimiser, self.radial = exchange, optimiser, radial
-        self.momenta = momenta
+        self.momenta, self.delay, self.alpha = momenta, delay, np.float32(alpha)
 
     def start(self, shapes: Shapes, ranks: int) -> None:
         """Make the state for parameters of these shapes."""
         self.optimiser.start(shapes, ranks)
         self.exchange.start(shapes, ranks)
+        self.sent: Floats | None = None  # the replicas at the start of an exchange
         self.velocity = np.zeros(size_of(shapes), np.float32)
         self.replicas: Floats | None = None
         self.firsts = np.cumsum([0, *map(math.prod, shapes[:-1])])
@@ -345,19 +350,29 @@ class Local:
         self.number += 1
         if self.momenta:
             self.momenta.step(self.number, self.optimiser)
-        if self.number % self.every:
-            return 0.0
-        changes = parameters - self.replicas
-        mean, bits = self.exchange.mean(list(changes))
-        if self.radial:
-            mean = mean * self.stretch(changes, mean)
+        bits = 0.0
+        if self.number % self.every == 0:
+            changes = parameters - self.replicas
+            self.mean, bits = self.exchange.mean(list(changes))
+            if self.radial:
+                self.mean = self.mean * self.stretch(changes, self.mean)
+            self.sent = self.replicas.copy()
+        if self.number % self.every == self.delay and self.sent is not None:
+            self.outer_step(parameters)
+        momenta = self.momenta.bits if self.momenta and bits else 0.0
+        return bits / self.every + momenta
+
+    def outer_step(self, parameters: Floats) -> None:
+        """Update the anchor by the mean that was exchanged, and continue from it, with the progress since then."""
         self.velocity *= np.float32(self.momentum)
-        self.velocity += mean
+        self.velocity += self.mean
         parameters -= np.float32(self.outer) * (
-            mean + np.float32(self.momentum) * self.velocity
+            self.mean + np.float32(self.momentum) * self.velocity
         )
-        self.replicas = None
-        return bits / self.every + (self.momenta.bits if self.momenta else 0.0)
+        written = parameters + (self.replicas - self.sent)
+        own = np.float32(1) - self.alpha
+        self.replicas = own * self.replicas + self.alpha * written
+        self.sent = None
 
     def stretch(self, changes: Floats, mean: Floats) -> Floats:
         """Return for each value the mean norm of its tensor in the ranks' changes over that in the mean."""
@@ -398,11 +413,14 @@ class Momenta:
 
 
 class Accumulating:
-    """A method of which a step takes the mean gradients of several steps."""
+    """A method of which a step takes the mean gradients of several steps.
 
-    def __init__(self, method: Any, steps: int) -> None:
+    grows: from this step on twice as many, and from half as much later on four times.
+    """
+
+    def __init__(self, method: Any, steps: int, grows: float = math.inf) -> None:
         self.method, self.steps, self.pooled = method, steps, method.pooled
-        self.number, self.sums = 0, 0.0
+        self.number, self.sums, self.grows = 0, 0.0, grows
 
     @property
     def replicas(self) -> Any:
@@ -417,12 +435,15 @@ class Accumulating:
         self, parameters: Floats, gradients: Sequence[Floats], rate: float
     ) -> float:
         """Let the method take a step, if it is due; return the bits of a value and step."""
+        steps = self.steps
+        steps *= 1 if self.number < self.grows else 2
+        steps *= 1 if self.number < 1.5 * self.grows else 2
         self.number += 1
         self.sums = self.sums + np.stack(gradients)
-        if self.number % self.steps:
+        if self.number % steps:
             return 0.0
-        means, self.sums = self.sums / np.float32(self.steps), 0.0
-        return float(self.method.step(parameters, list(means), rate)) / self.steps
+        means, self.sums = self.sums / np.float32(steps), 0.0
+        return float(self.method.step(parameters, list(means), rate)) / steps
 
 
 class DiLoCo(Local):
@@ -500,7 +521,11 @@ NAMES = {
 }
 # settings that the lines of the library do not have
 OF_OPTIMISER = "beta", "beta2"
-OWN = *OF_OPTIMISER, "tile", "mean", "radial", "accumulate", "momenta", "momenta_every"
+OWN = (
+    *OF_OPTIMISER,
+    *("tile", "mean", "radial", "accumulate", "grows", "momenta", "momenta_every"),
+    *("delay", "alpha"),
+)
 
 
 add(  # which the library refuses: nothing is gained
@@ -526,7 +551,8 @@ def made(name: str, optimiser: str = "adamw") -> Any:
     optimiser: of `OPTIMISERS`; signs are a step of their own. Beside the settings of
     the line: beta, of Muon, and beta2, of AdamW; mean=contributors, of a sign;
     tile=True, see `Signs`; radial=True, see `Local`; momenta=4, bits, every
-    `momenta_every` steps, see `Momenta`; accumulate=5, see `Accumulating`.
+    `momenta_every` steps, see `Momenta`; delay=1 and alpha=0.5, see `Local`;
+    accumulate=5 and grows=150, see `Accumulating`.
     """
     stem, _, given = name.partition(":")
     settings = dict(each.partition("=")[::2] for each in given.split(",") if each)
@@ -556,8 +582,12 @@ def made(name: str, optimiser: str = "adamw") -> Any:
             outer.get("momentum", 0.0),
             radial="radial" in own,
             momenta=Momenta(int(own["momenta"]), rarely) if "momenta" in own else None,
+            delay=int(own.get("delay", outer.get("delay", 0))),
+            alpha=float(own.get("alpha", 1)),
         )
     else:
         rule = EveryStep(mean[0] if isinstance(mean, tuple) else mean, new)
-    steps = int(own.get("accumulate", 1))
-    return Accumulating(rule, steps) if steps > 1 else rule
+    if "accumulate" in own or "grows" in own:
+        grows = float(own.get("grows", math.inf))
+        return Accumulating(rule, int(own.get("accumulate", 1)), grows)
+    return rule

@@ -106,6 +106,9 @@ def trained(row: Row) -> Row:
         gradients = replicas.gradients(number, method)
         rate = row["rate"] * part_of_rate(row["schedule"], number / row["steps"])
         bits = method.step(replicas.parameters, gradients, rate) or bits
+        is_last = number + 1 == row["steps"]
+        if is_last and getattr(method, "sent", None) is not None:
+            method.outer_step(replicas.parameters)  # as `OuterLoop.synchronise` does
         if (number + 1) * EVALUATIONS % row["steps"] < EVALUATIONS:
             curve.append([number + 1, replicas.trainer.loss()])
     outcome = {
