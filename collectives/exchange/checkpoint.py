@@ -222,17 +222,11 @@ def _check_fits(bucket: Bucket) -> None:
 @contextmanager
 def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Restore the states of buckets if the block raises."""
-    before = [
-        snapshot
-        for bucket in buckets
-        for snapshot in (
-            *[
-                (part, dict(vars(part)))
-                for part in (bucket.feedback, *bucket.parts.values())
-            ],
-            *bucket.selection.snapshot(),
-        )
-    ]
+    before = []
+    for bucket in buckets:
+        parts = bucket.feedback, *bucket.parts.values()
+        before += [(part, dict(vars(part))) for part in parts]
+        before += bucket.selection.snapshot()
     try:
         yield
     except Exception:

@@ -260,10 +260,8 @@ class Layout:
             raise ValueError(
                 "no named tensor is left to exchange: expected one at least"
             )
-        left, out = (
-            self.named([parts[name] for name in order if (name in held) is is_held])
-            for is_held in (False, True)
-        )
+        left = self.named([parts[name] for name in order if name not in held])
+        out = self.named([parts[name] for name in order if name in held])
         load_whole_state(
             [*left, *out], whole_state(buckets, place), place, same_settings=False
         )

@@ -75,9 +75,7 @@ from mpicomp.replica import (
     untied,
 )
 from mpicomp.settings import CheckedKeywords, SetOnce, to_bool, to_integer, to_number
-from mpicomp.state import (
-    check_names,
-)
+from mpicomp.state import check_names
 from mpicomp.tensors import ARRAY
 
 OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors

@@ -501,9 +501,10 @@ class Engine:
             for request in self._in_flight:
                 if request.link.faults is faults:
                     request.fail(faults.error())
-            self._in_flight = [
-                request for request in self._in_flight if not request.done
-            ]
+            self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        self._in_flight = [one for one in self._in_flight if not one.done]
 
     def know(self, faults: Faults) -> None:
         """Answer the ranks that wait on a communicator, until `faults` is finished, while this rank waits elsewhere."""
@@ -570,9 +571,7 @@ class Engine:
         finally:
             if self._discarding:
                 self._forget([request for request in self._in_flight if request.done])
-            self._in_flight = [
-                request for request in self._in_flight if not request.done
-            ]
+            self._drop_ended()
 
 
 def configure(*, timeout: float | None) -> None:

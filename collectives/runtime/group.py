@@ -154,12 +154,12 @@ class Group:
     def nothing(self) -> SparseVector:
         """A vector of this operation's length, width and dtype, without entries."""
         signature = self.signature
-        what = (
-            signature.get("length") or 0,
-            signature.get("dtype") or "float32",
+        return SparseVector.empty(
+            signature.get("length", 0),
+            signature.get("dtype", "float32"),
             signature.get("width"),
+            like=self.like,
         )
-        return SparseVector.empty(*what, like=self.like)
 
     def join_queue(self) -> None:
         """Queue for `reduce`; before the first yield of the operation, so the order is the same on all ranks."""

@@ -176,11 +176,7 @@ def table_of_runs(values: Array, most: int) -> NDArray[np.int64] | None:
     first = xp.asarray(np.array(starts))
     second = np.minimum(first + most - 1, stretches.size - 1)
     pair = stretches[first], stretches[second]
-    columns = [
-        firsts[first],
-        np.minimum(*pair),
-        np.maximum(*pair),
-    ]
+    columns = [firsts[first], np.minimum(*pair), np.maximum(*pair)]
     table = [to_numpy(column).astype(np.int64) for column in columns[: 1 + most]]
     return np.stack(table, axis=1)
 
@@ -194,24 +190,14 @@ def offsets(dtype: Dtype, least: int, width: int) -> Format:
 
     def write(values: Array, section: Buffer) -> None:
         section[:] = 0
-        kernels = kernels_for(values)
-        kernels.to_offsets(
-            values,
-            least,
-            width,
-            section[: -_PAIR.size],
-        )
+        planes = section[: -_PAIR.size]
+        kernels_for(values).to_offsets(values, least, width, planes)
         write_fields(section[-_PAIR.size :], _PAIR, least, width)
 
     def read(section: Buffer, count: int) -> Array:
         values: Array = namespace(section).empty(count, dtype)
-        kernels = kernels_for(section)
-        kernels.from_offsets(
-            section[: -_PAIR.size],
-            least,
-            width,
-            values,
-        )
+        planes = section[: -_PAIR.size]
+        kernels_for(section).from_offsets(planes, least, width, values)
         return values
 
     return Format(15 + VALUE_DTYPES.index(dtype), nbytes, write, read)
