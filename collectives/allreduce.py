@@ -113,13 +113,14 @@ def sparse_allreduce(
 sparse_iallreduce = sparse_allreduce.nonblocking
 
 
-Choice = tuple[str, Metadata]  # an algorithm, and what it has to know
+# The name of an algorithm, and the metadata that it needs.
+Choice = tuple[str, Metadata]
 Choose = Callable[[SparseVector, Group], Steps[Choice]]
 Summing = Callable[[SparseVector, Group, Metadata], Steps[SparseVector]]
-# Calls like one that gathered so few bytes from all other ranks send vectors in
-# place of the metadata.
+# Bytes from all other ranks, at most, with which a call sends its vector in place of
+# the metadata, if the last call of its kind chose allgather.
 LONG_NBYTES = 1 << 22
-# So many kinds of sums are remembered; entries and bits count by powers of two.
+# Kinds of sums that are remembered, at most. Entries and bits count by powers of two.
 MOST_KINDS = 1024
 UNSAMPLED = ("allgather", "recursive_doubling", "dense_mpi")  # they have no shares
 NO_METADATA: Metadata = ()
@@ -203,7 +204,8 @@ def choose_freely(
     short = is_short(vector, group)
     again = last == "allgather" and not on_device(vector.indices)
     again = again and (group.size - 1) * encoded_nbytes(vector, coding) <= LONG_NBYTES
-    # a sum of vectors like this one needs samples
+    # Samples are sent only if the algorithm that is likely to be chosen divides the sum
+    # into shares.
     cut = not short and (last or best(vector.nnz, bits)) not in UNSAMPLED
     metadata = yield from exchange_metadata(
         vector,
@@ -228,7 +230,7 @@ def choose_freely(
 def automatic(vector: SparseVector, group: Group, votes: bool = False) -> Steps[Any]:
     """Run the fastest algorithm."""
     if group.size <= 2 and not votes:
-        # It takes no turn, as it calls no allreduce of MPI's.
+        # The operation does not join the queue, as it does not call MPI's allreduce.
         group.note_choice("recursive_doubling")
         return recursive_doubling(vector, group, NO_METADATA)
     return run_chosen(choose_freely, vector, group, votes)

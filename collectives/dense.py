@@ -86,7 +86,8 @@ def mpi(array: Array, group: Group, place: Array, **compared: Any) -> Steps[Any]
     """Compare the call signatures, and sum the arrays by MPI; the sum has the dtype and the device of `place`."""
     group.join_queue()
     mine = array.reshape(-1)
-    # first: a rank without memory for it breaks off before MPI's own sum
+    # The result is allocated first, so that a rank without memory for it breaks off
+    # before MPI's own sum.
     total = staging.pinned_like(mine) if on_device(place) else np.empty_like(mine)
     yield from group.compare_calls()
     yield from group.reduce(mine, total)

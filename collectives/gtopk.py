@@ -186,13 +186,14 @@ def exact(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Res
     signatures.
     """
     parts = yield from scatter(vector, group, equal_bounds(vector.length, group.size))
-    # what cancelled out is missing nowhere
+    # Entries that cancelled out are dropped: no rank has to keep them.
     share = without_zeros(add_up(vectors_of(parts)))
     if k is None:
         k = max(count for _, count in parts)
     entries = sum(count for _, count in parts)
     here = sum(theirs.nnz for theirs, _ in parts)
-    del parts  # nearly k s of memory until the end otherwise
+    # The parts would keep the memory of nearly k entries until the end.
+    del parts
     return (
         yield from largest_of_all(
             share, k, likely(k * here / max(entries, 1), group.size), join, group
@@ -243,7 +244,7 @@ def largest_of_sum(vector: SparseVector, k: int, group: Group) -> Steps[SparseVe
     here = sum(part.nnz for part in (*kept, *received))
     k = max(most for _, most in asked)
     entries = sum(count for _, count in supports)
-    # top_k() selects no zeros
+    # Zeros are dropped, as `top_k` selects none.
     held = without_zeros(merge(join(kept), add_up(received)))
     quota = likely(k * here / max(entries, 1), group.size)
     return (yield from largest_of_all(held, k, quota, add_up, group))[0]

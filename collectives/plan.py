@@ -65,7 +65,7 @@ class SupportPlan:
 
     def __init__(self, support: SparseVector, comm: Any) -> None:
         """Create a plan; use `union`, which ensures the same support on all ranks."""
-        # PyTorch warns of read-only indices
+        # PyTorch warns of read-only indices, so these stay writable.
         self._places = support.indices.copy()
         self.indices = read_only(self._places)
         self.length = support.length

@@ -191,7 +191,8 @@ def _outputs(out: Any, values: Array) -> tuple[Array, Array]:
                 "memory of the array"
             )
     written = [total, rejected]
-    # It may be the array itself: each value is read before it is written.
+    # The output `rejected` may be the array itself, as each value is read before it is
+    # written.
     if address(rejected) != address(values):
         written.append(values)
     check_apart(written)
@@ -225,7 +226,8 @@ def direct(
         short=dtype == np.float16,
     )
     total = CodedMean(parts, correction.sizes)
-    if not total.is_finite:  # All ranks raise it: they have the same codes.
+    if not total.is_finite:
+        # All ranks have the same codes, so all of them raise.
         yield from raise_not_finite(correction, group)
     return total, correction.out
 
@@ -297,7 +299,7 @@ def node_lanes(
     node = group.node()
     lanes = shares(0, first_blocks(sizes, block)[-1], min(map(len, group.nodes)))
     spans = [slice(*[position(end, sizes, block) for end in lane]) for lane in lanes]
-    # a vector of one row is sent as it is
+    # Each part is a vector of one row, which is sent as it is.
     index = np.zeros_like(values, np.int32, shape=1)
     parts = [SparseVector.trusted(index, values[None, span], 1) for span in spans]
     absent = [group.nothing] * (node.size - len(lanes))

@@ -188,7 +188,7 @@ def handed_down(
         patch = patch or Patch.from_bytes(message)
         write = patch.writer(out) if out is not None else None
     yield from group.compare_calls()
-    # all ranks can
+    # No rank has failed, so all ranks can write.
     if write is not None:
         write()
     return patch

@@ -29,7 +29,8 @@ from mpicomp.settings import to_integer
 from mpicomp.state import Configured
 from mpicomp.vector import SparseVector, check_range
 
-# values of a chunk, which fit the memory that a block of threads shares on a GPU
+# Values of the longest chunk: they fit the shared memory of a block of threads on a
+# GPU.
 LONGEST = 4096
 
 

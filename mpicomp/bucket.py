@@ -59,7 +59,7 @@ class Bucket:
         self.feedback = feedback
         self.dense = dense
         self.basis = basis
-        # the gradients' own arrays hold the residual
+        # Whether the gradients' own arrays hold the residual.
         self.in_place = isinstance(feedback, InPlaceErrorFeedback)
         self.bounds = [0, *accumulate(sizes_of(tensors))]
         self.length = self.bounds[-1]  # in values
@@ -68,7 +68,7 @@ class Bucket:
         shown = [None] if is_alone else names
         self.selection = Selection(shown, self.edges, compressors)
         self.names_of_tensors = [tensor.name for tensor in tensors]
-        # What else has a state of these tensors, by name; see `Layout.parts`.
+        # Other objects with a state of these tensors, by name; see `Layout.parts`.
         self.parts: dict[str, Configured] = {}
         # The arrays of a list are one segment.
         self._buffer: Array | None = None
@@ -193,7 +193,7 @@ class Bucket:
             missing = [tensor for tensor in self.tensors if tensor.name not in outs]
         if not missing:
             return {}, mean.writer([*outs.values()])
-        # what is copied has to have its values now
+        # A tensor that is copied needs its values now.
         if any([tensor.is_copied for tensor in missing]):
             mean = DenseMean(mean.values())
         memory = mean.memory()
@@ -202,7 +202,7 @@ class Bucket:
         views = dict(zip(self.names_of_tensors, parts, strict=True))
         results = {tensor.name: tensor.wrap(views[tensor.name]) for tensor in missing}
         vectors: Any = {**views, **outs}.values()
-        # kernels of a device take any shape
+        # Kernels on a device accept any shape.
         if not on_device(memory):
             vectors = map(flat, vectors)
         write = mean.writer if outs else partial(mean.filler, memory)

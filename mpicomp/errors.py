@@ -17,7 +17,8 @@ def kept(error: Raised) -> Raised:
     Their frames hold arrays, and, with what holds the error, form cycles.
     """
     linked: BaseException | None = error
-    # one that has none was not raised, or was seen: an error may be its own cause
+    # The loop ends at an error without a traceback, which was not raised or was seen
+    # before: an error may be its own cause.
     while linked is not None and linked.__traceback__ is not None:
         linked.__traceback__ = None
         linked = linked.__cause__ or linked.__context__

@@ -27,15 +27,15 @@ from mpicomp.vector import (
     split,
 )
 
-# By its bytes, the upper half of an infinite float32 or float64.
+# The upper half of an infinity of float32 or float64, by its bytes.
 _INFINITY = {2: 0x7F80, 4: 0x7FF00000}
 _SUM = "sum over the ranks"
-# What follows the agreement allocates no more than so many values at once.
+# Values for which memory is allocated at once after the ranks have agreed, at most.
 _PIECE = 2**18
 
 
 class _Mean:
-    """What means have in common."""
+    """Base class of the kinds of means."""
 
     def memory(self) -> Array:
         """Return a new vector for the values; or the values, if they are one."""
@@ -172,7 +172,7 @@ class SparseMean(_Mean):
 
     def memory(self) -> Array:
         values = self.vector.values
-        # The system's new pages are zeros already.
+        # New pages of the system are zeros already, so this writes nothing.
         return namespace(values).zeros(self.vector.length, values.dtype)  # type: ignore[no-any-return]
 
     def writer(self, parts: Sequence[Array]) -> Write:
@@ -252,7 +252,7 @@ class CodedMean(_Mean):
             raise out_of_range(_SUM, self.dtype)
         if self.dtype == dtype:
             return self
-        # float16 is decoded now, as values may be out of range.
+        # A mean that becomes float16 is decoded now, as values may be out of range.
         return DenseMean(self.values()).narrowed(dtype, clips=clips)
 
     def memory(self) -> Array:

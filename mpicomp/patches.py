@@ -157,7 +157,7 @@ def changes(before: Any, after: Any) -> Patch:
 
 
 def _by_name(arrays: Any, read: Callable[[Any], Array]) -> Weights:
-    """Return what is read of arrays, in the order of their names; one array has the name ""."""
+    """Return what `read` returns of each array, in the order of their names; a single array has the name ""."""
     if not isinstance(arrays, Mapping):
         arrays = {"": arrays}
     found = {}
@@ -185,7 +185,7 @@ def _described(weights: Weights) -> dict[str, str]:
 
 
 def _check(got: dict[str, str], expected: dict[str, str], first: int = 0) -> None:
-    """Raise ValueError that names the first array with another text, from a character on."""
+    """Raise ValueError that names the first array whose text differs from the character `first` on."""
     for name in expected | got:
         own = got.get(name, "")[first:]
         other = expected.get(name, "")[first:]
@@ -196,7 +196,7 @@ def _check(got: dict[str, str], expected: dict[str, str], first: int = 0) -> Non
 
 
 def _firsts(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
-    """Return for each array the first one with the same changes."""
+    """Return for each array the name of the first one with the same changes."""
     known: dict[tuple[str, str], str] = {}
     return {
         name: known.setdefault((before[name], after[name]), name) for name in before
@@ -204,6 +204,6 @@ def _firsts(before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
 
 
 def _digest(message: Buffer) -> int:
-    """Return the digest of what follows it."""
+    """Return the digest of a message without its first field, which stores the digest."""
     rest = message[_DIGEST.size :]
     return kernels_for(rest).digest(rest)  # type: ignore[no-any-return]

@@ -54,8 +54,9 @@ class Replica(Configured):
         self.velocity: Array | None = None
         if momentum:
             self.velocity = xp.zeros(length, accumulation_dtype(dtype))
-        self._memory: list[Array] = []  # of the parameters, and
-        # these as vectors in C order: views where possible, else copies
+        # The memory of the parameters, and the same as vectors in C order: views where
+        # possible, else copies.
+        self._memory: list[Array] = []
         self._thetas: list[Array] = []
         self.take_anchor(parameters)
 
@@ -135,7 +136,7 @@ class Replica(Configured):
                 part = theta[piece]
                 start = _rounded(self.anchor[span][piece], memory)
                 kernels.add_scaled(part, 1, start, part, sign=-1)
-            # Added in this order, it is 0 where there is no progress.
+            # In this order of additions the result is 0 where there is no progress.
             kernels.add(theta, self.delta[span], theta)
         if rate:
             self._move(mean, rate, nesterov=nesterov)
@@ -232,9 +233,11 @@ class Trial:
         self._replicas = replicas
         self._start = np.concatenate([replica.sample_anchor() for replica in replicas])
         self._first = self._values()  # after the first step from the start
-        self._before = self._first  # a round wrote
+        # The values before and after the writes of a round.
+        self._before = self._first
         self._written = self._first
-        self.is_due = False  # a round has written, and no step was looked at
+        # Whether a round has written, and no step after it was measured.
+        self.is_due = False
 
     def begin_write(self) -> None:
         """Take the values that the round is about to overwrite."""
@@ -322,14 +325,14 @@ def _sample(arrays: Sequence[Array]) -> Array:
 
 
 def _vector(memory: Array) -> Array:
-    """Return a parameter as a vector in C order: a view where possible, else a copy, of bfloat16 in float32."""
+    """Return a parameter as a vector in C order: a view where possible, else a copy; bfloat16 becomes float32."""
     if memory.dtype == np.uint16:
         memory = (memory.astype(np.uint32, order="C") << 16).view(np.float32)
     return memory.reshape(-1)
 
 
 def _rounded(values: Array, memory: Array) -> Array:
-    """Return values as a parameter stores them: a copy that is rounded to bfloat16, ties to even, or themselves."""
+    """Return values as a parameter stores them: in a copy rounded to bfloat16 (ties to even), else unchanged."""
     if memory.dtype != np.uint16:
         return values
     bits = values.view(np.uint32)

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-LARGEST = 2**63 - 1  # in messages and arrays integers have 64 bits
+# Integers have 64 bits in messages and arrays.
+LARGEST = 2**63 - 1
 INTEGERS = int, np.integer
 REALS = int, float, np.integer, np.floating
-NO_NUMBERS = bool, np.timedelta64  # though Python and NumPy register them as integers
+# Python and NumPy register these as integers.
+NO_NUMBERS = bool, np.timedelta64
 OTHER_SETTINGS = "make the exchange with the settings that were saved, or load with same_settings=False"
 
 

@@ -21,7 +21,7 @@ from mpicomp.settings import CheckedKeywords
 Range = tuple[float, float]
 """The least and the most value of a number, or of all elements of an array."""
 
-# layouts: one value for all segments; a row, or a part of a vector, for each
+# Layouts: one value for all segments; a row, or a part of a vector, for each.
 SHARED = "shared"
 ROWS = "rows"
 POSITIONS = "positions"
@@ -30,13 +30,15 @@ ONE = [slice(None)]  # the span of the only segment, of any length
 
 
 _ADDRESS = (
-    # The repr of functions has it, and that of objects without a repr of their own.
+    # The repr of a function has an address, as has that of an object without a repr of
+    # its own.
     " at 0x"
 )
 _GENERATORS = {"Generator", "RandomState", "Random"}
 
 
-@lru_cache  # thousands of tensors have an object each
+# Thousands of tensors may have an object each, of few classes.
+@lru_cache
 def arguments_of(kind: type) -> list[str]:
     """Return the names of a constructor's arguments, without `*args` and `**kwargs`."""
     variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
@@ -65,7 +67,7 @@ class Configured(CheckedKeywords):
         kind: Any = type(self)
         for name in arguments_of(kind):
             value = getattr(self, name, "?")
-            # a method of that name is no setting
+            # A method of that name is not a setting.
             settings[name] = "?" if ismethod(value) else value
         return settings
 
@@ -241,7 +243,7 @@ def checked(
 
 
 def _compared(array: Any, like: Any) -> tuple[str, bool]:
-    """Return what is expected, as text, and whether an array is that."""
+    """Return a text of what is expected, and whether an array is as expected."""
     dtype: Any = None if array is None else array.dtype
     shape: Any = None if array is None else array.shape
     if like is None:
@@ -262,7 +264,7 @@ def _of_segments(value: Any, layout: str, spans: Sequence[slice]) -> list[Any]:
 
 
 def _joined(name: str, values: ByName, layout: str, spans: Sequence[slice]) -> Any:
-    """Return the value of all segments from that of each; raises ValueError if they do not fit together."""
+    """Return the values of the segments joined to one; raises ValueError if they do not fit together."""
     rows = [*values.values()]
     if layout == ROWS:
         return np.array(rows)

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, array: Any) -> "Kind":
         """Return the kind of an array."""
-        # Also of a subclass of one's own.
+        # A subclass of np.ndarray counts as NumPy, whatever its module.
         library = "numpy"
         if not isinstance(array, np.ndarray):
             library = type(array).__module__.partition(".")[0]
@@ -180,16 +180,16 @@ def plain_vectors(tensors: Sequence[Tensor], arrays: ByName) -> list[Array] | No
     return given if facts == expected else None
 
 
-# those of each bucket are asked for in every step
+# Every step asks for those of each bucket.
 @lru_cache(maxsize=256)
 def _expected(tensors: tuple[Tensor, ...]) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Return the names of tensors, and their facts."""
+    """Return the names and the facts of tensors."""
     names = [tensor.name for tensor in tensors]
     return names, [tensor.facts for tensor in tensors]
 
 
 def _host_vectors(expected: list[Any], given: list[Any]) -> list[Array] | None:
-    """Return arrays of NumPy or PyTorch as vectors; None for others than the described ones, or without memory."""
+    """Return arrays of NumPy or PyTorch as vectors; None if they are not as described, or have no memory."""
     values = [
         a if a.__class__ is np.ndarray else a.untyped_storage().data_ptr() and a.numpy()
         for a in given
@@ -218,7 +218,7 @@ def describe(arrays: ByName, form: Form) -> list[Tensor]:
         raise ValueError(f"got {form}, and it is empty: expected at least one array")
     tensors = []
     for name, array in arrays.items():
-        # `np.savez` cuts names there
+        # `np.savez` truncates names at a null character.
         if not isinstance(name, str) or "\0" in name:
             raise TypeError(
                 f"a tensor has the name {name!r}: expected a string without null characters"

@@ -21,10 +21,12 @@ VARIABLE = "MPICOMP_THREADS"
 
 Result = TypeVar("Result")
 
-# values per thread: with fewer, starting a thread costs more than it saves
+# Values per thread, at least: with fewer, starting a thread costs more than it saves.
 _LEAST = 1 << 20
-_LINE = 64  # values: a multiple of a cache line in bytes, for every dtype
-_MOST = 256  # threads of the pool, which starts one only when none is idle
+# Values that are a multiple of a cache line in bytes, for every dtype.
+_LINE = 64
+# Threads of the pool, at most; it starts one only if none is idle.
+_MOST = 256
 
 _current_core: Callable[[], int] | None = getattr(
     ctypes.CDLL(None), "sched_getcpu", None
@@ -34,7 +36,7 @@ _ranks = 1
 _pool: ThreadPoolExecutor | None = None
 _making = threading.Lock()  # several threads may run kernels
 _workers: list[int] = []  # native identifiers of the threads of the pool
-# the core that is excluded from their affinity, and the mask that it was removed from
+# The core that is excluded from their affinity, and the mask that it was removed from.
 _kept_off: Any = None
 
 
@@ -73,7 +75,8 @@ def quota(system: pathlib.Path = pathlib.Path("/")) -> float:
     if named.exists():
         lines = named.read_text().splitlines()
     for line in lines:
-        # A container may show the name outside: then only the top exists.
+        # In a container the name may be that outside of it: then only the top folder
+        # exists.
         inner = top / line.rpartition(":")[2].lstrip("/")
         for folder in (inner, *inner.parents):
             with contextlib.suppress(OSError, ValueError):  # "max" is no limit
@@ -185,7 +188,7 @@ def _keep_off_this_core() -> None:
     if _kept_off == (core, mask):
         return
     for worker in _workers:
-        # The affinity does not change if the system refuses
+        # The system may refuse: then the affinity stays as it is.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(worker, mask - {core} or mask)
     _kept_off = core, mask

@@ -41,11 +41,12 @@ from mpicomp.kernels import Facts
 from mpicomp.settings import to_integer, to_number
 
 MAX_LENGTH = 2**63 - 1
-# entries: up to here merging a few vectors in pairs takes less than preparing to add
-# all at once
+# Entries up to which merging a few vectors in pairs takes less time than preparing to
+# add all of them at once.
 _FEW = 4096
 _CACHED = 1 << 16  # values of rows that are added at a time
-_MAX_WIDTH = 2**32 - 2  # a message counts the values of a row in 32 bits
+# A message counts the values of a row in 32 bits.
+_MAX_WIDTH = 2**32 - 2
 _ORDER = "expected strictly increasing indices; SparseVector.from_entries sorts entries and adds repeated ones"
 
 
@@ -338,13 +339,13 @@ class SparseVector:
             check_finite(self.values)
 
     def _inspected(self) -> Facts:
-        """Return what `kernels.inspect` does; of arrays in host memory anew, as their owner may have changed them."""
+        """Return what `kernels.inspect` does; anew for arrays in host memory, which the owner may have changed."""
         if type(self.values) is not np.ndarray and on_device(self.values):
             return self._device_facts
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @cached_property
-    # one launch, and one copy to the host
+    # The facts are cached, as they take a kernel launch and a copy to the host.
     def _device_facts(self) -> Facts:
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
@@ -412,7 +413,8 @@ class SparseVector:
         if not indices.size:
             return self
         vector = SparseVector.trusted(indices.copy(), self.values.copy(), self.length)
-        if type(indices) is not np.ndarray:  # and what is known of those on a device
+        # The copy keeps the facts of arrays on a device.
+        if type(indices) is not np.ndarray:
             vars(vector).update(vars(self) | vars(vector))
         return vector
 
@@ -448,7 +450,7 @@ def _sums_of_runs(values: Array, order: Array, starts: Array) -> Array:
     """
     ends = np.append(starts[1:], order.size)
     sums = np.empty((starts.size, *values.shape[1:]), values.dtype)
-    # Rows whose sums in float64 stay in the cache.
+    # Rows that are added at a time: their sums in float64 stay in the cache.
     step = max(1, _CACHED // max(1, values[:1].size))
     first = 0
     while first < starts.size:
@@ -488,12 +490,14 @@ def add_up(vectors: Sequence[SparseVector]) -> SparseVector:
     some = [vector for vector in vectors if vector.nnz] or list(vectors[:1])
     if len(some) == 1:
         return some[0].copy()
+    # Several merges would each round float16, so it is added at once from three vectors
+    # on.
     if len(some) < 3 or (
         len(some) < 5
         and sum(vector.nnz for vector in some) <= _FEW
         and some[0].dtype != np.float16
     ):
-        return reduce(merge, some)  # float16 would be rounded at each of several merges
+        return reduce(merge, some)
     parts = [vector.indices for vector in some], [vector.values for vector in some]
     indices, values = kernels_for(some[0].values).accumulate(*parts, some[0].length)
     return SparseVector.trusted(indices, values, some[0].length)
@@ -649,7 +653,7 @@ def _new_empty(
     )
 
 
-# The cache is typed, as True is no length, and 1 is.
+# The cache is typed: 1 is a length and True is not, but they are equal.
 _empty_on_host = lru_cache(maxsize=256, typed=True)(_new_empty)
 
 
@@ -686,8 +690,8 @@ def _checked_indices(array_like: Any, length: int) -> Array:
     wanted = index_dtype(length)
     if indices.dtype == wanted:
         return contiguous(indices)
-    # The conversion reads every index anyway, and would hide one that wraps around:
-    # check them all. a large uint64 becomes negative; CuPy compares no int32 with 2^31
+    # The conversion would hide an index that wraps around, so all are checked as int64:
+    # there a large uint64 is negative, and CuPy can compare them with 2^31.
     wrapped = indices.astype(np.int64)
     for index in indices[(wrapped < 0) | (wrapped >= length)][:1]:
         raise _out_of_range(index, length)

@@ -34,12 +34,16 @@ from mpicomp_bench.formulas import dense_seconds, predicted
 from mpicomp_bench.measuring import Row
 from mpicomp_bench.methods import outer_settings
 
-MEMORY = 1.5e10  # bytes a second of a core that reads or writes an array
-GPU = 3e11  # bytes a second from which a memory is that of a GPU
-FASTEST = NETWORKS["1gbit"].rate  # of the links on which methods were measured
-# times as fast as what is simpler: the least gain for which a method is recommended
+# Bytes a second of a core that reads or writes an array.
+MEMORY = 1.5e10
+# Bytes a second from which a memory counts as that of a GPU.
+GPU = 3e11
+# Rate of the fastest links on which methods were measured.
+FASTEST = NETWORKS["1gbit"].rate
+# Least speed-up over simpler methods for which a method is recommended.
 PAYS = 1.05
-CASTS = 1.0  # copies of the vector, for one to 16 bits and back; not measured
+# Copies of the vector that a cast to 16 bits and back takes; not measured.
+CASTS = 1.0
 DENSE = "dense"
 SIXTEEN = "fp16"
 POWERSGD = "powersgd-8"
@@ -69,7 +73,7 @@ class Training(NamedTuple):
 
     @property
     def methods(self) -> list[str]:
-        """Their names."""
+        """The names of the methods that are compared."""
         local = [self.every] if self.every else on_the_map(self.optimizer)
         sparse = with_every(SPARSE, self.every or 10)
         others = [name for name in MESSAGES if name not in (SPARSE, LOCAL)]
@@ -77,7 +81,7 @@ class Training(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Their number."""
+        """The number of nodes."""
         return -(-self.ranks // self.per_node)
 
     @property
@@ -157,7 +161,7 @@ def by_auto(collective: str, case: Case, links: Links) -> float:
     return predicted(collective, case, links)[name][0] + agreement
 
 
-# the seconds of the messages of an exchange
+# Seconds of the messages of an exchange, by method.
 MESSAGES: dict[str, Callable[[Case, Links], float]] = {
     DENSE: dense_seconds,
     SIXTEEN: sixteen_bits,

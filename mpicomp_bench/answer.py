@@ -42,7 +42,8 @@ MUON = (
 )
 FAR = "; expect far less with {yours:.2g} (others gained 0.03 nats with 1.5e8)"
 LARGE = 10  # times the largest model that was measured
-PASSES = 10  # over the parameters: forward, backward, and AdamW's over its states
+# Passes over the parameters: forward, backward, and AdamW's over its states.
+PASSES = 10
 TOO_FAST = (
     "{passes} passes over {training.parameters:.3g} parameters take longer than a step of {training.computing:g} s: on "
     "a GPU give --memory 1000."
@@ -167,7 +168,7 @@ def report(training: Training) -> str:
     show(rows, COLUMNS, table)
     chosen = recommended(rows, training)
     said = [fill(each, WIDTH) for each in conditions(rows, training)]
-    # What was never measured is said before what to take.
+    # The report says what was never measured before it recommends a method.
     said.insert(0 if training.is_measured else 1, fill(answer(rows, training), WIDTH))
     parts = [*said, "", table.getvalue()]
     printed = [("Lines", chosen)]

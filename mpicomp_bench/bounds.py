@@ -10,7 +10,8 @@ trailing zeros, could take fewer.
 
 import math
 
-FRACTION_BITS = {2: 10, 4: 23, 8: 52}  # of a value of so many bytes
+# Bits of the fraction of a value, by the bytes of the value.
+FRACTION_BITS = {2: 10, 4: 23, 8: 52}
 
 
 def least_nbytes(

@@ -61,20 +61,24 @@ mpicomp explain --ranks 64 --length 25M --density 0.001 --network 10gbit --step 
 mpicomp explain --train --parameters 25M --step 0.3 --ranks 8 --network 1gbit --optimizer muon
 """
 
-# simulated: so many ranks at most, so many entries of each
+# Ranks that --ranks takes, at most.
 MOST_RANKS = 10**6
+# Ranks on the simulated network, at most, and entries of each.
 MOST_COUNTED = 64
 COUNTED_ENTRIES = 2000
-FEW_BITS = 8, 4  # bits of a value for which `quantised_allreduce` is predicted
+# Bits of a value for which `quantised_allreduce` is predicted.
+FEW_BITS = 8, 4
 OF_ALL = "quantised_allreduce", "dense_allreduce"  # sums of all values
-# what a GradientExchange computes, by its collective or bits: as measured of a method
+# Methods by whose measurements the computation of a GradientExchange is predicted, by
+# its collective or bits.
 COMPUTES = {
     "sparse_allreduce": "topk-0.01",
     "gtopk_allreduce": "topk-0.01",
     "8 bits": "few-bits-8",
     "4 bits": "few-bits-4",
 }
-HALVED = "mpi, 16 bits"  # dense messages, such as those of PyTorch's fp16 hook
+# Dense messages in 16 bits, such as those of PyTorch's fp16 hook.
+HALVED = "mpi, 16 bits"
 
 
 def add_to(commands: Any) -> None:
@@ -341,7 +345,7 @@ def compressed(case: Case) -> Cost:
 
 
 NOTHING: Cost = (0, 0, 0, 0)
-# collectives of one algorithm
+# Collectives that have one algorithm: its name and its formula.
 OTHERS: dict[str, tuple[str, Callable[[Case], Cost]]] = {
     "sparse_reduce_scatter": ("split", formulas.split),
     "sparse_allgather": (
@@ -360,7 +364,8 @@ ARGUMENTS: dict[str, Callable[[int], Row]] = {
     "sparse_reduce": lambda entries: {"root": 0},
     "sparse_bcast": lambda entries: {"root": 0},
 }
-# Algorithms whose messages are not counted: those for nodes of several ranks, and MPI's own.
+# Algorithms whose messages are not counted: those for nodes of several ranks, and MPI's
+# own.
 NOT_COUNTED = {"node_lanes", "node_leaders", "mpi"}
 
 

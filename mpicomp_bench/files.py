@@ -131,7 +131,8 @@ def _replace(path: Path, make: Callable[[Path], Any]) -> None:
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".mpicomp-", dir=target.parent) as folder:
-        whole = Path(folder, path.name)  # the suffix is the format of a figure
+        # The name keeps its suffix, by which the format of a figure is chosen.
+        whole = Path(folder, path.name)
         make(whole)
         with whole.open("r+b") as file:
             os.fsync(file.fileno())

@@ -22,24 +22,26 @@ from collectives.runtime.messages import LINE
 from mpicomp.arrays.values import index_dtype
 from mpicomp_bench.bounds import index_bits
 
-# benchmarks/fit_choice.py prints what the codec and docs/results/choice-*.json give for
-# each of these. Bits of a value as `smallest` codes it, over those in memory: of floats
-# selected by magnitude, of sums of these, of sums of 16-bit floats.
+# The following constants are what benchmarks/fit_choice.py prints from the codec and
+# docs/results/choice-*.json. Bits of a value as `smallest` codes it, over those in
+# memory: of floats selected by magnitude, of sums of these, of sums of 16-bit floats.
 FLOATS = 0.77
 SUMS = 0.88
 HALF_SUMS = 0.54
-# Bits of a change in a patch: in all, and a bit of the entropy of its position
-# (docs/results/patches.json; the old weights tell the rest).
+# Bits of a change in a patch: those that every change takes, and those for each bit of
+# the entropy of its position (docs/results/patches.json). The old weights predict the
+# rest.
 OF_PATCH = 3.1
 OF_POSITION = 0.62
-# Seconds over those of merging an entry: of an entry in a sum of many lists or in a
+# Times over that of merging an entry: of an entry in a sum of many lists or in a
 # selection; of a value of a dense array that is read and written, and of one that MPI
 # adds.
 SUMMED = 2.5
 FILLED = 0.25
 ADDED = 0.125
 
-# the cost inside the nodes, and between them by so many ranks of each
+# The cost inside the nodes, the cost between them, and how many ranks of each node send
+# there at once.
 OnNodes = tuple[Cost, Cost, int]
 
 
@@ -73,7 +75,7 @@ def message(
         bitmap = 16 + extent / 8
         low = max(0, int(extent / entries).bit_length() - 1)
         if is_coded:
-            # Elias-Fano
+            # The third size is that of Elias-Fano coding.
             indices = min(
                 indices, bitmap, 28 + (entries * (low + 1) + extent / 2**low) / 8
             )
@@ -155,7 +157,7 @@ def patch(case: Case) -> tuple[Cost, Cost]:
     nbytes = case.entries * bits / 8
     piece = 1 + math.isqrt(int(nbytes) * PIECE_OVERHEAD // case.ranks)
     others = max(0, case.ranks - 2)
-    # the calls are compared, memory and versions are agreed on
+    # The ranks also compare their calls, and agree on memory and on versions.
     rounds = (nbytes / piece + others + 3 * upper(case.ranks)) * (case.ranks > 1)
     sent = nbytes * (case.ranks > 1)
     return in_rounds(rounds, sent), in_rounds(rounds, sent + others * piece)
@@ -183,7 +185,7 @@ def _gtopk_exact(case: Case) -> Cost:
 
 def _gtopk_doubling(case: Case) -> Cost:
     rounds, messages, nbytes, merged = _recursive_doubling(case, case.entries)
-    # selecting from a sum takes as long as merging
+    # Selecting from a sum takes as long as merging.
     return rounds, messages, nbytes, 2 * merged
 
 
@@ -198,7 +200,7 @@ def quantised_direct(case: Case) -> Cost:
     )
 
 
-# "auto" takes the first of equally fast algorithms.
+# The first of equally fast algorithms is the choice of "auto".
 FORMULAS: dict[str, dict[str, Callable[[Case], Cost]]] = {
     "sparse_allreduce": {
         "recursive_doubling": _recursive_doubling,
@@ -254,10 +256,10 @@ def _gtopk_node_leaders(case: Case, links: Links) -> OnNodes:
     union = case.union(case.per_node)
     rounds = upper(case.per_node)
     between = replace(case, ranks=nodes, per_node=1, entries=union, bits=None)
-    # entries of a node that others have as well
+    # Entries of a node that other nodes have as well.
     several = union + between.union(nodes - 1) - between.union(nodes)
     sent = min(likely(case.entries / nodes, nodes), between.union(nodes) / nodes)
-    # the indices, those asked for, and their values
+    # The ranks exchange the indices, the indices that are asked for, and their values.
     exchanged = [(union, 0.0), (several, 0.0), (several, None)]
     splits = [
         split(replace(between, entries=entries, bits=bits))

@@ -16,7 +16,7 @@ from collectives.runtime.launcher import LAUNCHER_SIZES, singleton_warning
 from mpicomp.kernels.host.bits import cache_folder
 
 CPUINFO = Path("/proc/cpuinfo")
-# its flags of processors that compute in bfloat16: x86 and Arm
+# Flags in this file of processors that compute in bfloat16: x86 and Arm.
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 EXAMPLES = """

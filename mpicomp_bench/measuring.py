@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Call = Callable[[], Any]
-Row = dict[str, Any]  # of a table, and of the JSON: figures by name, times in seconds
+# A row of a table, and of the JSON: figures by name, times in seconds.
+Row = dict[str, Any]
 
 
 class Contestant(NamedTuple):

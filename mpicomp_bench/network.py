@@ -41,7 +41,8 @@ class Network:
     ) -> None:
         self.choice = choice
         self.rendezvous = rendezvous
-        self.seen = 0  # times that a receiver saw of a message, or took it
+        # Number of times that a receiver first saw a message, or took one.
+        self.seen = 0
         # The keys are source, dest and tag.
         self.boxes: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(
             deque
@@ -110,7 +111,7 @@ class SimulatedLink:
         self.choice = network.choice
         self.taken = dict[tuple[Any, ...], str]()
         self.checked = False
-        # the last round that this rank took part in, and that it sent in
+        # The last round that this rank took part in, and the last one that it sent in.
         self.clock = 0
         self.sent = 0
 

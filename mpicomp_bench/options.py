@@ -8,7 +8,8 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-MOST = 10**18  # so many numbers of 8 bytes have an address each, if no memory
+# Largest count: so many numbers of 8 bytes have an address each, if no memory.
+MOST = 10**18
 POWERS = {"K": 3, "M": 6, "G": 9, "B": 9, "T": 12}  # of ten, behind a number
 WIDTH = 100  # columns of a help text
 

@@ -13,7 +13,8 @@ from mpicomp import threads
 from mpicomp_bench.files import write
 from mpicomp_bench.measuring import Row
 
-# its head; alignment and width, as in a format; the text of a cell
+# The head of a column, its alignment and width as in a format, and the function of a
+# cell's text.
 Column = tuple[str, str, Callable[[Row], str]]
 
 

@@ -42,7 +42,8 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     """Compile and say where to; return 1 if they would not be kept. Starts anew where the folder is another one."""
     if options.folder:
         folder = str(options.folder.resolve())
-        if os.environ.get(VARIABLE) != folder:  # Numba reads it when it is imported
+        if os.environ.get(VARIABLE) != folder:
+            # Numba reads the variable when it is imported, so the command starts anew.
             command = [sys.executable, "-m", "mpicomp_bench", "warm"]
             os.execve(sys.executable, command, {**os.environ, VARIABLE: folder})
     from mpi4py import MPI

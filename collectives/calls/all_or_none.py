@@ -91,7 +91,8 @@ class all_or_none:  # noqa: N801
                     raise
                 raised.__traceback__ = traceback  # without frames of the agreement
             return
-        with suppress(CollectiveError):  # the communicator may be in no use any more
+        # The communicator may be finished already.
+        with suppress(CollectiveError):
             if not ulfm.survives():
                 _raise_together.nonblocking(
                     contributed(raised), self._comm, self._operation, Position()
@@ -100,7 +101,7 @@ class all_or_none:  # noqa: N801
     def _agree(self, error: Exception | None) -> None:
         comm = self._comm
         operation = self._operation
-        # Traffic of the agreement itself, which is MPI's sum and no exchange of messages.
+        # A result that was lost on this rank counts as its error.
         link = link_if_any(comm)
         lost = "" if link is None else link.take_lost()
         if lost and error is None:
@@ -118,7 +119,8 @@ class all_or_none:  # noqa: N801
                     f"{operation}: a rank died, or failed, before the step was kept: the step is undone on all ranks"
                 )
         finally:
-            error = None  # it, its traceback and this frame would hold each other
+            # The error, its traceback and this frame would form a reference cycle.
+            error = None
         if not same:
             _compare(operation, gather_objects(here[:2], comm, operation), here.remedy)
 
@@ -180,12 +182,12 @@ def miss(error: Exception, attempts: int, comm: Any, operation: str) -> None:
 
 
 def _digest(position: Position) -> int:
-    """Return 24 bits of a hash: the sum of squares over 2^14 ranks has 62."""
+    """Return 24 bits of a hash, so that the sum of squares over 2^14 ranks fits int64."""
     return zlib.crc32(f"{position.state} {position.digests}".encode()) >> 8
 
 
 def _compare(operation: str, everyone: list[list[Any]], remedy: str) -> None:
-    """Raise CollectiveError if ranks differ in states or digests; without digests of a rank they need not."""
+    """Raise CollectiveError if ranks differ in states, or those with digests in digests."""
     positions = [Position(state, digests, remedy) for state, digests in everyone]
     check_positions(operation, positions)
 

@@ -90,7 +90,8 @@ class Prepared(NamedTuple):
 
 NOTHING = Prepared(None, SparseVector.empty(0).values)
 
-# Facts of the contribution, and the arguments that all ranks share, once checked.
+# A function that checks and converts the contribution and the arguments that all ranks
+# share.
 Prepare = Callable[[Any, Mapping[str, Any], Link], Prepared]
 
 

@@ -27,7 +27,7 @@ from mpicomp.vector import SparseVector
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-# (vector, group, and the collective's own arguments by name)
+# A function of the vector, the group, and the collective's own arguments by name.
 Algorithm = Callable[..., Steps[Any]]
 
 COLLECTIVES: dict[str, "Collective[Any, Any]"] = {}
@@ -99,7 +99,8 @@ class Collective(Generic[P, T]):
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
         self.name = call.__name__
-        # Algorithms that run code of the library only; code of the user runs inside calls.
+        # Names of the algorithms that run no code of the user, which has to run inside
+        # calls.
         self.unattended: set[str] = set()
         # The signature shows the result, and not the Call.
         shown = signature(call)
@@ -112,7 +113,8 @@ class Collective(Generic[P, T]):
         try:
             return start(self, args, kwargs, None).result()  # type: ignore[no-any-return]
         finally:
-            # An error among them, its traceback and this frame would hold each other.
+            # An error among the arguments, its traceback and this frame would form a
+            # reference cycle.
             del args, kwargs
 
     def form(self, to_sum: ToSum | None) -> Callable[P, Any]:

@@ -32,7 +32,7 @@ def checked(
     contributed: the vector, or the array that MPI sums. promise: see
     `collectives.calls.collective.Declaration`.
     """
-    # now: later the caller's frames are gone
+    # The caller's frames are gone once the nonblocking call has returned.
     call = [group.signature["operation"], _caller()]
     if promise is not None:
         steps = _audited(group, steps, contributed, promise)
@@ -46,7 +46,7 @@ def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
         return (yield from run_or_notify(group, steps))
     finally:
         group.leave_queue()
-        # An error, its traceback and this frame would hold each other.
+        # An error, its traceback and this frame would form a reference cycle.
         del group, steps
 
 
@@ -54,7 +54,7 @@ def _audited(
     group: Group, steps: Steps[T], contributed: Any, promise: ToSum
 ) -> Steps[T]:
     is_array = not isinstance(contributed, SparseVector)
-    # now: it may be written to
+    # The operation may write to the contribution, so its mass is computed first.
     before = _weighed("its contribution", Sum, contributed, is_array=is_array)
     del contributed
     result = yield from steps
@@ -75,7 +75,7 @@ def _where(group: Group) -> str:
 
 
 def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
-    """Raise CheckError on all ranks if they call different operations; a call is its name and its line."""
+    """Raise CheckError on all ranks if they call different operations. calls: name and line of each rank's call."""
     if len({name for name, _ in calls}) > 1:
         who = differing(enumerate(f"{name} at {line}" for name, line in calls))
         raise CheckError(f"{where}must be the same operation on all ranks, got {who}")

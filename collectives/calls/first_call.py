@@ -32,7 +32,7 @@ from mpicomp.settings import to_choice
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Variables that are the same on all ranks, with what an unset one means.
+# Variables that must be the same on all ranks, with the values that unset ones have.
 SETTINGS = {
     checking.VARIABLE: "0",
     cuda_aware.VARIABLE: "0",
@@ -66,7 +66,8 @@ def _make_link(comm: Any, operation: str) -> Link:
     engine.check_thread()
     end_with_mpi()
     faults = faults_of(comm)
-    # ranks may wait for each other in first calls on two communicators
+    # First calls on two communicators in different orders deadlock, so the error names
+    # the remedy.
     order = (
         "which blocks: make first calls on communicators in the same order on all ranks"
     )
@@ -78,7 +79,8 @@ def _make_link(comm: Any, operation: str) -> Link:
         with engine:
             unmade, request = comm.Idup()
             engine.wait_for_ranks(Sending(request), faults, waits)
-        # All ranks of `comm` are in here now, and may block: none waits for a reply.
+        # All ranks of `comm` are in this function now, so none waits for a reply of
+        # this rank elsewhere, and blocking calls are safe.
         duplicate = unmade  # Revoking it before would crash Open MPI.
         link = attached(comm, LINK, lambda: _made(duplicate))
         engine.know(link.faults)
@@ -86,7 +88,8 @@ def _make_link(comm: Any, operation: str) -> Link:
     except MPI.Exception as error:
         if not ulfm.is_failure(error, comm):
             raise
-        ulfm.revoke(comm)  # others may wait in either of the two
+        # Other ranks may wait on `comm` or on its duplicate, which `on_death` revokes.
+        ulfm.revoke(comm)
         doing = "the first call on a communicator was interrupted"
         dead = Faults(comm.rank, comm.size, duplicate)
         raise ulfm.on_death(dead, doing) from None
@@ -106,7 +109,8 @@ def _made(duplicate: "MPI.Intracomm") -> Link:
         threads.share(sharers)
         direct = cuda_aware.is_direct(duplicate)
         choice = links.agreed_links(duplicate, nodes, crowding)
-    except ValueError:  # All ranks raise it: what they were to agree on is broken.
+    except ValueError:
+        # All ranks raise this error, as what they were to agree on is wrong.
         duplicate.Free()
         raise
     return Link(
@@ -157,7 +161,8 @@ def _compare_settings(comm: "MPI.Intracomm") -> None:
     try:
         threads.count()
         progress.check_setting()
-    except ValueError as error:  # later calls of this rank alone would raise it
+    except ValueError as error:
+        # Later calls would raise this error on this rank alone.
         mine[threads.VARIABLE] = f"rank {comm.rank}: {error}"
     everywhere = comm.allgather(mine)
     for settings in everywhere:
@@ -182,4 +187,5 @@ def _keep_pages() -> None:
     (mallopt(3)). Touching newly mapped pages took a quarter of the time of an exchange
     of 250,000 entries.
     """
-    np.empty((32 << 20) - (1 << 16), np.uint8)  # never touched, so it costs no memory
+    # The array is never touched, so it takes no memory.
+    np.empty((32 << 20) - (1 << 16), np.uint8)

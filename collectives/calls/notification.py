@@ -44,5 +44,5 @@ def run_or_notify(group: Group, steps: Steps[T]) -> Steps[T]:
     try:
         raise error
     finally:
-        # The error, its traceback and this frame would hold each other.
+        # The error, its traceback and this frame would form a reference cycle.
         del group, steps, error

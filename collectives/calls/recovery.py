@@ -29,7 +29,8 @@ from mpicomp.settings import to_integer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# bits; above them _WIDTH bits of the quorum, and as many of its complement
+# Flags of an agreement. The number to compare, such as the quorum, takes the next
+# _WIDTH bits, and its complement as many.
 _SOUND = 1
 _SHRINK = 2
 _WIDTH = 14
@@ -124,8 +125,10 @@ class Agreements:
     def __init__(self, comm: "MPI.Intracomm") -> None:
         self._comm = comm
         self._bits = np.empty(1, np.int32)
-        self._shrinking = 0  # agreements in a row in which all came to shrink
-        # one to shrink that timed out: MPI counts this rank's bits there
+        # Consecutive agreements in which all ranks had called `shrink`.
+        self._shrinking = 0
+        # An agreement to shrink that timed out. MPI counts this rank's bits in it, so
+        # the next call continues it.
         self._unfinished: Sending | None = None
 
     def agree(

@@ -48,7 +48,7 @@ def start(
     else:
         try:
             prepared = _prepared(call, collective, link)
-        # Whatever it is, also an interrupt, the other ranks must be notified.
+        # The other ranks must be notified of every error, also of an interrupt.
         except BaseException as raised:
             error = kept(raised)
     if error is not None:
@@ -67,7 +67,8 @@ def start(
         )
         if link.lost:
             group.contribute(CollectiveError(link.take_lost()))
-        steps: Any = None  # a rank with an error runs none
+        # A rank with an error runs no steps: it only notifies the others.
+        steps: Any = None
         if group.error is None:
             try:
                 steps = run(

@@ -40,13 +40,14 @@ from mpicomp.state import (
 
 Header = dict[str, Any]
 
-HEADER = "header/json"  # the key of the header, which is no prefix of another one
+# Key of the header; no other key begins with it.
+HEADER = "header/json"
 FORMAT = 1
 FEEDBACK = "feedback"
 COMPRESSOR = "compressor"
 LOOP = "loop"
 
-# roles of arrays
+# Roles of arrays.
 SUM = "sum"  # differs by rank: the sum over the ranks counts
 SAME = "same"  # on all ranks
 OWN = "own"  # of a rank
@@ -184,7 +185,8 @@ def load_whole_state(
     here = {name: place[name] for name in ("rank", "ranks")}
     check_saved("the state", header, here, remedy)
     if same_settings:
-        # Those of the parts are compared first, so that another compressor is named.
+        # The settings of the parts are compared first, so that the error names another
+        # compressor.
         for bucket in buckets:
             for part in FEEDBACK, COMPRESSOR:
                 for name, own in zip(
@@ -235,7 +237,7 @@ def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
 
 
 def _owners(bucket: Bucket) -> Iterator[tuple[str, slice, list[slice], Configured]]:
-    """Yield what has a state: the part, its segments, where these are in its vector, and the object."""
+    """Yield, for each object with a state, its part, its segments, their slices of its vector, and the object."""
 
     def spans(edges: Sequence[int]) -> list[slice]:
         return [slice(*pair) for pair in pairwise(edges)] if bucket.tensors else ONE

@@ -43,7 +43,7 @@ from mpicomp.feedback import ErrorFeedback, Feedback, StepAhead
 from mpicomp.settings import CheckedKeywords, SetOnce, to_choice, to_integer
 from mpicomp.tensors import DICT, Form
 
-# Ranks may have different settings; see `step`.
+# Ranks may have different settings of NumPy's floating-point errors; see `step`.
 _NO_WARNINGS = partial(np.errstate, all="ignore")
 
 
@@ -153,28 +153,33 @@ class GradientExchange(CheckedKeywords):
             raise TypeError(
                 "compressor is None: expected a compressor such as TopK(density=0.01), or bits=4 in its place"
             )
-        # dense sums and bases need no exemption for small tensors
+        # Dense sums and bases need no exemption for small tensors.
         if small is None:
             small = 0 if takes_arrays or basis is not None else 1024
         if bucket_nbytes is not None:
             bucket_nbytes = to_integer("bucket_nbytes", bucket_nbytes, least=0)
-        # an object that is given to two exchanges has two residuals, and two histories
+        # An object that is given to two exchanges needs a residual and a history in
+        # each of them.
         self.compressor = copied(compressor)
         self.feedback = copied(feedback)
         self.average = average
         self.basis = basis
         self.log = log
-        # Steps that were kept, also before the state that was loaded; steps that were
-        # skipped.
+        # Numbers of kept steps, with those before a state that was loaded, and of
+        # skipped steps.
         self.steps = self.skipped = 0
         self._skips = Skips(most_skips)
-        # calls that changed the state after the last step, the same on all ranks
+        # Calls that changed the state after the last step; they must be the same on all
+        # ranks.
         self._changes: list[str] = []
-        self.finite = True  # the last step was kept, and not skipped
+        # Whether the last step was kept, and not skipped.
+        self.finite = True
         self.statistics: Statistics | None = None  # of the last step
-        # Sums of the first step, which compiles and connects, and of all others.
+        # Statistics of the first step, which compiles and connects, and the sums of
+        # those of all other steps.
         self._totals: list[Statistics] = []
-        self._is_on_one_node = False  # all ranks of the last step share memory
+        # Whether all ranks of the last step share memory.
+        self._is_on_one_node = False
         self._layout = Layout(
             compressor=self.compressor,
             feedback=self.feedback,
@@ -187,7 +192,7 @@ class GradientExchange(CheckedKeywords):
         self.parts = self._layout.parts
         self._form: Form | None = None  # The form of the gradients, once it is known.
         self._names: set[str] = set()
-        # Names of the tensors in the buckets, before any were held.
+        # Names of all tensors, in the order of the buckets before any tensor was held.
         self._order: list[str] = []
         self._buckets: list[Bucket] = []
         self._held: list[Bucket] = []  # Buckets of tensors that `hold` leaves out.
@@ -314,7 +319,8 @@ class GradientExchange(CheckedKeywords):
         except Exception as error:
             self._leave(step, error)
             raise
-        # The interrupt is of this rank alone, and buckets may be in flight.
+        # Only this rank is interrupted, and its buckets may be in flight, so the step
+        # fails on all ranks.
         except BaseException as interrupt:
             self.fail(interrupt)
 
@@ -365,7 +371,8 @@ class GradientExchange(CheckedKeywords):
             try:
                 if not self._buckets:
                     self._step = None
-                    # This rank takes part, as the others compare what they have.
+                    # The other ranks compare their tensors, so this rank contributes
+                    # its error there.
                     gather_objects(own, self.comm, OPERATION)
                 self._run(DICT, "dense", own)
             except Exception as raised:
@@ -373,7 +380,8 @@ class GradientExchange(CheckedKeywords):
                     raise
             raise error.with_traceback(traceback)
         finally:
-            del error, own  # they, a traceback and this frame hold each other
+            # The errors, a traceback and this frame would form a reference cycle.
+            del error, own
 
     def ahead(self, parameters: Any) -> Any:
         """Return where to evaluate the next gradient: parameters less the residual for `StepAhead`, else as they are.
@@ -517,7 +525,8 @@ class GradientExchange(CheckedKeywords):
                 call += f" after hold({', '.join(ended[:3])})"
         try:
             everyone = gather_objects(proposal, self.comm, call)
-        # the other ranks may be in a step, and have taken this call for its first sum
+        # The other ranks may be in a step, and have taken this call for the first sum
+        # of it.
         except Exception as error:
             if not self._buckets:
                 raise
@@ -639,7 +648,8 @@ class GradientExchange(CheckedKeywords):
             self._leave(step, raised)
             raise
         finally:
-            error = None  # it and this frame hold each other
+            # The error and this frame would form a reference cycle.
+            error = None
         self._step = None
         self._comparison.end_step()
         self.finite = step.is_kept
@@ -704,7 +714,8 @@ class GradientExchange(CheckedKeywords):
                 norm = self.residual_norm  # memory may end in it
                 self.statistics = statistics._replace(residual_norm=norm)
                 self.log(self.statistics)
-        except Exception as error:  # the other ranks have kept the step
+        except Exception as error:
+            # The other ranks have kept the step, so this rank must not raise.
             warn(f"log raised {error!r}: the step is kept", depth=2)
 
 

@@ -43,12 +43,13 @@ from mpicomp.feedback import Feedback
 from mpicomp.state import Configured, check_object
 from mpicomp.tensors import ALONE, DICT, Form, Tensor, describe
 
-# Bytes of a bucket, at most: in host memory they are for the caches. On a device a bucket
-# takes the host as long as a GPU takes to read 1 to 2 GB, so shorter ones let the GPU
-# wait.
+# Bytes of a bucket, at most: those of a bucket in host memory fit caches. A bucket on a
+# device takes the host as long as a GPU takes to read 1 to 2 GB, so the GPU would wait
+# for shorter ones.
 _HOST_NBYTES = 2**25
 _DEVICE_NBYTES = 2**30
-# About the fraction of the bytes of a dense array: that of 4 bits of float32.
+# Bytes sent over those of a dense array if all values are sent in few bits: about 4
+# bits of float32.
 _CODED = 1 / 8
 
 # A function of the name and the shape of a tensor.
@@ -90,7 +91,7 @@ class Layout:
     parts: dict[str, Part] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # what it chooses is checked then
+        # The compressors that a function returns are checked when it is called.
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor
         check_compressor(compressor)
         check_object(self.feedback, Feedback, "feedback", "ErrorFeedback()")
@@ -130,7 +131,8 @@ class Layout:
         parts: list[tuple[Tensor, Compressor]] = []
         try:
             mine = outcome_of(self._described, form, arrays, parts)
-        except BaseException as interrupt:  # The interrupt is of this rank alone.
+        except BaseException as interrupt:
+            # Only this rank is interrupted, and the others wait for its contribution.
             outcome_of(gather_objects, contributed(interrupt), comm, OPERATION)
             raise
         everyone = gather_objects(mine, comm, OPERATION)
@@ -153,7 +155,7 @@ class Layout:
     def _described(
         self, form: Form, arrays: ByName, parts: list[tuple[Tensor, Compressor]]
     ) -> dict[str, dict[str, Any]]:
-        """Return what the ranks compare, and what sizes buckets; append each tensor, and a compressor, to `parts`."""
+        """Return what the ranks compare, and what sizes buckets; append each tensor and its compressor to `parts`."""
         if is_choice(self.compressor) and form != DICT:
             raise TypeError(
                 f"got {form}, and for compressor a function of a tensor's name and shape: expected a dict of arrays"
@@ -164,15 +166,16 @@ class Layout:
             if form == DICT:
                 compressor = self._compressor(tensor)
             parts.append((tensor, compressor))
-            # bfloat16 is exchanged as float32
+            # A tensor of bfloat16 is exchanged as float32, and is compared as such.
             text = f"{tensor.kind.dtype} of shape {tensor.shape}"
-            # No votes are counted of a tensor that is sent whole.
+            # Votes are counted only for tensors that are not sent whole, so the ranks
+            # must agree on that.
             if self.reduction.average == CONTRIBUTORS:
                 is_whole = isinstance(compressor.chain()[-1], Dense)
                 how = "sent whole" if is_whole else "in part"
                 text += f", {how}"
             tensors[tensor.name] = text
-        # compressors and feedback may differ
+        # Compressors and feedback may differ between ranks.
         settings = self.settings | {
             "bucket_nbytes": self.bucket_nbytes,
             "nonfinite": self.nonfinite,
@@ -190,7 +193,7 @@ class Layout:
 
     def alone(self, tensors: Sequence[Tensor]) -> Bucket:
         """Return the bucket of tensors that form one segment, with the caller's own parts."""
-        # no tensor yet: none was chosen
+        # A function has chosen no compressor yet if there are no tensors.
         compressor: Any = Dense() if is_choice(self.compressor) else self.compressor
         return Bucket([ALONE], tensors, [compressor], self.feedback, basis=self.basis)
 
@@ -211,7 +214,7 @@ class Layout:
     def named(self, members: Sequence[tuple[Tensor, Compressor]]) -> list[Bucket]:
         """Return the buckets of named tensors, given with their compressors."""
         buckets: list[_Members] = []
-        # the bucket that is filled now, by what its tensors share
+        # The buckets that are being filled, by what the tensors of a bucket share.
         filling: dict[Any, _Members] = {}
         for number, (tensor, compressor) in enumerate(members):
             shared = tensor.size < self.small, tensor.dtype, tensor.places
@@ -234,7 +237,8 @@ class Layout:
             return self.bucket_nbytes
         if "numpy" not in tensor.places:
             return _DEVICE_NBYTES
-        # inside a node, or by a function of the user's own, nothing is hidden
+        # Inside a node, or with a function of the user's own, no message is hidden
+        # behind the backward pass.
         if self.reduction.is_own or len(link.by_node) == 1:
             return _HOST_NBYTES
         sent = _CODED if self.reduction.declared.takes_arrays else fraction
@@ -252,7 +256,8 @@ class Layout:
         tensors = {
             tensor.name: tensor for bucket in buckets for tensor in bucket.tensors
         }
-        # a resumed run has these buckets
+        # The tensors get new compressors, as in a resumed run, which makes the same
+        # buckets.
         parts = {
             name: (tensors[name], self._compressor(tensors[name])) for name in order
         }

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-# parts of a name, anywhere
+# Parts that wrappers add to a name, at any place.
 _WRAPPERS = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 

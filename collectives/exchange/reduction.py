@@ -22,9 +22,10 @@ from mpicomp.means import DenseMean, Mean, SparseMean
 from mpicomp.settings import to_choice
 from mpicomp.vector import SparseVector, from_all_values, widened
 
-OPERATION = "GradientExchange"  # what the ranks' agreements are called in errors
+OPERATION = "GradientExchange"  # name of the ranks' agreements in errors
 
-# average: by the number of ranks that sent an entry; the mean's sign
+# Values of `average`: divide by the number of ranks that sent an entry, or return the
+# mean's sign.
 CONTRIBUTORS = "contributors"
 SIGN = "sign"
 

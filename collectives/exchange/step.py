@@ -84,25 +84,27 @@ class Step:
         self._statistics: list[Statistics] = []  # of the buckets, without times
         self.is_kept = False
         self.why_skipped = ""  # the first error, which names the ranks
-        # the compressors' attributes before the step
+        # The compressors' attributes before the step.
         self.snapshots: list[Snapshot] = []
         self._outs: dict[str, Any] = {}
-        # Writes of the residuals, and of the results to the caller's arrays.
+        # Writes to the residuals and to the caller's arrays, which are made once the
+        # step is kept.
         self._writes: list[Write] = []
         self._comm = comm
         self._number = number
         self._reduction = layout.reduction
-        # Skip a step with a gradient or mean that is not finite; gradients are checked before they are compressed.
+        # Whether a step is skipped if a gradient or a mean is not finite. Gradients are
+        # checked before they are compressed.
         self._skips = layout.nonfinite == "skip"
-        # ranks may be in different calls of the user's own function
+        # Whether ranks may be in different calls, as inside the user's own function.
         self._is_apart = layout.reduction.is_own
         self._link = link_if_any(comm)
-        # The link knows them without MPI, which may end within the step.
+        # The link knows rank and size without MPI, which may end within the step.
         place = self._link or comm
         self._rank = place.rank
         self._size = place.size
         self._sent_before = self._link.traffic.nbytes if self._link else 0
-        # seconds
+        # Seconds of the parts of the step.
         self._compressing = 0.0
         self._communicating = 0.0
         self._restoring = 0.0
@@ -176,11 +178,13 @@ class Step:
             ready = perf_counter()
             outcome: Any = None
             try:
-                # float16 in float32, so that the mean alone has to be in range
+                # A sum of float16 is computed in float32, so that only the mean has to
+                # be in range.
                 outcome = reduction.call(widened(contribution), self._comm)
             except Exception as raised:
                 outcome = kept(raised)
-            except BaseException as interrupt:  # the other ranks have what was sent
+            except BaseException as interrupt:
+                # The other ranks have what was sent, so the bucket counts as started.
                 outcome = contributed(interrupt)
                 raise
             finally:
@@ -189,7 +193,7 @@ class Step:
             self._communicating += perf_counter() - ready
 
     def start_failed(self, bucket: Bucket, error: Exception) -> None:
-        """Count a bucket as started whose sum failed, as another call of this rank was taken for it."""
+        """Count a bucket as started, whose sum failed because other ranks took another call of this rank for it."""
         self.started.append(Started(bucket, self._reduction, outcome=error))
 
     def advance(self) -> None:
@@ -221,7 +225,8 @@ class Step:
         range, which it is on all ranks alike.
         """
         began = perf_counter()
-        # those of the gradients first, in their order; what is no buffer is replaced
+        # The results are in the order of the gradients; means replace those without an
+        # output buffer.
         self.results = self.arrays | self._outs
         outcomes = []
         for started in self.started:
@@ -234,7 +239,8 @@ class Step:
         errors = [
             outcome for outcome in (error, *outcomes) if isinstance(outcome, Exception)
         ]
-        # an error of the user's own parts is no skip unless the exchange skips
+        # A StepSkippedError of the user's own parts is an error unless the exchange
+        # skips steps.
         skipped: Any = StepSkippedError if self._skips else ()
         faults = [one for one in errors if not isinstance(one, skipped)]
         if self._is_apart:

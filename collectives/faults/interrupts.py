@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MAIN = main_thread().ident  # the thread in which Python runs handlers
-# those that a program cannot go on after, or that no program can handle
+_MAIN = main_thread().ident  # thread in which Python runs handlers
+# Signals after which a program cannot go on, or that no program can handle.
 _FATAL = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
 # Looking at every signal takes a tenth of a short collective.
 FREQUENT = tuple(
@@ -49,12 +49,14 @@ class Deferred:
         pairs = zip(self._numbers, given, strict=True)
         for number, handler in compress(pairs, map(callable, given)):
             if getattr(handler, "__func__", None) is Deferred._defer:
-                break  # of the outer context, which has replaced all of them
+                # An outer context has replaced all handlers.
+                break
             self._handlers[number] = handler
         try:
             for number in self._handlers:
                 _signal.signal(number, self._defer)
-        except BaseException:  # of a handler that was not replaced yet
+        except BaseException:
+            # A handler that was not replaced yet has raised.
             self._restore()
             raise
         return self
@@ -63,7 +65,8 @@ class Deferred:
         try:
             for number, handler in self._handlers.items():
                 _signal.signal(number, handler)
-        except BaseException:  # of a handler that was restored
+        except BaseException:
+            # A handler that was restored has raised.
             self._restore()
             raise
 
@@ -74,7 +77,7 @@ class Deferred:
             self._waiting[number] = frame
 
     def deliver(self) -> None:
-        """Call the handlers of the signals that have arrived; if one raises, after the others have run."""
+        """Call the handlers of the signals that have arrived; an error of one is raised after the others have run."""
         while self._waiting:
             number, frame = self._waiting.popitem()
             try:

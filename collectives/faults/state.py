@@ -48,7 +48,8 @@ class Faults:
         self._rank = rank
         self._others = set(range(size)) - {rank}
         self._raised_as: type[CollectiveError] | None = None
-        self._text = ""  # what is raised; empty as long as notices may change it
+        # Text of the error; empty as long as notices may change it.
+        self._text = ""
         # Notices of the ranks that gave up, by rank, and this rank's own.
         self._notices: dict[int, dict[str, Any]] = {}
         self._doing = ""
@@ -182,7 +183,7 @@ class Faults:
             f"rank {rank} waits in round {notice['round']} of {notice['operation']} for {_named(notice['for'])}"
             + _elsewhere(notice)
             for rank, notice in sorted(self._notices.items())
-            # one that came late waits for nobody
+            # A rank that called after the deadline waits for no rank.
             if any(notice[key] for key in ("waited", "for", "round", "elsewhere"))
         )
 
@@ -276,7 +277,8 @@ def named_ranks(ranks: Iterable[int]) -> str:
 
 
 def _named(ranks: list[int]) -> str:
-    # a message to be sent, or MPI's own reduction
+    # Without awaited ranks the rank waits for its own message to be sent, or for MPI's
+    # own reduction.
     return named_ranks(ranks) if ranks else "MPI"
 
 
@@ -287,5 +289,6 @@ def _elsewhere(notice: Mapping[str, Any]) -> str:
 def _words(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # its own fault must not keep the other ranks waiting
+    except Exception:
+        # A fault in the error's own text must not keep the other ranks waiting.
         return f"{type(error).__name__}: (it cannot be printed)"

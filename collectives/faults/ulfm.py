@@ -18,17 +18,20 @@ from mpicomp.errors import warn
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-ENVIRONMENT = "OMPI_MCA_"  # where mpirun states every setting, also one from a file
+# Prefix of the variables in which mpirun states every setting, also one from a file.
+ENVIRONMENT = "OMPI_MCA_"
 ENABLE = "mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
 DETECTOR = "mpi_ft_detector"
 THREAD = "mpi_ft_detector_thread"
 TIMEOUT = "mpi_ft_detector_timeout"
 SETTINGS = {DETECTOR: "true", "mpi_ft_detector_period": "20", TIMEOUT: "300"}  # seconds
-LEAST = 60.0  # seconds of the detector's timeout below which a busy rank is in danger
+# Seconds of the detector's timeout, at least: with fewer it may take a busy rank for
+# dead.
+LEAST = 60.0
 FLAGS = " ".join(
     ["--with-ft ulfm", *(f"--mca {name} {value}" for name, value in SETTINGS.items())]
 )
-# seconds in which MPI may find out who died; all ranks get an error at once
+# Seconds in which MPI may find out which rank died. All ranks get an error at once.
 GRACE = 1.0
 
 
@@ -105,7 +108,7 @@ def is_failure(error: BaseException, comm: "MPI.Intracomm | None" = None) -> boo
     if not (isinstance(error, MPI.Exception) and survives()):
         return False
     names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
-    # mpi4py has them from 4.0.1 on
+    # Versions of mpi4py before 4.0.1 do not have these classes.
     classes = {getattr(MPI, name, None) for name in names} - {None}
     got = error.Get_error_class()
     return got in classes or (
@@ -139,7 +142,8 @@ def _awaited_dead(comm: Any) -> list[int]:
 
     end = time.monotonic() + GRACE
     while not (ranks := known_dead(comm)) and time.monotonic() < end:
-        MPI.COMM_SELF.Iprobe()  # MPI learns of it in its own calls
+        # MPI learns of a death only in its own calls.
+        MPI.COMM_SELF.Iprobe()
         time.sleep(1e-3)
     return ranks
 

@@ -21,7 +21,7 @@ from mpicomp.errors import kept
 from mpicomp.feedback.base import accumulation_dtype
 from mpicomp.vector import check_range
 
-OPERATION = "average_residuals"  # what the ranks' agreement is called in errors
+OPERATION = "average_residuals"  # name of the ranks' agreement in errors
 
 
 @defer_interrupt
@@ -54,7 +54,8 @@ def average_residuals(exchange: GradientExchange) -> None:
     writes = []
     with all_or_none(exchange.comm, OPERATION):
         for bucket in buckets:
-            # an error is contributed to the other sums, for which the other ranks wait
+            # A rank with an error contributes it to the other sums, for which the other
+            # ranks wait.
             contribution = error or outcome_of(_residual, exchange, bucket)
             try:
                 total = dense_allreduce(contribution, exchange.comm)

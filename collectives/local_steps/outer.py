@@ -78,9 +78,10 @@ from mpicomp.settings import CheckedKeywords, SetOnce, to_bool, to_integer, to_n
 from mpicomp.state import check_names
 from mpicomp.tensors import ARRAY
 
-OPERATION = "OuterLoop"  # what the ranks' agreements are called in errors
+OPERATION = "OuterLoop"  # name of the ranks' agreements in errors
 FACTS = "count", "rounds", "steps_into_round", PROGRESS, IN_FLIGHT
-_TRIALS = 3  # rounds that are looked at, if they do not tell
+# Rounds after which the first step is examined, at most; see `_look_at_first_step`.
+_TRIALS = 3
 OTHER_PARAMETERS = (
     "Expected the same values at the start: load one checkpoint on all ranks, or broadcast rank 0's, as by "
     "comm.Bcast(array, root=0), and call restart(), or make a new exchange and loop. To resume within a round, make "
@@ -172,19 +173,25 @@ class OuterLoop(CheckedKeywords):
         self.count = 0  # of steps
         self.rounds = 0  # that were kept
         self.steps_into_round = 0  # since the last exchange was started
-        # The parameters have changed since the last kept exchange was started.
+        # Whether the parameters have changed since the last kept exchange was started.
         self.has_progress = False
-        self._is_changed = False  # a parameter, in the round whose exchange was started
-        # Rounds to look at: whether a step behind one goes on from what it has written.
+        # Whether a parameter was changed in the round whose exchange was started.
+        self._is_changed = False
+        # Rounds that are still to be examined: whether the step after a round goes on
+        # from what the round has written.
         self._trials = 0
         self._trial: Trial | None = None
         self._rate = 0.0
-        self.in_flight = False  # an exchange was started, and is not finished
+        # Whether an exchange was started, and is not finished.
+        self.in_flight = False
         self._parameters = parameters
-        self._held: set[str] = set()  # frozen parameters, which the exchange leaves out
-        self._trained: set[str] = set()  # those that required a gradient at the start
+        # Names of the frozen parameters, which the exchange leaves out.
+        self._held: set[str] = set()
+        # Names of the parameters that required a gradient at the start.
+        self._trained: set[str] = set()
         self._form = ARRAY
-        # The first parameter with the memory of each, by name: tied ones count once.
+        # For each parameter the first one with the same memory, by name: tied ones
+        # count once.
         self._first: dict[str, str] = {}
         self._check_every = EVERY
 
@@ -279,7 +286,8 @@ class OuterLoop(CheckedKeywords):
         self.count += 1
         self.steps_into_round += 1
         self.has_progress = True
-        with np.errstate(all="ignore"):  # they may be set differently by rank
+        # Ranks may have different settings of NumPy's floating-point errors.
+        with np.errstate(all="ignore"):
             if self._trials:
                 self._look_at_first_step()
             if self.in_flight and self.steps_into_round != self.delay:
@@ -388,7 +396,8 @@ class OuterLoop(CheckedKeywords):
             before.update(self.exchange.state_dict())
             source = state() if callable(state) else state
             check_names(source)
-            saved = dict(source)  # each array read from a file once
+            # The copy reads each array of a file once.
+            saved = dict(source)
             header = header_of(saved)
             loaded.update(self._taken_out(header, same_settings=same_settings))
             saved[HEADER] = pack(header)
@@ -483,7 +492,7 @@ class OuterLoop(CheckedKeywords):
         return gather_results(call, self.exchange.comm, operation)
 
     def _anchors(self) -> dict[str, Array]:
-        """Return the anchor by name; of tied parameters once."""
+        """Return the anchor by name; tied parameters appear once."""
         return {
             name: view
             for replica in self._replicas
@@ -516,13 +525,13 @@ class OuterLoop(CheckedKeywords):
                 for name in self._trained
                 if not getattr(parameters[name], "requires_grad", False)
             }
-        # Whatever it is, the other ranks must be notified.
+        # The other ranks must be notified of every error, also of an interrupt.
         except BaseException as error:
             self.exchange.fail(error)
         return frozen
 
     def _hold(self, names: set[str]) -> None:
-        """Leave out those of these parameters that no rank has changed in this round; the others take part."""
+        """Leave out of the exchange the named parameters that no rank has changed in this round."""
         changed = {
             name for replica in self._replicas for name in replica.changed(names)
         }
@@ -550,7 +559,8 @@ class OuterLoop(CheckedKeywords):
             replica.receive()
         trial = self._trial
         try:
-            if self.delay:  # Without a delay `subtract` has just found them.
+            # Without a delay `subtract` has just found the parameters.
+            if self.delay:
                 self._find_parameters()
             if trial is not None:
                 trial.begin_write()
@@ -560,7 +570,7 @@ class OuterLoop(CheckedKeywords):
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
         self._warn_without_progress(means)
-        # Those that are held have no mean; they are at the end.
+        # Replicas of held parameters have no mean; they are the last ones.
         for replica, mean in zip(replicas, means, strict=False):
             replica.end_round(
                 mean, self.rate, nesterov=self.nesterov, delayed=self.delay > 0
@@ -569,7 +579,7 @@ class OuterLoop(CheckedKeywords):
         if not self.rate:
             self.exchange.reset()
         self.rounds += 1
-        # The steps of a delay are progress since the start of this exchange.
+        # The steps of a delay are progress since this exchange was started.
         self.has_progress = self.steps_into_round > 0
         if trial is not None:
             trial.end_write()
@@ -586,14 +596,14 @@ class OuterLoop(CheckedKeywords):
         )
 
     def _begin_trials(self) -> None:
-        """Look at the next rounds, unless they are short: there a step is not less than the progress of a round."""
+        """Examine the next rounds, unless they are so short that a step is as large as the progress of a round."""
         self._trials = 0
         if self._check_every and self.every > 3:
             self._trials = _TRIALS
         self._trial = None
 
     def _look_at_first_step(self) -> None:
-        """Raise on all ranks if the first step behind a round has undone it on all that took one."""
+        """Raise on all ranks if the first step after a round has undone the round on the ranks that took a step."""
         trial = self._trial
         if trial is None:
             self._trial = Trial(self._replicas)

@@ -32,7 +32,7 @@ from mpicomp.settings import to_choice, to_integer
 
 Load = Callable[[int], ByName | None]
 CONSERVED = "sum", "mean"
-# facts of a loop
+# Names of facts in the state of a loop.
 PROGRESS = "has_progress"
 IN_FLIGHT = "in_flight"
 

@@ -55,11 +55,13 @@ class Case:
         """Return the case in which the sum of all vectors has so many entries."""
         if not (0 < self.entries < self.length and self.ranks > 1):
             return self
-        # a sum without zeros stands for one with half of an entry less
+        # A sum without zeros counts as one with half an entry less, as the logarithm of
+        # 0 is infinite.
         dense = math.log1p(-min(entries / self.length, 1 - 0.5 / self.length))
         independent = dense / math.log1p(-self.entries / self.length)
         fresh = max(0.0, independent - 1) / (self.ranks - 1)
-        # rounded, for equal cases in later calls
+        # The number is rounded, so that later calls are equal cases for the cache of
+        # `choose`.
         return replace(self, fresh=round(_STEPS * fresh) / _STEPS)
 
     def of_nodes(self) -> "Case":
@@ -120,21 +122,22 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
     rounds = upper(case.ranks)
     union = case.union(case.ranks)
     gathered = case.ranks * case.entries
-    # entries that are exchanged in each round, of sums of so many vectors
+    # Entries that are exchanged in each round, by the number of vectors in the sums.
     doubled = {1 << step: case.union(1 << step) for step in range(rounds)}
-    # one rank may fold into another; all bytes are multiplied below by what is sent to others
+    # A rank beyond a power of two folds into another one. All bytes are multiplied
+    # below by the share that is sent to other ranks, which the second factor cancels.
     folds = 2.0 if case.ranks & (case.ranks - 1) else 1.0
     folds *= case.ranks / max(1, case.ranks - 1)
     dense = 2.0 * case.length * case.value_nbytes
     waits = rounds
     if case.nodes > 1:
-        # neighbours in a ring over the ranks share a node
+        # Neighbours in a ring over the ranks share a node.
         dense /= case.per_node
         waits *= 3
     value = case.value_nbytes if case.bits is None else case.bits / 8
 
     def index(held: float) -> float:
-        """Return the bytes of an index among so many."""
+        """Return the bytes of an index in a vector with so many entries."""
         if case.nodes == 1:
             return index_dtype(case.length).itemsize
         gap = max(1.0, case.length / max(1.0, held))
@@ -146,10 +149,12 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
             return value
         if value > 2:
             return min(case.value_nbytes, value + upper(ranks) / 4)
-        # Sums of up to 8 values of bfloat16, of similar size, fit the 11 bits of float16.
+        # Sums of up to 8 values of bfloat16, of similar size, fit the 11 bits of
+        # float16.
         if value > 1 and ranks <= 8:
             return value
-        # Others need all bits of a float, but for signs of two equal supports.
+        # Other sums need all bits of a float, except those of the signs of two equal
+        # supports.
         if 8 * ranks * value <= 2 and not case.fresh:
             return ranks * value
         return case.value_nbytes
@@ -168,7 +173,7 @@ def _exact_sums(case: Case, constants: Constants) -> dict[str, float]:
         "dense_mpi": (waits, 0, dense, case.length / 6),
     }
     start, message, byte, entry = constants
-    # a rank sends nothing to itself
+    # A rank sends nothing to itself.
     sending = start, message, byte * (1 - 1 / case.ranks), entry
     return {name: seconds(cost, sending) for name, cost in costs.items()}
 
@@ -200,9 +205,9 @@ def _quantised_allreduce(case: Case, links: Links) -> dict[str, float]:
     return estimates
 
 
-# rounds, further messages, bytes and merged entries are those by which the algorithms
-# differ; the factors are fitted to docs/results/choice-*.json and to the predictions of
-# `mpicomp explain`
+# The estimates count the rounds, further messages, bytes and merged entries by which
+# the algorithms differ. Their factors are fitted to docs/results/choice-*.json and to
+# the predictions of `mpicomp explain`.
 ESTIMATES: dict[str, Callable[[Case, Links], dict[str, float]]] = {
     "sparse_allreduce": _sparse_allreduce,
     "gtopk_allreduce": _gtopk_allreduce,

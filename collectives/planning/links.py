@@ -18,28 +18,37 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# rounds, further messages in them, bytes and merged entries of the busiest rank
+# Rounds, further messages in them, bytes and merged entries of the busiest rank.
 Cost = tuple[float, float, float, float]
-# seconds of a round, of a further message of it, a byte, an entry
+# Seconds of a round, of a further message in it, of a byte, and of a merged entry.
 Constants = tuple[float, float, float, float]
 
 VARIABLE = "MPICOMP_NETWORK"
-# Seconds; benchmarks/fit_choice.py prints what docs/results/choice-*.json gives for
-# those inside a node.
+# Constants in seconds; benchmarks/fit_choice.py prints what docs/results/choice-*.json
+# gives for those inside a node.
 OWN_LATENCY = 10e-6  # Seconds that this library spends on a message between nodes.
-MESSAGE, MERGED = 8e-6, 3e-9  # of a further message of a round, and of a merged entry
-LATENCY_INSIDE, BYTE_INSIDE = 15e-6, 1.5e-10  # of a round, and of a byte, inside a node
-# Seconds of a round for each further rank that shares a core: the others wait for it.
+# Seconds of a further message of a round, and of a merged entry.
+MESSAGE, MERGED = 8e-6, 3e-9
+# Seconds of a round, and of a byte, inside a node.
+LATENCY_INSIDE, BYTE_INSIDE = 15e-6, 1.5e-10
+# Seconds of a round for each further rank that shares a core, as the other ranks wait
+# for it.
 SWITCH = 50e-6
-# Of a bucket of an exchange: seconds of the host, and how many times as long its messages
-# take; bytes for each rank, with which headers are at most 2 % of messages of one bit.
+# Seconds that a bucket of an exchange takes the host.
 BUCKET = 4e-4
+# How many times as long the messages of a bucket take, at least.
 WORTH = 25
+# Bytes of a bucket for each rank, at least: headers are then at most 2 % of messages of
+# one bit.
 SHORTEST_MESSAGE = 20_000
-STEP = 10.0  # measured figures are rounded to powers of it
-SHORT_TRIPS, TRIPS = 20, 3  # round trips of a short message, and of each longer one
-LONG_ENOUGH = 1e-3  # seconds of a message from which no longer one is sent
-# bytes of the messages that measure the rate
+# Measured figures are rounded to powers of this factor.
+STEP = 10.0
+# Round trips of a short message, and of each longer one.
+SHORT_TRIPS, TRIPS = 20, 3
+# Seconds of a message from which no longer message is sent.
+LONG_ENOUGH = 1e-3
+# Bytes of the messages that measure the rate: the shortest and the longest, and the
+# factor between two of them.
 SHORTEST = 1 << 16
 LONGEST = 1 << 24
 GROWTH = 4
@@ -48,9 +57,11 @@ _OWN = re.compile(
     r"(?:: *(\d+(?:\.\d+)?) *(ns|us|ms|s))?"
 )
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-# Fraction of the bits on a link; the rest are headers and gaps of TCP over Ethernet.
+# Fraction of the bits on a link that are data; the rest are headers and gaps of TCP
+# over Ethernet.
 _PAYLOAD = 0.944
-TAG = 0  # nothing else has been sent on the library's duplicate by then
+# Tag of these messages: nothing else has been sent on the library's duplicate by then.
+TAG = 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ NETWORKS = {
     "10gbit": Links(20e-6, 1.18e9),
     "25gbit": Links(10e-6, 2.95e9),
     "100gbit": Links(2e-6, 12e9),
-    # InfiniBand with four lanes: 54, 100, 200, 400 Gbit/s
+    # InfiniBand with four lanes: 54, 100, 200 and 400 Gbit/s.
     "fdr": Links(1.5e-6, 6.5e9),
     "edr": Links(1.5e-6, 12e9),
     "hdr": Links(1.5e-6, 24e9),
@@ -202,7 +213,7 @@ def _timed(comm: "MPI.Intracomm", partner: int, *, leads: bool) -> tuple[float, 
 def _trip(
     comm: "MPI.Intracomm", partner: int, nbytes: int, trips: int, *, leads: bool
 ) -> float:
-    """Return half of the fastest of some round trips, as the leading rank saw it: the link did not delay the others."""
+    """Return half of the seconds of the fastest round trip, on the leading rank: other delays made the rest slower."""
     buffer = np.zeros(nbytes, np.uint8)
     fastest = np.full(1, np.inf)
     first: Callable[..., None] = comm.Recv

@@ -13,7 +13,8 @@ import numpy as np
 from mpicomp.arrays import Array
 
 WINDOWS = 32
-# Expected entries of a rank in all windows: with those of 8 ranks the union is known within 3 %.
+# Expected entries of a rank in all windows: with those of 8 ranks the union is known
+# within 3 %.
 SHOWN = 128
 # With fewer entries of a rank, the windows are too large a part of what is sent.
 LEAST_ENTRIES = 4096
@@ -31,7 +32,8 @@ def windows(length: int, entries: int) -> Array:
     stripe = length // WINDOWS
     halvings = max(0, math.ceil(math.log2(entries / SHOWN)))
     span = max(1, stripe >> halvings)
-    # Multiples of the golden ratio have no period, as patterns of the index space may have.
+    # Multiples of the golden ratio have no period, as patterns of the index space may
+    # have.
     starts = [
         stripe * window + int(0.9 * stripe * (0.618 * window % 1))
         for window in range(WINDOWS)

@@ -17,12 +17,13 @@ from mpicomp.vector import SparseVector, places_of
 
 # Samples for each rank and share: the bounds are then off by a few per cent of a share.
 SAMPLES_A_SHARE = 16
-# Samples of a rank, which all ranks receive: those of P ranks put a bound off by sqrt(P) / 900 of a
-# share.
+# Samples of a rank, which all ranks receive: those of P ranks put a bound off by
+# sqrt(P) / 900 of a share.
 MOST_SAMPLES = 256
 # Entries for each sample, at least: samples stay a few per cent of what is sent.
 SAMPLED_ENTRIES = 16
-SKEW = 1.25  # times the mean: from this share on equal ranges are worth replacing
+# Largest share over the mean share, at most, with which equal ranges are kept.
+SKEW = 1.25
 
 
 Bounds = tuple[int, ...]
@@ -41,7 +42,7 @@ def cut(vector: SparseVector, bounds: Bounds) -> list[SparseVector]:
 
 def equal_bounds(length: int, size: int) -> Bounds:
     """Return the bounds of `size` ranges whose lengths differ by one at most."""
-    # Python's integers: 64 bits may not suffice
+    # Python's integers do not overflow; 64 bits may not suffice.
     return tuple(length * owner // size for owner in range(size + 1))
 
 
@@ -111,8 +112,8 @@ def balanced_bounds(
         for chosen, count in zip(samples, counts, strict=True)
     ]
     order = np.argsort(places, kind="stable")
-    # estimated, up to each sample
     places = places[order]
+    # Estimated number of entries up to each sample.
     entries = np.cumsum(np.concatenate(runs)[order])
     total = int(entries[-1])
     below = np.concatenate([[0], entries])[

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 VARIABLE = "MPICOMP_CUDA_AWARE"
 ARRIVED = "a device buffer sent to oneself in a child process arrived"
 
-# what makes a process a rank of a job, or keeps it from initialising MPI: a child is a
-# job of its own
+# Prefixes of variables that make a process a rank of a job, or keep it from
+# initialising MPI. The child process is a job of its own.
 _OF_THE_JOB = (
     *("OMPI_COMM_", "OMPI_UNIVERSE", "PMI", "PRTE", "HYDI_", "HYDRA_", "SLURM_"),
     "MPI4PY_RC_",

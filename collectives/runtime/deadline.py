@@ -25,7 +25,8 @@ from collectives.runtime.messages import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-GRACE = 1.0  # seconds in which the others may answer; no longer than the timeout
+# Seconds in which the other ranks may answer, and no longer than the timeout.
+GRACE = 1.0
 
 
 def send_notices(faults: Faults, notice: str, abandoned: list[Pending]) -> None:
@@ -56,7 +57,7 @@ def has_notice(faults: Faults, status: "MPI.Status | None" = None) -> bool:
     comm = faults.comm
     try:
         return bool(comm.Iprobe(MPI.ANY_SOURCE, notice_tag(), status))
-    # a rank died: what waits for it raises, or the deadline passes
+    # A rank died: operations that wait for it raise, or the deadline passes.
     except MPI.Exception as error:
         if not ulfm.is_failure(error):
             raise

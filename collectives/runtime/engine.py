@@ -41,15 +41,16 @@ from mpicomp.arrays.device import on_device
 
 T = TypeVar("T")
 
-# an operation, its round, and the ranks that it waits for
+# An operation, its round, and the ranks that it waits for.
 Waits = tuple[str, int, set[int]]
 
-# seconds of a round of polling of a rank that runs, at most, where ranks share cores
+# Seconds of a round of polling of a rank that runs, at most, where ranks share cores.
 _LONGEST_ROUND = 0.1
 _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
-# An operation ends a wait with these, as it cannot receive what has arrived.
+# Errors that end an operation while it waits, as it cannot receive what has arrived.
 _OF_A_WAIT = DamagedMessageError, MemoryError, RecursionError
-_FRAMES = 100  # of Python: to end an operation takes more than it may have left
+# Frames of Python that are added to end an operation, which may have too few left.
+_FRAMES = 100
 _TWO_THREADS = (
     "two threads are inside the library: call collectives from one thread at a time"
 )
@@ -85,7 +86,7 @@ class Request(Generic[T]):
         self._result: T
         self._error: Exception | None = None
         self.done = False
-        # From this time on it may advance without a call.
+        # Time from which on the operation may advance without a call.
         self.unattended_from = math.inf
 
     @property
@@ -124,7 +125,8 @@ class Request(Generic[T]):
         try:
             raise self._error
         finally:
-            del self  # The error, its traceback and this frame would hold each other.
+            # The error, its traceback and this frame would form a reference cycle.
+            del self
 
     def result(self) -> T:
         """Return what `wait` does, for a caller that keeps no reference: with an exception the result is lost."""
@@ -158,8 +160,8 @@ class Request(Generic[T]):
                 if self._pending:
                     return len(self._pending) < awaited
         except BaseException as error:
-            # The error is of a signal's handler, while it waited: the operation is as
-            # it was.
+            # Any other error is that of a signal's handler during the wait, and the
+            # operation can continue.
             if not isinstance(error, (*_OF_A_WAIT, mpi().Exception)):
                 raise
             self._end(error)
@@ -195,7 +197,8 @@ class Request(Generic[T]):
         if isinstance(error, RuntimeError) and isinstance(
             error.__cause__, StopIteration
         ):
-            # a rank contributed it as its own error, and a generator cannot raise it
+            # A rank contributed StopIteration as its own error, and a generator cannot
+            # raise it.
             error = error.__cause__
             is_own = error is self._group.error
         if not is_own and ulfm.is_failure(error, self.link.comm):
@@ -214,7 +217,8 @@ class Request(Generic[T]):
                 CollectiveError(f"{text}: the next operation raises on all ranks")
             )
             return
-        # this frame would hold what holds the error
+        # This frame refers to the request, and the request to the error: with its
+        # traceback they would form a reference cycle.
         deeper = error.__traceback__ and error.__traceback__.tb_next
         self._error = error.with_traceback(deeper)
         self.done = True
@@ -234,7 +238,8 @@ class Request(Generic[T]):
 
     def fail(self, error: Exception) -> None:
         """End with an error, whatever is still in flight."""
-        # the garbage collector may free the communicator in one of its steps
+        # The garbage collector may free the communicator while the generator runs,
+        # which cannot be closed then.
         if getgeneratorstate(self._steps) != GEN_RUNNING:
             self._steps.close()
         self._engine.abandon(self._pending)
@@ -250,20 +255,22 @@ class Engine:
 
     def __init__(self) -> None:
         self._in_flight: list[Request[Any]] = []
-        # nobody waits for these any more, but MPI may still own their buffers
+        # Messages for which nobody waits any more, but whose buffers MPI may still own.
         self._abandoned: list[Pending] = []
         self._discarding: list[Group] = []
-        # the communicators on which other ranks may wait for this one
+        # Faults of the communicators on which other ranks may wait for this one.
         self._known: set[Faults] = set()
         self.timeout = initial_timeout()
-        # held by the thread of the user that is inside the library
+        # Lock that the thread of the user holds while it is inside the library.
         self._one_thread = Lock()
-        # held by who works on the operations: that thread, or the one of `progress`;
-        # again by a handler of a signal that frees a communicator
+        # Lock that is held by the thread that works on the operations: that one, or the
+        # one of `progress`. It is reentrant, as a signal's handler may free a
+        # communicator.
         self._turn = RLock()
         self.progress = Progress(self.look)
         self._refusal = _TWO_THREADS
-        self._is_funneled = False  # only MPI's main thread may call it
+        # Whether only MPI's main thread may call MPI.
+        self._is_funneled = False
 
     def start(self, steps: Steps[T], group: Group) -> Request[T]:
         """Start a collective; raises the error of a finished communicator (`state.Faults`)."""
@@ -290,12 +297,14 @@ class Engine:
         """Keep other threads out, from before anything is consumed that all ranks count until a wait has ended."""
         if self._is_funneled:
             self.check_thread()
-        # what the garbage collector runs in a look would resume what is running
+        # Code that the garbage collector runs within a look would resume an operation
+        # that is running.
         if is_helper() or not self._one_thread.acquire(False):
             raise RuntimeError(self._refusal)
         try:
             self._turn.acquire()
-        except BaseException:  # of a signal's handler
+        except BaseException:
+            # A signal's handler has raised.
             self._one_thread.release()
             raise
         return self
@@ -318,7 +327,8 @@ class Engine:
 
     def refuse_forked(self) -> None:
         """Refuse all calls, in the child process of a rank."""
-        self._turn = RLock()  # the thread that held it may not exist here
+        # The thread that held the lock may not exist in this process.
+        self._turn = RLock()
         self._refuse(_FORKED)
 
     def end(self) -> None:
@@ -484,7 +494,7 @@ class Engine:
         self._discarding.append(group)
 
     def _forget(self, ended: list[Request[Any]]) -> None:
-        """Stop to discard the messages of operations before others that have ended: all ranks have left them."""
+        """Stop discarding messages of operations that precede one that has ended: all ranks have left those."""
         self._discarding = [
             group
             for group in self._discarding
@@ -514,7 +524,8 @@ class Engine:
         """Answer the ranks that gave up on other communicators than that of `here`, on which this rank waits."""
         for faults in [*self._known]:
             if faults not in self._known:
-                continue  # freed meanwhile, by what ended on another one
+                # The end of operations on another communicator has freed this one.
+                continue
             if faults.finished:
                 self._known.remove(faults)
             elif faults is not here and deadline.has_notice(faults):
@@ -548,7 +559,8 @@ class Engine:
             return Look.LATER
         try:
             moved = self.advance(now)
-        except BaseException:  # what ended an operation is kept in its request
+        except BaseException:
+            # The request of an operation keeps the error that ended it.
             moved = True
         finally:
             self._turn.release()
@@ -606,7 +618,7 @@ def end_with_mpi() -> None:
 
 
 def _after_fork() -> None:
-    """Refuse calls in the child of a process that is a rank; one that has not initialised MPI may."""
+    """Refuse calls in a child forked from a process that had initialised MPI; other children may call the library."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         of_process().refuse_forked()

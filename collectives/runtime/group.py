@@ -60,9 +60,10 @@ from mpicomp.vector import SparseVector
 if TYPE_CHECKING:
     from collectives.runtime.link import Link
 
-# what is sent: the same kind by all ranks of an operation
+# What is sent: vectors of the same kind on all ranks of an operation.
 V = TypeVar("V", SparseVector, FewBits)
-PartOf = tuple[V, int]  # a vector, and the count that is sent with it
+# A vector, and the count that is sent with it.
+PartOf = tuple[V, int]
 Part = PartOf[SparseVector]
 
 
@@ -70,9 +71,11 @@ class DisagreementError(Exception):
     """Raised inside an operation if the call signatures differ, or a rank has an error."""
 
 
-# a packet of a network: it takes longer to shorten it than to send it
+# Bytes of a packet of a network: to shorten a message of this size takes longer than to
+# send it.
 SHORT_NBYTES = 1 << 10
-PIECE_OVERHEAD = 1 << 14  # bytes that a link carries in the time of a few messages
+# Bytes that a link carries in the time of a few messages.
+PIECE_OVERHEAD = 1 << 14
 
 
 class Group:
@@ -100,13 +103,16 @@ class Group:
         self.like = like
         self.codec = codec
         self.algorithm = signature.get("algorithm", "")
-        # the messages of this round: an operation that breaks off has to keep them
+        # The messages of this round, which an operation that breaks off has to keep.
         self.posted: list[Arrival | Sending] = []
-        # pinned memory that the device may still copy from, and what waits for that
+        # Pinned memory that the device may still copy from, and functions that wait for
+        # these copies.
         self.landings: list[tuple[Buffer, Callable[[], None]]] = []
-        # what ranks of the communicator report in error notifications
+        # The reports of error notifications that have arrived, by rank of the
+        # communicator.
         self.reports: dict[int, dict[str, Any]] = {}
-        # counts the operations on the communicator, alike on all ranks
+        # The number of the operation on the communicator, which is the same on all
+        # ranks.
         self.number = self._tag = link.take_tag()
         self._digest = _digest(tuple(signature), tuple(signature.values()))
         self.rank = link.rank
@@ -309,7 +315,9 @@ class Group:
             try:
                 received[source] = self._received(arrival)
             except DisagreementError:
-                agreed = False  # among the others there may be error notifications
+                # The other arrivals may contain error notifications, so all are
+                # received.
+                agreed = False
         if not agreed:
             raise DisagreementError
         return received
@@ -373,7 +381,8 @@ class Group:
         contents, count = self.unpack(
             arrival.buffer, arrival.source, arrival.copy, arrival.line
         )
-        # read after the arrival is released
+        # The device reads the copy after the arrival is released, so its pinned memory
+        # is kept.
         if arrival.copy is not None and isinstance(contents, FewBits):
             self.landings.append((arrival.buffer, staging.copied()))
         return contents, count
@@ -400,7 +409,7 @@ class Group:
             raise _damaged(f"{message.size} bytes of {header.nbytes}")
         if header.kind == BYTES:
             return message[HEADER_NBYTES : header.nbytes], header.sender_count
-        # Dtype and width are those of the operation, too.
+        # A vector without entries has the dtype and the width of the operation.
         if (
             header.kind != FEW_BITS
             and not header.entries
@@ -436,7 +445,8 @@ class Group:
                     raise DisagreementError
                 raise _damaged(f"{len(received)} of {count} parts")
             held += received
-        own = self.size - self.rank  # held starts with this rank's own message
+        # The list `held` starts with this rank's own message.
+        own = self.size - self.rank
         return held[own:] + held[:own]
 
     def _pack_text(self, text: str, kind: int) -> Buffer:

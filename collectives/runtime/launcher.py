@@ -6,11 +6,13 @@ the warnings detect that.
 
 from collections.abc import Mapping, Sequence
 
-# Where launchers say how many ranks they started, the innermost one first: inside a
-# batch job Open MPI's mpirun starts its daemons through srun, and the ranks see both.
+# Variables in which launchers state how many ranks they started, the innermost one
+# first: inside a batch job Open MPI's mpirun starts its daemons through srun, and the
+# ranks see both.
 LAUNCHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 PMIX_RANK = "PMIX_RANK"  # PMIx states no number of ranks
-ALONE = "MPICOMP_ALONE"  # 1: a rank is to work alone, whatever the launcher says
+# With 1 a rank is to work alone, whatever the launcher says.
+ALONE = "MPICOMP_ALONE"
 REMEDY = "use the mpirun that belongs to this MPI (under Slurm, the --mpi plugin that it was built for)"
 
 

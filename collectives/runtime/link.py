@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# the kinds of what is cached: the link, and the faults of the first call
+# Kinds of cached objects: the link, and the faults of the first call.
 LINK = "link"
 FAULTS = "faults"
-_PIECE = 2**30  # values of an MPI reduction: a count has to fit a C int
+# Values of an MPI reduction, at most: a count has to fit a C int.
+_PIECE = 2**30
 
 
 @dataclass
@@ -84,12 +85,13 @@ class Link:
         self.on_free = on_free
         self.taken: dict[tuple[Any, ...], str] = {}
         self.traffic = Traffic()
-        # the numbers of operations that are to call MPI's own collectives, in order
+        # Numbers of the operations that are to call MPI's own collectives, in order.
         self.queue: list[int] = []
         self._tags = notice_tag()
         self._next_tag = 0
         self.faults = Faults(self.rank, self.size, duplicate)
-        # At most one text, see `lose`; a list, as several threads may take it by one operation.
+        # At most one text, see `lose`. It is in a list, as several threads may take it,
+        # and `pop` is atomic.
         self.lost: list[str] = []
 
     def lose(self, text: str) -> None:
@@ -248,7 +250,8 @@ def key_of(what: str) -> int:
             cached.free("the first call")
         if isinstance(cached, Link):
             cached.on_free(cached)
-            # Messages may be in flight on it otherwise, or ranks be dead.
+            # A finished duplicate may have messages in flight or dead ranks, so it is
+            # not freed.
             if not cached.faults.finished:
                 cached.comm.Free()
 

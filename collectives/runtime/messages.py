@@ -36,10 +36,10 @@ _SIZE = np.dtype(np.int64)
 LINE = 64  # bytes
 NOTHING: Buffer = np.empty(0, np.uint8)
 _PAUSE = 2e-5  # seconds
-# bytes: longer messages are sent in pieces, so that copies from a device overlap with
-# sending
+# Bytes of a piece. Longer messages are sent in pieces, so that copies from a device
+# overlap with sending.
 PIECE = 1 << 23
-# bytes: from here on a size header is sent first in a bidirectional exchange
+# Bytes above which a size header is sent first in a bidirectional exchange.
 BIDIRECTIONAL = 1 << 17
 
 
@@ -59,7 +59,7 @@ class Pending:
             time.sleep(_PAUSE)
 
 
-# a collective: it yields what it waits on, and returns its result
+# A collective: a generator that yields what it waits for, and returns its result.
 Steps = Generator[tuple[Pending, ...], None, T]
 
 
@@ -120,7 +120,7 @@ class Arrival(Pending):
         direct: bool = False,
     ) -> None:
         self.source = source
-        # called once its size is known, before it is received
+        # Called once the size of the message is known, before the message is received.
         self.when_known: Callable[[], None] | None = None
         self.buffer: Buffer = NOTHING
         self.copy: Any = None
@@ -129,7 +129,7 @@ class Arrival(Pending):
         self._tag = tag
         self._like = like
         self._direct = direct
-        # pieces under way; None before it is matched
+        # The pieces that are being received; None before the message is matched.
         self._awaited: list[tuple[MPI.Request, slice]] | None = None
 
     def test(self) -> bool:

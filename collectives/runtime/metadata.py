@@ -22,16 +22,17 @@ from collectives.runtime.messages import Steps
 from mpicomp.arrays.device import on_device, to_numpy
 from mpicomp.vector import SparseVector
 
-# Vectors of all other ranks with so few bytes take no longer than the rounds of the metadata.
+# Bytes of the vectors of all other ranks, at most, that take no longer than the rounds
+# of the metadata.
 WHOLE_NBYTES = 1 << 16
-# the count of a message is the entries, whether all in the windows of `planning.overlap`
-# are sent, and, in its low bits, the bits of a value as coded
+# The count of a message contains the entries, whether all in the windows of
+# `planning.overlap` are sent, and, in its low bits, the bits of a value as coded.
 ENTRIES_AT = 16
 MOST_BITS = (1 << 15) - 1
 SHOWS = 1 << 15
 
 
-# Of each rank: its vector, or placeholders at samples of its indices; and the count.
+# For each rank its vector, or placeholders at samples of its indices, and the count.
 Metadata = Sequence[Part]
 
 

@@ -26,7 +26,8 @@ from collectives.runtime.messages import Pending, Steps, mpi
 from mpicomp.errors import warn
 from mpicomp.settings import to_choice
 
-VARIABLE = "MPICOMP_PROGRESS"  # "0": off. Ranks may differ in it
+# The value 0 turns the thread off. Ranks may differ in it.
+VARIABLE = "MPICOMP_PROGRESS"
 _FATAL = {Signals.SIGSEGV, Signals.SIGBUS, Signals.SIGFPE, Signals.SIGILL}
 
 
@@ -37,25 +38,26 @@ class Look(Enum):
     """
 
     MOVED = 5e-5, 1.0
-    # what arrives is noticed late by at most an eighth of the wait
+    # A message that arrives is noticed late by at most an eighth of the wait.
     NOTHING_MOVED = 2e-3, 1.125
-    # the user is inside the library, or has just started an operation
+    # The user is inside the library, or has just started an operation.
     LATER = 5e-3, 2.0
     NOTHING_IN_FLIGHT = 4e-3, 2.0
 
 
 _SHORTEST, _ = Look.MOVED.value
-# The longest pause is so many times what a look costs, where that is more.
+# Longest pause over the cost of a look, if that is longer.
 _SPARING = 32
 _NOT_LOOKED_AT = Look.LATER, Look.NOTHING_IN_FLIGHT
-# seconds in which an operation is left to the call that started it, such as an exchange
+# Seconds in which an operation is left to the call that started it, such as an
+# exchange.
 FIRST = 3e-4
-# seconds without an operation in flight after which the thread waits for one
+# Seconds without an operation in flight after which the thread waits for one.
 _REST = 0.2
 
 
 class _Here(local):
-    """Of each thread: whether it is the one of `Progress`."""
+    """For each thread, whether it is the thread of `Progress`."""
 
     is_helper = False
 
@@ -76,9 +78,10 @@ class Progress:
         self._work = Event()
         self._is_prepared = False
         self._is_stopped = False
-        self._alone = Lock()  # held by the thread as long as it lives
-        # Held during a look: a process is not forked, and MPI not ended, within one, but
-        # by what the garbage collector runs there.
+        # Lock that the thread holds as long as it lives.
+        self._alone = Lock()
+        # Lock of a look: no process is forked, and MPI is not ended, within one. It is
+        # reentrant for what the garbage collector runs there.
         self._looking = RLock()
 
     def wake(self) -> None:
@@ -102,7 +105,8 @@ class Progress:
         if not self._is_prepared:
             self._prepare()
         try:
-            # `threading.Thread` waits for the thread, for ever if that has no memory
+            # A `threading.Thread` waits until its thread runs, for ever if that has no
+            # memory.
             start_new_thread(self._run, ())
         except RuntimeError as error:  # the next operation tries again
             warn(f"{error}: messages move inside calls of the library only", depth=3)
@@ -123,11 +127,14 @@ class Progress:
         try:
             _here.is_helper = True
             pthread_sigmask(SIG_BLOCK, valid_signals() - _FATAL)
-            with np.errstate(all="ignore"):  # as in a step; ranges are checked instead
+            # As in a step, ranges are checked in place of floating-point errors.
+            with np.errstate(all="ignore"):
                 while not self._is_stopped:
                     try:
                         self._serve()
-                    except BaseException:  # no memory, as no code of the user is here
+                    except BaseException:
+                        # Only a lack of memory raises here, as no code of the user
+                        # runs.
                         self._work.set()
         finally:
             self._alone.release()
@@ -139,7 +146,7 @@ class Progress:
         self._work.clear()
         self._attend()
         self._is_idle = True
-        # An operation may have been started before `wake` could see that.
+        # An operation may have been started before `wake` saw that the thread is idle.
         if self._looked() is not Look.NOTHING_IN_FLIGHT:
             self._work.set()
 

@@ -52,9 +52,10 @@ def allocate(nbytes: int, like: Any, *, direct: bool) -> tuple[Buffer, Any]:
 
     if direct:
         buffer = cupy.empty(nbytes, np.uint8)
-        wait_for_stream()  # what had this memory before may still be at work on it
+        # Work on the stream may still use this memory, which another array had before.
+        wait_for_stream()
         return buffer, None
-    # a header alone has no entries
+    # A message that is only a header has no entries.
     copy = cupy.empty(nbytes, np.uint8) if nbytes > HEADER_NBYTES else None
     return pinned(nbytes), copy
 

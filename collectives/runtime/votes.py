@@ -40,7 +40,7 @@ def gather_votes(
     gathered = yield from group.gather(sent, usual)
     for share, (differing, count) in zip(shares, gathered, strict=True):
         votes[share] = count
-        # no entries: of the shape of the sum
+        # A vector without entries has values of the width of the sum.
         votes[share][differing.indices] = differing.values.reshape(-1)
     return votes
 

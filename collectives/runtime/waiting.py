@@ -9,11 +9,11 @@ from mpicomp.settings import to_choice, to_number
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# "backoff" or "block"; "auto", the default: if ranks share cores, and MPI does not
-# yield
+# The setting "backoff" or "block", or "auto", the default: backoff if ranks share
+# cores, and MPI does not yield.
 VARIABLE = "MPICOMP_WAIT"
 SETTINGS = ("auto", "backoff", "block")
-TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; empty as if it were not set
+TIMEOUT = "MPICOMP_TIMEOUT"  # seconds; an empty text counts as unset
 
 
 def agree_on_waiting(

@@ -23,7 +23,7 @@ OTHER_PARAMETERS = (
     "on other gradients than those of a backward pass of the attached model"
 )
 
-# the name of a parameter, itself and its gradient
+# The name of each parameter, the parameter itself, and its gradient.
 Parts = list[tuple[str, Any, Any]]
 
 
@@ -41,7 +41,8 @@ class ModelParameters:
         self._remedy = remedy
         self._dtypes = {name: parameter.dtype for name, parameter in registered.items()}
         self._known = {*registered, *trainable(model)}  # by canonical name
-        self._facts: list[Any] = []  # of all parameters, when they were looked at
+        # Facts of all parameters, as of the last `look`.
+        self._facts: list[Any] = []
         self.look()
 
     def look(self) -> None:
@@ -86,7 +87,7 @@ class ModelParameters:
 
 
 def _is_same(present: Any, registered: Any) -> bool:
-    """Return whether a parameter is the registered one, or the whole one that FSDP2 puts in its place for a while."""
+    """Return whether a parameter is the registered one, or the unsharded one by which FSDP2 replaces it for a while."""
     is_whole = (
         isinstance(registered, DTensor)
         and present is not None
@@ -123,17 +124,20 @@ class Handle:
         check_every: int,
     ) -> None:
         self.exchange = exchange
-        # a disabled one is none
+        # A disabled scaler counts as none.
         self._scaler = scaler if is_scaling(scaler) else None
-        self._scale = 1.0  # of the loss in the step under way
+        # Scale of the loss in the step under way.
+        self._scale = 1.0
         self._remedy = remedy
         self._parameters = parameters
         self._names = {
             parameter: name for name, parameter in parameters.registered.items()
         }
         self._held = set[str]()  # names that the exchange leaves out
-        self._in_pass = False  # a backward pass began, and has not ended
-        self._has_ended = False  # the exchange has ended the step of the last pass
+        # Whether a backward pass began, and has not ended.
+        self._in_pass = False
+        # Whether the exchange has ended the step of the last pass.
+        self._has_ended = False
         self._steps_before = 0  # steps kept before the pass
         self._versions: list[int] = []  # of the parameters, before the pass
         # The error that this rank contributes to the step in place of gradients.
@@ -142,7 +146,7 @@ class Handle:
         self._raised: Exception | None = None
         exchange.compare_replicas(self._compared, check_every, OTHER_PARAMETERS)
         try:
-            # the order of the backward pass
+            # The exchange registers the tensors in the order of the backward pass.
             self.exchange.register(
                 dict(reversed(shards_of(parameters.registered).items()))
             )
@@ -193,7 +197,7 @@ class Handle:
         return shards_of(self._parameters.registered)
 
     def _check_interrupted(self) -> None:
-        """Raise RuntimeError if an error interrupted the last backward pass; in a pass it returns."""
+        """Raise RuntimeError if an error interrupted the last backward pass; within a pass do nothing."""
         if not self._in_pass or is_in_backward():
             return
         step = "and its step failed on all ranks"
@@ -275,7 +279,7 @@ class Handle:
         }
         try:
             self.exchange.start_together(arrays, outs)
-        # A collective that blocks has ended the step, on all ranks.
+        # A collective that blocks raises here, and has ended the step on all ranks.
         except Exception as error:
             self._raised = error
 
@@ -295,10 +299,10 @@ class Handle:
             if refused is not None:
                 self.exchange.fail(refused)
         finally:
-            # they, their tracebacks and this frame would hold each other
+            # The errors, their tracebacks and this frame would form a reference cycle.
             del raised, refused
         means = self.exchange.finish()
-        # NaN: the scaler skips the step as well
+        # With a scale of NaN the scaler skips the step as well.
         scale = self._scale if self.exchange.finite else math.nan
         return means, scale
 
@@ -356,7 +360,8 @@ def raise_after_backward(error: Exception) -> None:
 
     try:
         after_backward(raise_error)
-    except RuntimeError:  # there is no backward pass on a rank that has joined
+    except RuntimeError:
+        # A rank that has joined has no backward pass.
         raise error from None
 
 

@@ -142,7 +142,7 @@ _ANEW = (
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-# the future of the means, the buffer and the gradients in it
+# The future of the means, the buffer, and the gradients in it.
 _Bucket = tuple[torch.futures.Future[torch.Tensor], torch.Tensor, Parts]
 
 
@@ -165,22 +165,27 @@ class DDPHandle(Handle):
         }
         known = ModelParameters(model.module, registered, "attach", _ANEW)
         super().__init__(exchange, known, scaler, _ANEW, check_every)
-        # weakly: a model that is dropped is deleted, and its hooks of the parameters
+        # A weak reference: a model that is dropped is deleted, and the hooks of its
+        # parameters with it.
         self._model = weakref.ref(model)
         self._views = model.gradient_as_bucket_view
         self._finds_unused = model.find_unused_parameters
         self._may_skip = model.find_unused_parameters or model.static_graph
-        # a forward pass of DDP whose gradients are to be exchanged was made
+        # Whether DDP has made a forward pass whose gradients are to be exchanged.
         self._is_expected = False
-        # a backward pass of a forward pass in `no_sync` began, and has not ended
+        # Whether a backward pass of a forward pass in `no_sync` began, and has not
+        # ended.
         self._is_accumulating = False
-        self._is_astray = False  # one that DDP did not see, likewise
+        # Whether a backward pass that DDP did not see began, and has not ended.
+        self._is_astray = False
         self._strides = [parameter.stride() for parameter in registered.values()]
         self._clip = clip
-        # The norm of this rank's last gradient before it was clipped; None without `clip`.
+        # The norm of this rank's last gradient before it was clipped; None without
+        # `clip`.
         self.norm: float | None = None
         self._buckets: list[_Bucket] = []  # of this step
-        self._gradients: list[Any] = []  # what is in `.grad` before the pass
+        # Stamps of `.grad` before the pass; see `_stamp`.
+        self._gradients: list[Any] = []
         model.register_forward_pre_hook(self)
         model.register_forward_hook(self)
         this = weakref.ref(self)
@@ -188,7 +193,8 @@ class DDPHandle(Handle):
         for parameter in registered.values():
             _release(parameter)
             parameter.register_post_accumulate_grad_hook(_Notice(this))
-        # only its class is looked at: copies of the model have no hook
+        # The check for a second `attach` looks only at the class of the hook; a copy of
+        # the model has a hook of another class.
         hooks_of(model)[:] = [self]
 
     @partial(torch.compiler.disable)
@@ -231,7 +237,9 @@ class DDPHandle(Handle):
             return
         if self._is_expected:
             self._begin_pass()
-            self._gradients = []  # not what they were before the pass
+            # The stamps before the pass are unknown, and an empty list differs from all
+            # of them.
+            self._gradients = []
             return
         self._is_astray = True
         after_backward(self._refuse_pass)
@@ -270,7 +278,7 @@ class DDPHandle(Handle):
                 self._give_up(self._own_error)  # DDP would wait for gradients
 
     def _begin_pass(self) -> None:
-        """Begin a backward pass: look at the parameters, of which DDP may wait for some."""
+        """Begin a backward pass, and check the parameters: DDP waits for gradients of some of them."""
         super()._begin_pass()
         self._buckets = []
         self._gradients = [_stamp(parameter) for parameter in self._names]
@@ -309,7 +317,7 @@ class DDPHandle(Handle):
         after_backward(self._conclude_pass)
 
     def _conclude_pass(self) -> None:
-        """Raise the error of the step; or that gradients were computed, and DDP waits for others."""
+        """Raise the error of the step; or one which says that DDP still waits for gradients."""
         refused = self._own_error
         self._own_error = None
         if not self._has_ended:
@@ -335,7 +343,8 @@ class DDPHandle(Handle):
 
     def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket's gradients, and return a future for its means; the last one ends the step."""
-        if not self._in_pass:  # an object that has the outputs was not looked into
+        # An object that `tensors_in` does not look into may have had the outputs.
+        if not self._in_pass:
             with suppress(RuntimeError):  # this rank has joined
                 self._begin_pass()
         if not self._buckets:
@@ -368,7 +377,8 @@ class DDPHandle(Handle):
             self._check_views(buckets)
         try:
             means, factor = self._end()
-        # An error of all ranks; DDP needs its futures to go on after it.
+        # All ranks raise this error at the end of the pass, for which DDP needs its
+        # futures.
         except Exception as error:
             self._raised = error
         for future, buffer, parts in buckets:
@@ -423,7 +433,7 @@ class DDPHandle(Handle):
         self.norm = norm = math.hypot(*in_host_memory)
         limit = clip / math.sqrt(self.exchange.comm.size)
         for _, buffer, parts in buckets:
-            # what is not finite is left for the exchange to find
+            # A norm that is not finite is left for the exchange to find.
             if limit < norm < math.inf:
                 self._multiply(buffer, parts, limit / norm)
             self._start(parts)
@@ -446,7 +456,7 @@ def _moved(names: list[str]) -> ValueError:
 
 
 class _Notice:
-    """The hook of a parameter: tells the handle of its DDP that a gradient was accumulated, as long as both live."""
+    """The hook of a parameter: it notifies the handle of its DDP, while that lives, that a gradient was accumulated."""
 
     def __init__(self, handle: "weakref.ref[DDPHandle]") -> None:
         self._handle = handle
@@ -458,7 +468,7 @@ class _Notice:
 
 
 def _release(parameter: Any) -> None:
-    """Remove the hook of a DDP that had the parameter before: only the last one says what it has seen."""
+    """Remove the hooks of earlier DDP modules from a parameter: only the last one reports what it has seen."""
     hooks = gradient_hooks_of(parameter)
     for key in [key for key, hook in hooks.items() if isinstance(hook, _Notice)]:
         del hooks[key]
@@ -471,7 +481,7 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def _stamp(parameter: torch.Tensor) -> tuple[int, int] | None:
-    """Return what changes when `.grad` does."""
+    """Return the address and version of `.grad`, which change when it does; None without a gradient."""
     gradient = parameter.grad
     return None if gradient is None else (gradient.data_ptr(), version_of(gradient))
 

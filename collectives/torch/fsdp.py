@@ -133,9 +133,12 @@ class FSDPHandle(Handle):
         super().__init__(exchange, known, scaler, _INTERRUPTED, check_every)
         self._modules = parts_of(model, FSDPModule)
         self._is_first = True  # no forward pass was made
-        self._calls = Counter[Any]()  # of modules in forward passes, since the last end
-        self._taken: dict[Any, Any] = {}  # the gradients of this backward pass, and
-        self._late: list[Any] = []  # the parameters whose exchange its end starts
+        # Calls of each module in forward passes since the last backward pass ended.
+        self._calls = Counter[Any]()
+        # Gradients of this backward pass, by parameter.
+        self._taken: dict[Any, Any] = {}
+        # Parameters whose exchange the end of the backward pass starts.
+        self._late: list[Any] = []
         self._hooks = [
             self._modules[0].register_forward_pre_hook(self._compare, prepend=True)
         ]
@@ -153,7 +156,7 @@ class FSDPHandle(Handle):
             hook.remove()
 
     def _compare(self, *unused: Any) -> None:
-        """Look at the parameters again, before FSDP2 replaces them by whole ones; the end of the step raises errors."""
+        """Look at the parameters before FSDP2 replaces them by unsharded ones; the end of the step raises errors."""
         if not torch.is_grad_enabled():
             return
         self._warn_of_others()
@@ -166,7 +169,7 @@ class FSDPHandle(Handle):
                 self._own_error = error
 
     def _warn_of_others(self) -> None:
-        """Warn once if the model is a part of a larger FSDP2 model, which its first forward pass finds out."""
+        """Warn once if the model is a part of a larger FSDP2 model, which the first forward pass of that shows."""
         if self._is_first and is_inner_fsdp(self._modules[0]):
             warn(
                 "attach_fsdp got a part of a larger FSDP2 model: the replicas do not average the other parameters; "
@@ -197,7 +200,8 @@ class FSDPHandle(Handle):
         gradient as often. And for parameters that FSDP2 ignores: their hooks also run
         where gradients only accumulate.
         """
-        self._begin_pass()  # of outputs that no module of FSDP2 returned
+        # Outputs that no module of FSDP2 returned have no hook that begins the pass.
+        self._begin_pass()
         is_new = parameter not in self._taken
         self._taken[parameter] = local_shard(parameter.grad)
         if (
@@ -234,7 +238,7 @@ class FSDPHandle(Handle):
             unused = [
                 parameter for parameter in self._names if parameter not in self._taken
             ]
-            # None, or of a pass before
+            # An unused parameter has no gradient, or that of an earlier pass.
             self._taken |= {
                 parameter: local_shard(parameter.grad) for parameter in unused
             }
@@ -263,7 +267,7 @@ class FSDPHandle(Handle):
         self._drop_gradients()
 
     def _has_step(self) -> bool:
-        """Return whether this backward pass synchronises gradients; with one of a sharded parameter it does."""
+        """Return whether this backward pass synchronises gradients; it does if a sharded parameter has a gradient."""
         if any(isinstance(parameter, DTensor) for parameter in self._taken):
             return True
         has_gradients = bool(self._taken or self._own_error)

@@ -42,8 +42,10 @@ from collectives.runtime.waiting import TIMEOUT, initial_timeout
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_SCRIPTS = ("-m", "-c", "-", "-rc")  # what a command line may begin with, beside a file
-_PATIENCE = 10.0  # seconds, of a rank on which the script has ended, until it speaks
+# Options that a command line may begin with in place of a file.
+_SCRIPTS = ("-m", "-c", "-", "-rc")
+# Seconds after which a rank whose script has ended reports the ranks that it waits for.
+_PATIENCE = 10.0
 
 
 def main() -> None:
@@ -59,7 +61,8 @@ def main() -> None:
         set_variables(reserved)
         ended = mpi().COMM_WORLD.Dup()
     except BaseException:
-        run.set_abort_status(1)  # the other ranks may wait for this one
+        # The other ranks may wait for this one, so the job has to end.
+        run.set_abort_status(1)
         raise
     with reserved:
         try:
@@ -84,9 +87,10 @@ def _end(ended: "MPI.Intracomm") -> None:
         and distributed.is_initialized()
     ):
         distributed.destroy_process_group()
-    # Both are CPython's own, and not documented: it waits for threads, and calls what is
-    # registered for the end, before it destroys anything. tests/pytorch/test_scripts.py
-    # has scripts that end with a thread and with a function for the end.
+    # Both functions are private to CPython: they wait for threads, and call what is
+    # registered for the end, before the interpreter is destroyed.
+    # tests/pytorch/test_scripts.py has scripts that end with a thread and with a
+    # function for the end.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -148,7 +152,8 @@ def set_variables(reserved: socket.socket) -> None:
     """
     world = mpi().COMM_WORLD
     environment = dict(os.environ)
-    if world.size > 1:  # then it is of an earlier job
+    # With several ranks the variable can only be that of an earlier job.
+    if world.size > 1:
         environment.pop("WORLD_SIZE", None)
     if warning := singleton_warning(world.size, environment):
         sys.exit(warning)

@@ -106,10 +106,12 @@ class _Hooks:
         self._parameters = {id(parameter) for parameter in parameters}
         self._in_pass = False
         self._had_pass = False
-        self._has_begun = False  # a step of an optimiser followed a backward pass
+        # Whether a step of an optimiser followed a backward pass.
+        self._has_begun = False
         self._is_sharded = bool(parts_of(model, FSDPModule))
         self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
-        # the module of a parameter too: DDP may have only a part of the model
+        # The module of the first parameter gets a hook too, as DDP may have only a part
+        # of the model.
         for module in {model, *owners(model, parameters[:1])}:
             self._hooks.append(module.register_forward_pre_hook(self, prepend=True))
         if not self._is_sharded:

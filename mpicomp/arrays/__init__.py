@@ -9,5 +9,6 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Buffer = NDArray[np.uint8]
 Dtype = np.dtype[Any]
-Write = Callable[[], None]  # what a commit does: allocates nothing, cannot fail
+# A commit calls it; it allocates nothing and cannot fail.
+Write = Callable[[], None]
 ByName = Mapping[str, Any]  # arrays, parameters, states or settings

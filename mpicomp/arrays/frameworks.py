@@ -17,7 +17,7 @@ from mpicomp.arrays.device import on_device
 from mpicomp.arrays.memory import contiguous, flat, is_contiguous
 from mpicomp.arrays.values import VALUE_DTYPES
 
-# DLPack's device types: the CPU, and memory pinned for CUDA or ROCm
+# DLPack's device types: the CPU, and memory pinned for CUDA or ROCm.
 _HOST_DEVICES = (1, 3, 11)
 _CUDA_DEVICES = (2, 13)  # a CUDA device, and CUDA managed memory
 
@@ -50,7 +50,8 @@ def to_array(array: Any) -> Array:
         return np.asarray(array)
     if getattr(array, "requires_grad", False):
         array = array.detach()
-    # first: CuPy's stream then waits for the one that computes the array
+    # DLPack comes first: with it CuPy's stream waits for the stream that computes the
+    # array.
     if hasattr(array, "__dlpack_device__"):
         return _from_dlpack(array)
     if hasattr(array, "__cuda_array_interface__"):
@@ -64,7 +65,7 @@ def to_array(array: Any) -> Array:
 
 
 def _check_dense(array: Any) -> None:
-    """Raise TypeError or ValueError for arrays without all of their values in memory of their own."""
+    """Raise TypeError or ValueError unless an array holds all of its values in memory of its own."""
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             "got a masked array: expected a plain one, such as array.filled(0); masks are not sent"
@@ -95,7 +96,7 @@ def is_array(array: Any) -> bool:
     """Return whether this is an array of a kind that `to_array` accepts, whatever its dtype, device and state."""
     if isinstance(array, np.ndarray) or on_device(array):
         return True
-    # the last one of JAX, also of arrays that it traces
+    # `is_deleted` is an attribute of JAX's arrays, also of those that it traces.
     interfaces = "__array_interface__", "__cuda_array_interface__", "__dlpack_device__"
     return any(hasattr(array, kind) for kind in (*interfaces, "is_deleted"))
 

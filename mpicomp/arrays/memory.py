@@ -121,7 +121,7 @@ def check_apart(arrays: Sequence[Any]) -> None:
         )
 
 
-# most steps write to where the one before has written
+# Most steps write to the same memory as the step before.
 @lru_cache(maxsize=64)
 def _are_apart(starts: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """Return whether no two spans of memory overlap."""

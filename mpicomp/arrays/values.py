@@ -8,7 +8,7 @@ from mpicomp.arrays import Array, Dtype
 from mpicomp.arrays.device import kernels_for, namespace, on_device
 
 VALUE_DTYPES = tuple(np.dtype(t) for t in (np.float16, np.float32, np.float64))
-# NumPy builds the name anew at each call
+# NumPy builds the name anew at each call.
 DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}
 _SHORT = np.dtype(np.int32)
 _LONG = np.dtype(np.int64)
@@ -41,7 +41,8 @@ def converted(values: Array, dtype: Any) -> Array:
     if values.dtype == dtype:
         return values
     if not on_device(values) or {values.dtype.kind, np.dtype(dtype).kind} != {"f"}:
-        with np.errstate(all="ignore"):  # also signalling NaN in a broken message
+        # Values may be out of range, and a damaged message may have a signalling NaN.
+        with np.errstate(all="ignore"):
             return values.astype(dtype)
     result: Array = namespace(values).empty(values.shape, dtype)
     kernels_for(values).multiply(values, 1, result)

@@ -41,7 +41,7 @@ HEADER_NBYTES = _HEADER.size
 KIND_AT = 48
 CRC_AT = 52
 _FORM_BITS = 3  # of the index format
-# bits and dtype of values in few bits, by their number in a header
+# Bits and dtype of values in few bits, by their number in a header.
 _FEW_BITS_FORMS: dict[int, tuple[int, Dtype]] = {
     number | is_double << 3: (bits, dtype)
     for is_double, dtype in enumerate(SCALES)
@@ -304,7 +304,7 @@ def decode(
     section = message[HEADER_NBYTES:middle]
     dtype = index_dtype(length)
     numbers = section if fields is message else fields[HEADER_NBYTES:middle]
-    # no values: 8 bytes could claim any number of entries
+    # Without bytes for values, a range of 8 bytes could claim any number of entries.
     unbounded = form == RANGE.number and middle == nbytes and nnz
     indices = None
     if not unbounded:

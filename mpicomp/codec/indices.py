@@ -116,7 +116,7 @@ def _read_bitmap(
 
 
 def _elias_fano(count: int, span: int) -> tuple[int, int, int]:
-    """Return the numbers of low bits of an index, of words for all low bits (one spare), and for the high bits."""
+    """Return the number of low bits of an index, and of words for all low bits (one is spare) and for the high bits."""
     low_bits = max(0, (span // max(1, count)).bit_length() - 1)
     lows = _words(count * low_bits) + 1
     return low_bits, lows, _words(count + (span >> low_bits))
@@ -151,8 +151,8 @@ def _read_elias_fano(
     if not count <= span or section.size != 16 + 8 * (lows + highs):
         return None
     words = section[16:].view(np.uint64)
-    # What the words can say at most: 64 zeros more than there are steps, and all
-    # low bits set.
+    # The words encode indices below this bound: at most 64 zeros more than there are
+    # steps, and all low bits set.
     most = first + span + (128 << low_bits)
     indices: Array = namespace(section).empty(count, _room_for(most, dtype))
     decoded = kernels_for(section).from_elias_fano(
@@ -194,11 +194,11 @@ def _write_span(vector: SparseVector, section: Buffer) -> None:
 
 
 def _read_span(section: Buffer) -> tuple[int, int]:
-    """Return the first index and the span at the beginning of a section; a span of -1 if they are not valid."""
+    """Return the first index and the span with which a section begins; a span of -1 if they are not valid."""
     first, span = read_fields(section, _PAIR) if section.size >= _PAIR.size else (0, -1)
     return (first, span) if span >= 0 and 0 <= first <= MAX_LENGTH - span else (0, -1)
 
 
 def _room_for(end: int, dtype: Dtype) -> Dtype:
-    """Return the dtype, or int64 if indices below `end` do not fit it."""
+    """Return `dtype`, or int64 if indices below `end` do not fit it."""
     return dtype if end <= 1 << 8 * dtype.itemsize - 1 else np.dtype(np.int64)

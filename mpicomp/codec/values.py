@@ -25,19 +25,22 @@ from mpicomp.arrays.memory import read_fields, write_fields
 from mpicomp.arrays.values import VALUE_DTYPES, converted
 from mpicomp.codec.indices import Format
 
-# values of a window; as many windows are looked at before all values are
+# Places of the values in a window; as many windows are sampled before all values are
+# read.
 _WINDOW = np.arange(8)
 _PAIR = struct.Struct("<qq")  # Offsets end with this pair.
 _MOST_RUNS = 1024
-_FEW = 32  # values: below, offsets spare next to nothing
+# Values below which offsets save next to nothing.
+_FEW = 32
 
 
 _HALF, _SINGLE, _DOUBLE = VALUE_DTYPES
-_BFLOAT16 = np.dtype(np.uint16)  # the upper half of a float32: NumPy has no name for it
+# NumPy has no bfloat16: its bits are the upper half of a float32.
+_BFLOAT16 = np.dtype(np.uint16)
 _SHORT = np.dtype(np.uint8)
 
-# formats 0 to 8: the dtype of the values, the one in which they are stored, and the last
-# bits of a value that are not
+# Formats 0 to 8: the dtype of the values, the dtype in which they are stored, and the
+# number of low bits that are not stored.
 STORED = (
     (_HALF, _HALF, 0),
     (_SINGLE, _SINGLE, 0),
@@ -122,7 +125,7 @@ def runs(dtype: Dtype, most: int, table: NDArray[np.int64]) -> Format:
 
 
 def _check_runs(table: NDArray[np.int64], count: int, dtype: Dtype) -> None:
-    """Raise ValueError unless a table is one of `count` values."""
+    """Raise ValueError unless a table describes runs of `count` values."""
     (starts, *bits) = table.T
     if starts[0] or (np.diff(starts) <= 0).any() or starts[-1] >= count:
         raise ValueError(
@@ -142,7 +145,7 @@ def _of_each(
     count: int,
     like: Array,
 ) -> Array:
-    """Return the bits in a column of a table of runs for each of `count` values, or for all."""
+    """Return a column of a table of runs, repeated for each of `count` values; of a single run, its one number."""
     xp = namespace(like)
     bits = table[:, column].astype(keys)
     if bits.size == 1:
@@ -159,16 +162,18 @@ def table_of_runs(values: Array, most: int) -> NDArray[np.int64] | None:
     xp = namespace(values)
     changes = np.flatnonzero(magnitudes[1:] != magnitudes[:-1]) + 1
     firsts = np.concatenate([xp.zeros(1, changes.dtype), changes])
-    # each of equal magnitudes, and next to it another one
+    # A stretch consists of equal magnitudes, and the next one has another magnitude.
     stretches = magnitudes[firsts]
-    # Of runs, and behind each perhaps one more.
+    # Every run but the first begins at one of these stretches; the stretch after that
+    # one may be a second break of the same run.
     breaks = np.flatnonzero(stretches[most:] != stretches[:-most]) + most
-    # zeros: of a dense vector
+    # If several runs include zeros, the vector is a dense one.
     if breaks.size > most * _MOST_RUNS or (breaks.size and not stretches.all()):
         return None
     starts = [0]
     for stretch in to_numpy(breaks).tolist():
-        # the second stretch of a run is never a third magnitude
+        # The second stretch of a run has at most its second magnitude, so it begins no
+        # run.
         if stretch >= starts[-1] + most:
             starts.append(stretch)
     if len(starts) > _MOST_RUNS:
@@ -275,7 +280,7 @@ def smallest(values: Array) -> Format:
 
 
 def _shortest(values: Array) -> Format:
-    """Return the format that stores values in the fewest bytes, except offsets."""
+    """Return the format that stores values in the fewest bytes, apart from offsets."""
     sample = _sample(values)
     bits_set = int(np.bitwise_or.reduce(sample, axis=None))
     candidates = []
@@ -298,7 +303,7 @@ def _shortest(values: Array) -> Format:
 
 
 def _sample(values: Array) -> NDArray[Any]:
-    """Return the bits of values in windows all over a vector, whose first values may be like no other, (windows, 8)."""
+    """Return the bits of windows all over a vector, whose first values may be unlike the others; shape (windows, 8)."""
     firsts = np.linspace(
         0, max(values.size - _WINDOW.size, 0), min(values.size, _WINDOW.size)
     ).astype(np.int64)
@@ -307,11 +312,12 @@ def _sample(values: Array) -> NDArray[Any]:
 
 
 def _repeated(values: Array, counts: Array, total: int) -> Array:
-    """Return each value, repeated by its count, `total` values in all."""
+    """Return each value, repeated as often as its count; `total` is the sum of the counts."""
     if not on_device(values):
         return np.repeat(values, counts)
+    # CuPy's `repeat` takes no array of counts.
     places = np.searchsorted(
         counts.cumsum(dtype=np.int64), namespace(values).arange(total), side="right"
     )
-    result: Array = values[places]  # CuPy's repeat takes no array of counts
+    result: Array = values[places]
     return result

@@ -70,12 +70,12 @@ class AggregationAware(TopK):
         self.metric = to_choice("metric", metric, METRICS)
         self.weight = to_number("weight", weight, least=0)
         self.quota = to_number("quota", quota, least=0, most=1)
-        # ones at the positions, of all segments, of the last aggregate
+        # A vector of all segments, with ones at the positions of the last aggregate.
         self._aggregate: SparseVector | None = None
 
     @property
     def _history(self) -> Array | None:
-        """1 at the positions of the last aggregate, else 0, as it is saved; None without one."""
+        """The last aggregate as it is saved: 1 at its positions and 0 elsewhere; None without one."""
         return None if self._aggregate is None else self._aggregate.to_dense()
 
     @_history.setter
@@ -90,7 +90,7 @@ class AggregationAware(TopK):
         Args:
             aggregate: a SparseVector.
         """
-        # a filled sum has zeros where no rank sent an entry
+        # A sum that was filled has zeros where no rank sent an entry.
         seen = without_zeros(aggregate)
         ones = np.ones_like(seen.values, np.float32)
         self._aggregate = SparseVector.trusted(seen.indices, ones, aggregate.length)
@@ -123,7 +123,7 @@ class AggregationAware(TopK):
         corrected: Array,
         bounds: Sequence[int],
     ) -> SparseVector:
-        """Return the entries of the largest scores of each segment, among the largest and those of the aggregate."""
+        """Return the entries with the largest scores of each segment, among the largest and those of the aggregate."""
         kind = np.promote_types(corrected.dtype, np.float32)
         nothing = largest.with_values(np.zeros_like(largest.values, kind))
         ones = SparseVector.trusted(
@@ -148,7 +148,7 @@ class AggregationAware(TopK):
     def _best(
         self, scores: Array, bonus: Array, edges: Sequence[int], counts: Array
     ) -> Array:
-        """Return the places of the largest scores of each segment, in order."""
+        """Return the places of the largest scores of each segment, in increasing order."""
         kernels = kernels_for(scores)
         sizes = np.diff(edges)
 

@@ -196,7 +196,7 @@ def are_joinable(one: Compressor, other: Compressor) -> bool:
 
 
 def _shared_settings(part: Compressor) -> list[Any] | None:
-    """Return the settings that joined compressors have in common; None if one serves a single segment."""
+    """Return the settings that compressors must share to be joined; None if this one serves a single segment only."""
     if not isinstance(part, SegmentedCompressor):
         return None
     fixed: list[Any] = [type(part)]

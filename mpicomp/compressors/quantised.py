@@ -37,8 +37,8 @@ def _to_float16(values: Array) -> Array:
 
 
 def _to_bfloat16(values: Array) -> Array:
-    """Return values rounded to bfloat16 by integer operations, which no device computes otherwise."""
-    # The largest bfloat16 in the dtype's range.
+    """Return values rounded to bfloat16 by integer operations, which have the same result on all devices."""
+    # The bits of the largest bfloat16 number in the range of the dtype.
     limit = np.uint32(0x7F7F0000)
     if values.dtype == np.float16:
         limit = np.uint32(0x477F0000)
@@ -52,11 +52,11 @@ def _to_bfloat16(values: Array) -> Array:
 
 
 def _to_magnitudes(values: Array, edges: Sequence[int], *, two: bool) -> Array:
-    """Return signs with one or two magnitudes for each segment; their bits do not depend on the other segments."""
+    """Return signs with one or two magnitudes for each segment, whose bits do not depend on the other segments."""
     kernels = kernels_for(values)
     signed: Array
     signed, levels = kernels.with_magnitudes(values, edges, two=two)
-    # above it sums may not be finite
+    # Above this level a sum of magnitudes may not be finite.
     most = _MOST / max(values.size, 1)
     if not levels[:, :2].max(initial=0) <= most:
         check_finite(values)

@@ -52,10 +52,11 @@ class Selection:
         compressors: Sequence[Compressor],
     ) -> None:
         self.names = names
-        # These begin the texts of errors.
+        # Error messages begin with these.
         self._prefixes = ["" if name is None else f"in {name}: " for name in names]
         self.bounds = list(bounds)
-        # As they are now: `WarmUp` changes those of the compressor that it wraps.
+        # The settings are recorded now, as `WarmUp` changes those of the compressor
+        # that it wraps.
         self.settings = [compressor.get_config() for compressor in compressors]
         self.runs: list[Run] = []
         first = 0
@@ -108,7 +109,7 @@ class Selection:
     def _select_outside(
         self, correction: Correction, first: int, end: int
     ) -> SparseVector:
-        """Return all values of a range, and the entries selected outside of it: `select` sees zeros there."""
+        """Return all values of a range, and the entries selected outside of it: `select` gets zeros in the range."""
         corrected = correction.add()
         outside = corrected.copy()
         outside[first:end] = 0
@@ -149,7 +150,7 @@ class Selection:
             raise
 
     def _check_segments(self, vector: Array, first: int, end: int) -> None:
-        """Raise ValueError that names the first of some segments with a value that is not finite, if one has."""
+        """Raise ValueError that names the first of these segments with a value that is not finite, if there is one."""
         edges = pairwise(self.bounds[first : end + 1])
         for text, (low, high) in zip(self._prefixes[first:end], edges, strict=True):
             try:

@@ -48,13 +48,14 @@ from mpicomp.vector import SparseVector
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
 ADAPTATIONS = "control", "published", None
 
-_FIRST_SHARE = 0.25  # that exceeds the threshold of the first of several stages
-# values: at least, at most, and at most where counts correct no error
+# Share of the magnitudes that exceeds the threshold of the first of several stages.
+_FIRST_SHARE = 0.25
+# Values of a sample: the least, the most, and the most where counts correct no error.
 _SAMPLE = 1 << 12, 1 << 15, 1 << 20
 
 _GAIN, _LIMITS = 0.25, (0.02, 50.0)  # of the controller
 _PERIOD, _TOLERANCE = 5, 0.2  # of the published adaptation
-# more than the published adaptation reaches at any density above 1e-19
+# The published adaptation reaches no more stages at any density above 1e-19.
 _MAX_STAGES = 64
 
 
@@ -116,7 +117,7 @@ class SIDCo(SegmentedCompressor):
         self.correction: Array = np.ones(1)
         self.thresholds: Array | None = None
         self.rounds: Array | None = None
-        # since the last change of stages, and the sum of achieved over target in them
+        # Calls since the last change of stages, and their sum of achieved over target.
         self._calls: Array = np.zeros(1, np.int64)
         self._ratio: Array = np.zeros(1)
 
@@ -174,7 +175,7 @@ class SIDCo(SegmentedCompressor):
         is_exact: Array,
         entries: Selected,
     ) -> Selected:
-        """Return the entries, of some segments the largest, and set their plans; raises if one is not finite."""
+        """Replace entries of segments by the exact selection, and set the plans; raises if a value is not finite."""
         sizes = plans["size"]
         k = np.where(is_exact, np.minimum(self.counts(sizes), sizes), 0)
         kernels = kernels_for(corrected)
@@ -194,7 +195,7 @@ class SIDCo(SegmentedCompressor):
         """Adapt to the results of a call."""
         kept = plans["kept"]
         is_selected = kept > 0
-        # no threshold selects more than nonzeros
+        # No threshold selects more entries than there are non-zero values.
         most = np.maximum(np.maximum(plans["nonzeros"], plans["above"]), kept)
         target = np.minimum(most, self.counts(plans["size"]))
         ratio = kept / np.where(is_selected, target, 1)
@@ -206,14 +207,14 @@ class SIDCo(SegmentedCompressor):
         self.rounds = plans["stages"].copy()
 
     def _control(self, ratio: Array, is_selected: Array) -> None:
-        """Correct the density of each segment of which entries were selected."""
+        """Correct the density of each segment from which entries were selected."""
         with np.errstate(divide="ignore"):
             corrected = self.correction * ratio**-_GAIN
         limited = np.clip(corrected, *_LIMITS)
         self.correction = np.where(is_selected, limited, self.correction)
 
     def _change_stages(self, ratio: Array, is_selected: Array) -> None:
-        """Take one stage less where too many entries were selected over a period, one more where too few."""
+        """Use one stage less where a period selected too many entries, and one more where it selected too few."""
         calls = self._calls + is_selected
         total = self._ratio + np.where(is_selected, ratio, 0)
         is_over = calls == _PERIOD

@@ -52,7 +52,7 @@ class TopK(Density, SegmentedCompressor):
         )
         vector = known(corrected.size, bounds, entries)
         try:
-            # one that is not finite is among the largest
+            # A value that is not finite is among the largest.
             vector.check_finite()
         except ValueError:
             check_finite(corrected)

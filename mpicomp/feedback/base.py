@@ -58,10 +58,12 @@ class Feedback(Configured):
 
     _arrays: dict[str, Array]
     _spares: dict[str, Array]
-    # length and dtype of the gradients that the arrays are for
+    # Length and dtype of the gradients that the arrays are for.
     _kind: tuple[int, Dtype] | None
-    _begun: bool  # a step was kept: the arrays are not just zeros
-    _staged: bool  # `correct` was called, and `prepare_residual` was not
+    # Whether a step was kept; before the first one the arrays are zeros.
+    _begun: bool
+    # Whether `correct` was called, and `prepare_residual` was not yet.
+    _staged: bool
 
     def __init__(self) -> None:
         # The sizes of the segments of the staged gradient; their first positions, and
@@ -186,7 +188,7 @@ class Feedback(Configured):
         residual = self.residual
         if residual is None:
             return 0.0
-        # squares leave the range of float16
+        # The squares can leave the range of float16.
         kept = residual.astype(accumulation_dtype(residual.dtype), copy=False)
         return math.sqrt(float(np.vdot(kept, kept)))
 
@@ -224,7 +226,7 @@ class Feedback(Configured):
             raise OverflowError(
                 f"the residual times {factor} leaves the range of {scaled.dtype}"
             )
-        # new dicts, as those before may be put back
+        # The dicts are new ones, as the old ones may be restored.
         self._arrays = {**self._arrays, "residual": scaled}
         self._spares = {**self._spares, "residual": residual}
 
@@ -268,7 +270,7 @@ class Feedback(Configured):
         self._begun = bool(begun)
 
     def _kind_of(self, arrays: Mapping[str, Array]) -> tuple[int, Dtype] | None:
-        """Return length and dtype of the gradients that arrays are for, None for none; ValueError if there are none."""
+        """Return length and dtype of the gradients that arrays fit, None without any; ValueError if they fit none."""
         sizes = {array.size for array in arrays.values()}
         held = {name: array.dtype for name, array in arrays.items()}
         for dtype in VALUE_DTYPES:
@@ -341,7 +343,7 @@ class Feedback(Configured):
         return coefficients_of(gradient, basis)
 
     def _corrected(self, out: Array) -> Correction:
-        """Return the spare residual, which has the sum, as a correction; raises TypeError for another array."""
+        """Return the spare residual, which holds the sum, as a correction; raises TypeError for another array."""
         if out is not self._spares.get("residual"):
             raise TypeError(
                 f"correct() of {type(self).__name__} returned an array that is not kept, so all that is not sent would "

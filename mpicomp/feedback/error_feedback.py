@@ -23,7 +23,7 @@ from mpicomp.vector import SparseVector, check_range, merge, split
 
 
 class _InPlaceOrNot(Feedback):
-    """Base class that makes the kind of `ErrorFeedback` for which `in_place` asks."""
+    """Base class whose constructor returns the kind of `ErrorFeedback` that `in_place` asks for."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """Return a feedback that keeps the residual in an array of its own, or in the gradient's."""
@@ -78,7 +78,8 @@ class ErrorFeedback(_InPlaceOrNot):
 class InPlaceErrorFeedback(ErrorFeedback):
     """Keep the residual in the gradient's own array: what `ErrorFeedback(in_place=True)` returns."""
 
-    has_gradient_units = False  # it is not an array of its own
+    # The gradient's array holds the residual.
+    has_gradient_units = False
 
     def __init__(self, *, in_place: bool = True, decay: float = 1.0) -> None:
         super().__init__(in_place=in_place, decay=decay)
@@ -158,7 +159,7 @@ class InPlaceErrorFeedback(ErrorFeedback):
 
 
 def _is_small(values: Array) -> bool:
-    """Return whether a finite number plus any of these is finite: they are below half the last place of the largest."""
+    """Return whether a finite number plus any of these is finite: all are below half an ulp of the largest number."""
     limits, keys = np.finfo(values.dtype), np.dtype(f"u{values.itemsize}")
     limit = (limits.max * limits.eps / 4).view(keys)
     magnitude = (1 << (8 * values.itemsize - 1)) - 1

@@ -94,7 +94,7 @@ class MomentumCorrection(Feedback):
     def _stale(
         self, corrected: Array, sent: SparseVector, rejected: SparseVector | None
     ) -> Iterator[Array]:
-        """Yield the sent indices of each segment of which something was not sent."""
+        """Yield the sent indices of each segment that has non-zero entries which were not sent."""
         places = places_of(sent, self._bounds)
         returned = [0] * len(places)
         if rejected is not None:

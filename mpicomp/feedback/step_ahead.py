@@ -50,7 +50,8 @@ class StepAhead(Feedback):
     [-0.25, 0.0, -0.125, 0.0]
     """
 
-    has_gradient_units = False  # but those of an update of the model
+    # The residual has the units of an update of the model.
+    has_gradient_units = False
     state = {"rate": (0, np.inf)}
 
     def __init__(self, rate: float, momentum: float = 0.0) -> None:

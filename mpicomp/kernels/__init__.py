@@ -15,7 +15,7 @@ from mpicomp.arrays import Array
 Facts = tuple[int, int, int, int]
 """What `inspect` returns."""
 
-# What is known of a vector without entries.
+# The facts of a vector without entries.
 NOTHING: Facts = -1, -1, 0, -1
 
 

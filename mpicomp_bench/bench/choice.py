@@ -27,8 +27,8 @@ mpirun -n 4 mpicomp bench choice
 mpirun -n 4 mpicomp bench choice --lengths 1e5 --densities 0.01 --json p4.json
 """
 
-# times the best algorithm's time: what "auto" is to stay below
 AUTO = "auto"
+# Time of "auto" over that of the best algorithm, at most.
 NEAR = 1.15
 LENGTHS = [10_000, 100_000, 1_000_000]
 DENSITIES = [0.001, 0.01, 0.1, 0.3]

@@ -68,7 +68,8 @@ CODECS = ["auto", "plain", "quick", "smallest"]
 DTYPES = ["float16", "float32", "float64"]
 EXCHANGED = "allreduce", "gtopk", "compressed"  # those that GradientExchange accepts
 SELECTION = "selection alone"
-WIRE_CALLS = 5  # whose bytes at the interfaces are counted together
+# Calls whose bytes at the interfaces are counted together.
+WIRE_CALLS = 5
 
 ABOUT = """\
 All calls are interleaved. A time is that of the slowest rank, from a common start: median and
@@ -250,7 +251,7 @@ def dense(
     )
     scatter = options.subject == "reduce_scatter"
     on_gpu = options.device == "gpu"
-    # MPI has no float16
+    # MPI has no float16.
     dtype = (
         np.dtype(case["dtype"])
         if on_gpu
@@ -387,7 +388,8 @@ def sent_during(comm: Any, call: Call, calls: int) -> float:
     before = sent_by_host(COUNTERS.read_text())
     for _ in range(calls):
         call()
-    comm.Barrier()  # the last messages of this rank have arrived
+    # The last messages of this rank have arrived once all ranks are here.
+    comm.Barrier()
     return float(
         max(comm.allgather((sent_by_host(COUNTERS.read_text()) - before) / calls))
     )

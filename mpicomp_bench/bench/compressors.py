@@ -32,7 +32,7 @@ from mpicomp_bench.options import add_list, share
 from mpicomp_bench.output import Column, figure, quartiles, text
 
 BASELINE = "TopK"
-# SIDCo's fits came within 5 % in 26 at most, on all of `data` at 0.01 and 0.001
+# SIDCo's fits came within 5 % in 26 calls at most, on all of `data` at 0.01 and 0.001.
 SETTLING_CALLS = 30
 
 CHUNK = 4096
@@ -61,7 +61,7 @@ COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
     "AdaComp": lambda density: AdaComp(),
     "Dense": lambda density: Dense(),
 }
-# the number of entries does not depend on the density
+# Compressors whose number of entries does not depend on the density.
 WITHOUT_TARGET = "AdaComp", "Dense"
 
 ABOUT = f"""\

@@ -79,7 +79,7 @@ def draw_sparse(
         index_dtype(length)
     )
     values = np.random.default_rng([3, rank]).standard_normal(k, np.float32)
-    # smaller ones would be zero in float16
+    # Values near zero could become zero in float16.
     values = np.where(np.abs(values) < 1e-4, np.float32(1e-4), values)
     return SparseVector(indices, values.astype(dtype), length)
 

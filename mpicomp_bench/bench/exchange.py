@@ -35,7 +35,7 @@ EXAMPLES = """
 mpirun -n 4 mpicomp bench exchange --length 1e6 --density 0.01 --repeats 3 --json p4.json
 mpirun -n 4 mpicomp bench exchange --methods few-bits-4 in-basis-8 local-few-bits-10
 """
-# the methods that are an exchange of this library
+# Methods that are an exchange of this library.
 EXCHANGES = [
     name for name, each in METHODS.items() if each.line.startswith("GradientExchange")
 ]

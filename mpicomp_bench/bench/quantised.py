@@ -58,8 +58,8 @@ def sum_in_16_bits(
 ) -> None:
     """Write the sum over all ranks to `total`: its shares are summed by their owners, and sent in float16 both ways."""
     counts = [len(part) for part in np.array_split(array, comm.size)]
-    # MPI has no float16
     own = counts[comm.rank]
+    # MPI has no float16, so the halves are sent as uint16.
     halves = array.astype(np.float16).view(np.uint16)
     received = np.empty((comm.size, own), np.uint16)
     comm.Alltoallv([halves, counts], [received, [own] * comm.size])

@@ -23,7 +23,8 @@ from mpicomp.kernels.host.bits import FORMATS
 
 _WARPS = THREADS // 32
 _MARKED = 64  # values of two words
-_TURN = 8  # bins of two words, of which a warp holds 2 or 4 at a time
+# Bins of two words that a warp takes in a turn; it holds 2 or 4 of them at a time.
+_TURN = 8
 
 
 def entries_in_bins(
@@ -54,7 +55,9 @@ def entries_in_bins(
     turn = _TURN if max(bins) <= _MARKED else 1
     share = turn * in_tiles(total, turn * _WARPS * MOST_BLOCKS)  # bins of a warp
     blocks = in_tiles(total, share * _WARPS)
-    # bad, the first position inverted, the last one, selected entries and magnitudes of each segment
+    # Three words (whether a sum is bad, the complement of the first position, the last
+    # position), the selected entries and the magnitude of each segment, and room for
+    # means.
     whole, work = zeros(3, count, count, tiles * SUMS, count)
     report, selected, magnitudes, *mean = work
     largest = cupy.empty(total, form.keys)
@@ -91,7 +94,7 @@ def entries_in_bins(
 def _table(
     edges: Column, some: Column, bins: Column, parts: Sequence[Array]
 ) -> tuple[Array, Iterable[int]]:
-    """Return a row for each of some segments, which are not empty; the numbers of bins, words of marks, and tiles."""
+    """Return the rows of the segments `some`, which are not empty; the numbers of bins, mark words, and tiles."""
     lengths = bins[some]
     words = 2 * in_tiles(lengths, _MARKED)
     numbers = in_tiles(edges[some + 1] - edges[some], lengths)

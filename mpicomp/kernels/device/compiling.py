@@ -33,13 +33,14 @@ FILES = (
     "few_bits.cu",
     "transforms.cu",
 )
-# a product and a sum are rounded one after the other, as on the host
+# A product and a sum are rounded one after the other, as on the host.
 OPTIONS = ("--std=c++17", "--fmad=false")
 THREADS = 256
 # A kernel whose blocks process several tiles each starts a few for each multiprocessor.
 MOST_BLOCKS = 1024
 _ALL_BITS = (1 << 64) - 1
-_KERNELS = "// Kernels\n"  # behind it a file has what its templates are compiled for
+# Below this line a file lists what its templates are compiled for.
+_KERNELS = "// Kernels\n"
 _MOST = 24  # arguments of a kernel
 
 
@@ -75,7 +76,7 @@ def module_of(name: str) -> tuple[str, int, int]:
 
 @cache
 def _file_of(stem: str) -> str:
-    """Return the file that has the kernels whose names begin so."""
+    """Return the file of the kernels whose names begin with `stem`."""
     kernels = re.compile(rf"\b{stem}_(##|[uf][248]\b)")
     for name in FILES:
         if kernels.search(_text(name).partition(_KERNELS)[2]):
@@ -85,7 +86,7 @@ def _file_of(stem: str) -> str:
 
 @cache
 def _module(device: int, file: str, itemsize: int, index_itemsize: int) -> Any:
-    """Return compiled code: of one file and format, as all take NVRTC half a minute."""
+    """Return the compiled code of one file and format: NVRTC takes half a minute for all of them."""
     sizes = f"-DITEMSIZE={itemsize}", f"-DINDEX_ITEMSIZE={index_itemsize}"
     return cupy.RawModule(code=source(kernels_of=file), options=(*OPTIONS, *sizes))
 
@@ -98,7 +99,7 @@ def _function(device: int, name: str) -> int:
 
 
 def _plan(device: int, name: str, arguments: int) -> Callable[..., None]:
-    """Return what starts a kernel: it writes arguments to memory where the driver reads them."""
+    """Return a function that starts a kernel: it writes the arguments to memory that the driver reads."""
     kernel = _function(device, name)
     words = (c_uint64 * _MOST)()
     first = addressof(words)
@@ -109,7 +110,7 @@ def _plan(device: int, name: str, arguments: int) -> Callable[..., None]:
     current_stream = cupy.cuda.get_current_stream
 
     def start(blocks: int, threads: int, args: Sequence[Any]) -> None:
-        # most are integers and contiguous arrays, which need no call
+        # Most arguments are integers and contiguous arrays, which need no call.
         numbers = [
             arg & _ALL_BITS
             if type(arg) is int
@@ -129,7 +130,8 @@ def _plan(device: int, name: str, arguments: int) -> Callable[..., None]:
 def _word(arg: Array | int | None) -> int:
     if not isinstance(arg, cupy.ndarray):
         return 0 if arg is None else int(arg) & _ALL_BITS
-    if arg._c_contiguous:  # `flags` makes an object: 0.9 us
+    # The attribute `flags` would make an object, which takes 0.9 us.
+    if arg._c_contiguous:
         address: int = arg.data.ptr
         return address
     raise ValueError(
@@ -186,7 +188,7 @@ def table_on_device(rows: np.ndarray[Any, Any]) -> Array:
 
 @lru_cache(maxsize=64)
 def _uploaded(stream: Any, shape: Any, dtype: Any, content: bytes) -> Array:
-    """Return integers of the host. stream: on which they are complete for what follows."""
+    """Return integers of the host, on the device: complete for what follows on `stream`."""
     return upload(np.frombuffer(content, dtype).reshape(shape))
 
 
@@ -216,7 +218,7 @@ def segments_of(
     return (rows, len(parts), None, 0), blocks
 
 
-# most steps pass arrays at the places of the step before
+# Most steps pass arrays at the same addresses as the step before.
 @lru_cache(maxsize=64)
 def _table(stream: Any, block: int, sizes: Any, known: Any) -> tuple[Array, int]:
     """Return the table of segments: first blocks, first values, and addresses; and the number of blocks.

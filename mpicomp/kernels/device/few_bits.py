@@ -20,8 +20,9 @@ from mpicomp.kernels.host.bits import FORMATS
 from mpicomp.kernels.host.few_bits import offset_of, rounding
 
 _HELD = 16  # values that a thread holds in registers
-_LONG = 256  # values: a warp works on each longer block
-# divisors below it have a quotient that needs no division: see few_bits.cu
+# Values of a block above which a warp works on it.
+_LONG = 256
+# Divisors below this one need no division for a quotient; see few_bits.cu.
 _MOST_DIVISOR = 1 << 20
 
 
@@ -118,7 +119,7 @@ def decoder(
 
 
 def _spans(sizes: tuple[int, ...], block: int, first: int, last: int) -> list[slice]:
-    """Return which values of each part are in the blocks from `first` to before `last`."""
+    """Return the slice of each part that lies in the blocks from `first` to `last` - 1."""
     firsts = first_blocks(sizes, block)
     spans = []
     for size, low in zip(sizes, firsts, strict=False):
@@ -128,7 +129,7 @@ def _spans(sizes: tuple[int, ...], block: int, first: int, last: int) -> list[sl
 
 
 def _in_words(codes: Array) -> Array:
-    """Return codes at an address that is a multiple of 4, as kernels take them; those of a message are."""
+    """Return codes at an address that is a multiple of 4, as kernels need; the codes of a message have one."""
     return codes.copy() if codes.data.ptr % 4 else codes
 
 

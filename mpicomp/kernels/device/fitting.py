@@ -27,7 +27,9 @@ from mpicomp.kernels.host.fitting import FIRST
 _SAID = 3  # words: of a selection
 _FIT = slice(3, 10)  # fields of a plan that are computed on the device
 _SAMPLE_TILE = 1024  # values of a sample that a block takes
-_MORE = 64  # values of a sample above a threshold, than twice those expected
+# Values of a sample for which there is room above a threshold, beyond twice those
+# expected.
+_MORE = 64
 
 
 def select_by_fits(
@@ -69,7 +71,7 @@ def select_by_fits(
     own.view(np.int64).reshape(some.size, -1)[:, _FIT] = fits.reshape(some.size, -1)
     own["above"] = np.diff(starts)
     own["kept"] = np.diff(kept)
-    # Nothing is known of an empty segment.
+    # The fields of an empty segment are unknown.
     for name in ("start", "share", "threshold"):
         plans[name] = np.nan
     plans[some] = own
@@ -92,10 +94,10 @@ def select_by_fits(
 
 
 def _room(plans: Any) -> Any:
-    """Return room for the magnitudes above the threshold before the last: twice as many as are expected, and more."""
+    """Return room for the magnitudes above the threshold before the last: more than twice as many as are expected."""
     share = np.minimum(1, plans["wanted"] / plans["size"])
     stages = np.maximum(2, plans["stages"])
-    # all steps from the first threshold to the last have one ratio
+    # All steps from the first threshold to the last have the same ratio.
     before = FIRST * (share / FIRST) ** ((stages - 2) / (stages - 1))
     share = np.where((plans["stages"] > 1) & (share < FIRST), before, share)
     room = plans["size"] * (2 * share + _MORE / plans["sample"])
@@ -105,7 +107,7 @@ def _room(plans: Any) -> Any:
 def _fitted(
     candidates: Candidates, plans: Any, room: Any, model: tuple[bool, ...]
 ) -> tuple[tuple[Array, Array], np.ndarray[Any, Any]]:
-    """Return room with the entries that exceed the last thresholds, and the report of the kernels."""
+    """Return arrays that begin with the entries above the last thresholds, and the report of the kernels."""
     vector = candidates.vector
     form = vector.form
     count = plans.size

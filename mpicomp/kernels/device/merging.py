@@ -310,7 +310,7 @@ def _added_rows(
 ) -> Array:
     """Return the sums of rows at the indices of a union, in rank order: the indices of one vector are unique."""
     shape = union.size, *values[0].shape[1:]
-    # -0.0 + x is x, for -0.0 as well
+    # Sums begin at -0.0, as -0.0 + x is x also for x = -0.0.
     sums = cupy.full(shape, -0.0, np.promote_types(values[0].dtype, np.float32))
     for where, what in zip(indices, values, strict=True):
         if what.size:

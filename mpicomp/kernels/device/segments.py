@@ -34,22 +34,22 @@ from mpicomp.kernels.host.bits import FORMATS, Format
 from mpicomp.kernels.host.selection import Found
 
 Column = np.ndarray[Any, Any]
-# indices and bits in room for more, the number before each row and of all, and what is
-# said of them
+# Indices and values, in arrays that may be longer; the number before each row and of
+# all; and the report of the kernels.
 _Chosen = tuple[Array, Array, Column, list[int]]
 
-# values; a block of threads would take too long to select from more of them
+# Values of a chunk above which one block of threads would take too long.
 _LONG = 1 << 16
-# tiles of candidates: more of a segment are shared by several blocks, if it has more than a
-# part of those of all; so the words in which blocks count are those of few segments
+# Several blocks share the candidates of a row that has more tiles than `_FEW` and than
+# a `_PART`-th of all: so only few rows need words in which blocks count.
 _FEW, _PART = 2, 64
-# values of the sample for the lower threshold, and the threads that read them
+# Values of the sample for the lower threshold, and the threads that read them.
 _SAMPLE, _SAMPLERS = 1 << 14, 1024
-# threads of a block that selects from many values
+# Threads of a block that selects from many values.
 _SELECTORS = 512
 _SIGMAS = 4
 _DIGIT = 11
-# values that a block of 256 threads reads at a time, by their bytes
+# Values that a block of 256 threads reads at a time, by their size in bytes.
 TILES = {2: 4096, 4: 4096, 8: 2048}
 _NO_ADDENDS = np.zeros(1, np.int64)
 _SAID = 3  # words: whether a value is not finite, the first position, the last one
@@ -158,7 +158,7 @@ class Layout:
         self.chunk = chunk[self.some]
         self.k = k[self.some]
         self.last = last[self.some]
-        # values of the longest chunk
+        # Values of the longest chunk.
         self.longest = int(np.minimum(chunk, sizes)[self.some].max(initial=0))
 
     @cached_property
@@ -217,7 +217,7 @@ def _largest(vector: Vector, k: int) -> Selected:
 
 
 def _in_segments(vector: Vector, layout: Layout, index: np.dtype[Any]) -> Selected:
-    """Return the largest of each chunk of each segment, with indices of a dtype."""
+    """Return the largest entries of each chunk of each segment, with indices of the dtype `index`."""
     if not layout.some.size:
         places = [0] * (layout.segments + 1)
         return Selected(cupy.empty(0, index), vector.values[:0], places, NOTHING)
@@ -264,17 +264,17 @@ def _in_chunks(vector: Vector, layout: Layout, index: np.dtype[Any]) -> _Chosen:
     return positions, kept, room, facts
 
 
-# most steps pass arrays at the places of the step before
+# Most steps pass arrays at the same addresses as the step before.
 @lru_cache(maxsize=64)
 def _chunks_on_device(stream: Any, layout: Layout, addends: tuple[int, ...]) -> Array:
-    """Return the rows of `Chunks`. stream: on which they are complete for what follows."""
+    """Return the rows of `Chunks`, complete for what follows on `stream`."""
     rows = layout.chunks[0].copy()
     rows[:-1, -1] = np.broadcast_to(addends, layout.segments)[layout.some]
     return upload(rows)
 
 
 def _without_zeros(positions: Array, kept: Array, room: Column, bad: int) -> _Chosen:
-    """Return entries without those of value zero, in the place of which a chunk has no entry."""
+    """Return the entries without the zeros that stand for missing entries of a chunk."""
     form = FORMATS[kept.dtype]
     (filled,) = kept.view(form.keys).nonzero()
     starts = cupy.searchsorted(filled, table_on_device(room)).get()
@@ -284,7 +284,7 @@ def _without_zeros(positions: Array, kept: Array, room: Column, bad: int) -> _Ch
 
 
 def _in_long_chunks(vector: Vector, layout: Layout, index: np.dtype[Any]) -> _Chosen:
-    """Select from each chunk as from a segment of its own, by thresholds from samples."""
+    """Select from each chunk as from a segment of its own, by a threshold from a sample."""
     before, of, offset, rows = layout.parts
     own = vector.addends_of(layout.some, layout.segments)[of]
     if vector.out is not None:
@@ -304,7 +304,7 @@ def _in_long_chunks(vector: Vector, layout: Layout, index: np.dtype[Any]) -> _Ch
 
 
 def _by_sample(sizes: Column, k: Column) -> tuple[Column, Column]:
-    """Return the rank of the threshold in the sample of each row, 0 for none, and room for what reaches it."""
+    """Return for each row the rank of the threshold in its sample, 0 for none, and room for values that reach it."""
     share = _SAMPLE * k / sizes
     rank = np.ceil(share + _SIGMAS * (1 + np.sqrt(share)))
     most = np.ceil((rank + _SIGMAS * np.sqrt(rank)) * sizes / _SAMPLE)
@@ -425,7 +425,7 @@ def _select(
 
 
 def _jobs(room: Column, form: Format) -> tuple[Column, Column]:
-    """Return the blocks that select from the candidates of each row, and the words in which several count digits."""
+    """Return how many blocks select from the candidates of each row, and in how many words several count digits."""
     tiles = in_tiles(room, TILES[form.keys.itemsize] * _SELECTORS // THREADS)
     digits = in_tiles(form.width, _DIGIT)
     is_shared = tiles > max(_FEW, int(tiles.sum()) // _PART)

@@ -9,7 +9,7 @@ from mpicomp.kernels.host.selection import not_finite_error
 
 Found = tuple[Array, Array]
 
-# values that a block reads at a time, by their bytes
+# Values that a block reads at a time, by their size in bytes.
 _TILES = {2: 4096, 4: 4096, 8: 2048}
 
 
@@ -35,7 +35,8 @@ def all_below(numbers: Array, limit: int, mask: int | None = None) -> bool:
 
 
 def _first_reaching(bits: Array, mask: int, floor: int) -> int:
-    # a complement, as zeros are cleared without a launch
+    # The kernel finds the largest complement of a position, from zeros, which are
+    # cleared without a launch.
     found = cupy.zeros(1, np.int64)
     blocks = min(MOST_BLOCKS, in_tiles(bits.size, _TILES[bits.itemsize]))
     if blocks:

@@ -30,8 +30,11 @@ from mpicomp.kernels.host.statistics import (
 SUM_TILE = 16384  # values that a block of threads adds up
 SUMS = 4  # of a tile
 _LEVELS = 5
-_WORDS = 1 << 24  # of which `checksum` keeps a copy
-_FOUND = 10  # words of a segment, `Lloyd` in statistics.cu; the levels are behind two
+# Words, at most, that `checksum` copies at a time.
+_WORDS = 1 << 24
+# Words of a segment, the struct `Lloyd` in statistics.cu; the levels follow two other
+# words.
+_FOUND = 10
 
 
 def sides(values: Array, threshold: float) -> Sides:
@@ -88,10 +91,10 @@ def with_magnitudes(
     return signed, words.view(np.float64)
 
 
-# most steps select as many entries of each segment as the step before
+# Most steps select as many entries of each segment as the step before.
 @lru_cache(maxsize=64)
 def _parts(bounds: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], int, int]:
-    """Return the rows of `Tiled` in statistics.cu, the number of tiles, and that of tiles of segments of several."""
+    """Return the rows of `Tiled` in statistics.cu, the number of tiles, and how many are in segments of several."""
     edges = np.array(bounds, np.int64)
     tiles = in_tiles(np.diff(edges), SUM_TILE)
     before = running_totals(tiles)

@@ -42,9 +42,10 @@ from mpicomp.kernels.host.streaming import (
 )
 from mpicomp.threads import in_pieces
 
-# entries that are stored before there is a new buffer, and those of a bin more
+# Entries of a buffer, besides those of a bin; a full one is followed by a new one.
 _ROOM = 1 << 22
-_WORDS = 512  # of 64 values in a tile, except in longer bins
+# Words of 64 values in a tile, unless a bin is longer.
+_WORDS = 512
 _AT_ONCE = 8  # entries: stored without branches
 
 
@@ -143,7 +144,7 @@ def _with_largest(
     values: Array,
     bounds: Sequence[int],
 ) -> Selected:
-    """Return the entries, and of each segment without one that is not zero its largest value's."""
+    """Return the entries, and that of the largest value of each segment which has none and is not zero."""
     for row in np.flatnonzero((scales != 0) & (np.diff(ends) == 0)).tolist():
         first = bounds[row]
         place, most = find_largest(values[first : bounds[row + 1]], 1)
@@ -155,7 +156,7 @@ def _with_largest(
 
 
 def _signed(marks: Sequence[Array], ends: Array, scales: Array) -> tuple[Array, Array]:
-    """Return the positions that are marked, in order, and the magnitudes of their segments with their signs."""
+    """Return the marked positions in order, and for each the magnitude of its segment with the sign of the value."""
     positions = np.empty(int(ends[-1]), marks[0].dtype)
     signed = np.empty(int(ends[-1]), scales.dtype)
     count = 0
@@ -166,18 +167,18 @@ def _signed(marks: Sequence[Array], ends: Array, scales: Array) -> tuple[Array, 
 
 
 def _means(largest: Array, places: Array, dtype: np.dtype[Any]) -> Array:
-    """Return the mean of the maxima of the bins of each segment in a dtype, above zero if one is."""
+    """Return for each segment the mean of the maxima of its bins, in a dtype; it is above zero if a maximum is."""
     found = magnitudes_in_segments(largest, places.tolist(), two=False)
     means = found[:, 0]
     most = found[:, 1]
     counts = np.diff(places).clip(1)
-    # the sum may be infinite
+    # The sum over the bins of these segments may be infinite.
     for row in np.flatnonzero(most > np.finfo(np.float64).max / counts).tolist():
         own = largest[places[row] : places[row + 1]]
         if not np.isfinite(sides(own, np.inf).sum_below):
             means[row] = min(sides(own / own.size, np.inf).sum_below, most[row])
     scales: Array = means.astype(dtype)
-    # The mean with many bins of zeros underflows.
+    # The mean underflows if there are many bins of zeros.
     scales[(scales == 0) & (most > 0)] = np.finfo(dtype).smallest_subnormal
     return scales
 
@@ -190,7 +191,7 @@ _SEGMENT = np.dtype(
 def _segments(
     edges: Array, bins: Sequence[int], parts: Sequence[Array]
 ) -> tuple[Array, Array]:
-    """Return a record for each segment, and the first bin of each, and at last the number of bins."""
+    """Return a record for each segment, and the number of bins before each and of all."""
     segments = np.zeros(edges.size - 1, _SEGMENT)
     places = np.append(0, np.cumsum(-(-np.diff(edges) // bins)))
     segments["first"], segments["end"], segments["bin"] = edges[:-1], edges[1:], bins
@@ -231,7 +232,7 @@ def _mark(  # type: ignore[no-untyped-def]
         origin = segments[row]["first"]
         close = segments[row]["end"]
         size = segments[row]["bin"]
-        # bins before it are of an earlier piece
+        # The bins before `first` belong to an earlier piece.
         first = origin + larger(0, -(-(start - origin) // size)) * size
         stop = smaller(close, origin - (origin - end) // size * size)
         step = larger(1, _WORDS * WORD // (size + -size % WORD)) * size
@@ -382,7 +383,7 @@ def _store(first, number, words, found):  # type: ignore[no-untyped-def]
 
 @single
 def _below(a, factor, b, keep, first, tied):  # type: ignore[no-untyped-def]
-    """Return which sums with another b are in float64 below what they are rounded to, of some counted from `first`."""
+    """Return the bits of `tied`, counted from `first`, where adding b to the sum again rounds the magnitude up."""
     below = np.uint64(0)
     while tied != np.uint64(0):
         place = lowest(tied)

@@ -14,8 +14,9 @@ from mpicomp.arrays import Array
 from mpicomp.kernels.host.compiled import jit
 from mpicomp.kernels.host.instructions import larger, lowest, smaller
 
-_FEW = 1 << 13  # values; the C library does not return smaller blocks to the system
-# bytes; a larger block is returned to the system as soon as it is freed
+# Values of an array below which the C library does not return its memory to the system.
+_FEW = 1 << 13
+# Bytes of a block above which it is returned to the system as soon as it is freed.
 _LONGEST_KEPT = 1 << 25
 
 # Kernels use uint64 counts as subscripts: for signed ones Numba tests whether they are
@@ -32,7 +33,7 @@ class Format(NamedTuple):
 
     floating: np.dtype[Any]
     keys: np.dtype[Any]  # the unsigned integer of the same width
-    # the signed one: magnitudes fit it, and processors can compare it
+    # The signed integer: magnitudes fit it, and processors can compare vectors of it.
     signed: np.dtype[Any]
     width: int  # bits of a magnitude: all but the sign
     mask: Any  # all bits of a magnitude, signed
@@ -71,7 +72,7 @@ def as_writable(array: Array) -> Array:
         return array
     described = array.__array_interface__
     writable = {**described, "data": (described["data"][0], False)}
-    # it holds a reference to the array, which owns the memory
+    # The object holds a reference to the array, which owns the memory.
     return np.asarray(SimpleNamespace(array=array, __array_interface__=writable))
 
 

@@ -90,9 +90,8 @@ def _to_elias_fano(indices, first, low_bits, lows, highs):  # type: ignore[no-un
         bits = number & mask
         low |= bits << shift
         lows[word] = low
-        low = (
-            (bits >> one) >> (last - shift) if shift + width > last else low
-        )  # two shifts, as a shift by 64 is undefined
+        # Two shifts are needed, as a shift by 64 is undefined.
+        low = (bits >> one) >> (last - shift) if shift + width > last else low
         word += (shift + width) >> six
         shift = (shift + width) & last
     lows[word] = low

@@ -32,8 +32,8 @@ from mpicomp.errors import warn
 
 VARIABLE = "NUMBA_CACHE_DIR"
 
-# passes for closures, contexts, comprehensions, array expressions, functions that are
-# inlined by Numba, counts of references and listings with types
+# Passes for closures, contexts, comprehensions, array expressions, functions that are
+# inlined by Numba, reference counts and listings with types.
 _NEEDLESS = {
     "AnnotateTypes",
     "IRLegalization",
@@ -86,7 +86,7 @@ loop = functools.partial(_linked, passes=2)
 
 
 class _Linked(CPUDispatcher):  # type: ignore[misc]
-    """A function without machine code; called by Python it is one of Python."""
+    """A kernel without machine code of its own: if Python calls it, the Python function runs."""
 
     def __call__(self, *given: Any) -> Any:
         """Return what the function of Python does."""
@@ -94,11 +94,11 @@ class _Linked(CPUDispatcher):  # type: ignore[misc]
 
 
 class _Typing(typing.Context):  # type: ignore[misc]
-    """Numba's types, and the signatures of calls, which Numba looks for again in each pass over a function."""
+    """Numba's typing context with a cache of the signatures of calls, which each pass looks up again."""
 
     def resolve_function_type(self, function: Any, given: Any, named: Any) -> Any:
         """Return the signature of a call; None without one."""
-        # another key once a library added to the function
+        # The key changes when a library adds overloads to the function.
         call = self._lookup_global(function) or function, *given
         if named or not all(isinstance(each, types.Type) for each in given):
             return super().resolve_function_type(function, given, named)
@@ -111,7 +111,7 @@ class _Typing(typing.Context):  # type: ignore[misc]
 
 @functools.cache
 def _known(context: Any, target: Any) -> tuple[_Typing, Any]:
-    """Return types that remember calls, and sizes of LLVM's types: for all kernels, as overloads belong to them."""
+    """Return a typing context and sizes of types, both cached, for all kernels, as overloads belong to a context."""
     own = copy.copy(context)
     own.__class__ = _Typing
     own.signatures = {}
@@ -126,7 +126,8 @@ class _Kernel(Compiler):  # type: ignore[misc]
     def __init__(self, context: Any, target: Any, *settings: Any) -> None:
         known, size = _known(context, target)
         super().__init__(known, target, *settings)
-        # it was refreshed; Numba does so whenever it finds that an array is only an array
+        # The constructor has refreshed the context. Numba would do so again at each
+        # look-up that first finds no implementation, as for an array.
         own = {"refresh": lambda: None, "get_abi_sizeof": size}
         self.state.targetctx = self.state.targetctx.subtarget(**own)
 
@@ -147,7 +148,8 @@ class _Kernel(Compiler):  # type: ignore[misc]
         state.library = _Library(state.targetctx.codegen(), name, self.passes)
         state.library.enable_object_caching()
         (passes,) = super().define_pipelines()
-        # each once: nothing is inlined after which branches could be pruned again
+        # Each pass runs once: after the first pruning of branches nothing is inlined
+        # that could be pruned.
         once = dict(passes.passes)
         passes.passes = [
             (each, once[each]) for each in once if each.__name__ not in _NEEDLESS
@@ -175,7 +177,7 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 
     def _optimize_functions(self, module: Any) -> None:
         module.data_layout = self._codegen._data_layout
-        # No kernel changes if a wrapper's passes do not run twice.
+        # A second run of the passes over a wrapper changes no kernel.
         if self._passes > 0 and module.name != "wrapper":
             super()._optimize_functions(module)
 
@@ -249,7 +251,7 @@ class _Files(caching.FunctionCache):  # type: ignore[misc]
 
 
 class _GivenFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):  # type: ignore[misc]
-    """The folder NUMBA_CACHE_DIR, also if it cannot be written: kernels are read from it."""
+    """The folder NUMBA_CACHE_DIR, even if it is read-only: kernels are read from it."""
 
     def __init__(self, function: Any, file: str) -> None:
         self._py_file = file
@@ -283,7 +285,8 @@ _Files._impl_class = type(
     },
 )
 
-problems: list[str] = []  # those of this process; the first is shown
+# Problems of this process, of which the first is shown.
+problems: list[str] = []
 
 
 def _warn(problem: str) -> None:

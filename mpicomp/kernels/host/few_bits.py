@@ -70,11 +70,15 @@ from mpicomp.kernels.host.streaming import (
 )
 from mpicomp.threads import in_pieces, number_of_pieces
 
-_ROOM = 1 << 8  # values of a group, or one block: they stay in the first-level cache
-_AHEAD = 1 << 9  # how many values ahead of the computation the cache is filled
-_TURN = 64  # values between two such loads: a core can wait for few lines at a time
+# Values of a group, unless its one block is longer: they stay in the first-level cache.
+_ROOM = 1 << 8
+# Values by which prefetching is ahead of the computation.
+_AHEAD = 1 << 9
+# Values between two prefetches: a core can wait for few cache lines at a time.
+_TURN = 64
 _HALF = np.finfo(np.float16)
-_compiled: set[tuple[Any, ...]] = set()  # of which there is a decoder
+# Kernel, dtype and bits of each decoder that was compiled.
+_compiled: set[tuple[Any, ...]] = set()
 
 
 class Rounding(NamedTuple):
@@ -99,7 +103,7 @@ def rounding(dtype: np.dtype[Any], bits: int, *, short: bool) -> Rounding:
     stored, least = 4 * dtype.itemsize, float(np.finfo(dtype).tiny)
     if not short:
         return Rounding(stored, 0.0, 0.0, least, float(np.finfo(dtype).max))
-    # significant bits of a scale
+    # Significant bits of a scale.
     digits = min(_HALF.nmant + 1 - (bits - 1 if bits > 2 else 0), 8)
     cut, step = np.finfo(dtype).nmant + 1 - digits, float(_HALF.smallest_subnormal)
     return Rounding(cut, step, step * 2 ** (digits - 1), least, float(_HALF.max))
@@ -147,7 +151,8 @@ def encoder(
         dtype.type(scale),
     )
     numbers = tuple(dtype.type(number) for number in form[1:])
-    # what is written over was read, and is in the cache
+    # If `rejected` overwrites an input, its memory was just read and is in the cache:
+    # stores do not bypass it.
     past = rejected.nbytes >= long and not any(
         [np.may_share_memory(rejected, read) for read in (own[0], parts[0])]
     )
@@ -197,7 +202,7 @@ def decoder(
     dtype = np.dtype(np.float32 if shares[0][1].itemsize == 2 else np.float64)
     layout = _layout(parts, block)
     past = int(layout[0][-1]) * dtype.itemsize >= long
-    # a product with the inverse of a power of two has the bits of the quotient
+    # Multiplication by the inverse of a power of two is bitwise the quotient.
     factor = 1 / divisor if math.frexp(divisor)[0] == 0.5 else 0.0
     over = dtype.type(divisor), dtype.type(factor)
     bases, rate = ((), 0.0) if onto is None else onto
@@ -221,11 +226,13 @@ def decoder(
     workspaces = [_workspace(block, dtype) for _ in range(most)]
     kind = _dequantise, dtype, bits
     if kind not in _compiled:
-        # A call for no values compiles it: what is returned must not fail.
+        # A call for no values compiles the kernel, as the function that is returned
+        # must not fail.
         passes[0][0](0, 0)
         _compiled.add(kind)
 
-    # what is kept is read and written by its address
+    # The default argument keeps the arrays alive, which are read and written by
+    # address.
     def decode(kept: object = (parts, bases)) -> None:
         for piece, size in passes:
             in_pieces(piece, size, threads, step=block)
@@ -244,13 +251,13 @@ def offset_of(dtype: np.dtype[Any], bits: int) -> Any:
 
 
 def _layout(parts: Sequence[Array], block: int) -> tuple[Array, Array, Array]:
-    """Return the first value and the first block of each segment, with the ends, and its address."""
+    """Return the first value and the first block of each segment, each with the end of the last, and its address."""
     blocks, edges = places(sizes_of(parts), block)
     return edges, blocks, addresses(parts)
 
 
 def _rounds(bits: int) -> int | None:
-    """Return the rounds of Lloyd's algorithm; None for integers: Numba compiles a version of a kernel for each."""
+    """Return the rounds of Lloyd's algorithm, None for integer codes: Numba compiles a kernel for each type."""
     return None if bits > 2 else 2 * (bits - 1)
 
 
@@ -259,7 +266,7 @@ def _workspace(block: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     group = max(block, _ROOM)
     line = LINE // dtype.itemsize
     size = 2 * (line + group) + block + 4 * (group // block)
-    # no vector of a processor crosses two lines, if a buffer begins with one
+    # If a buffer begins at a cache line, no SIMD vector crosses two lines.
     return np.empty(line + size, dtype), np.empty(group, np.uint8)
 
 
@@ -296,7 +303,7 @@ def _add_scaled(a, b, factor, scale):  # type: ignore[no-untyped-def]
 
 @lanewise(1, 2)
 def _to_levels(values, inverse, scale, offset, least, most):  # type: ignore[no-untyped-def]
-    """Return errors and fields; `offset` rounds to an integer, and NaN is the least."""
+    """Return errors and fields; adding `offset` rounds to an integer, and NaN becomes the least level."""
     level = values * inverse + offset
     level = where(level > least, level, least)
     level = where(level < most, level, most)
@@ -376,7 +383,8 @@ def _quantise(  # type: ignore[no-untyped-def]
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
         low, high = larger(first, blocks[row]), smaller(last, blocks[row + 1])
-        kept = np.int64(0)  # errors of a line that the next group completes
+        # Number of errors in a cache line that the next group completes.
+        kept = np.int64(0)
         for number in range(low, high, group):
             begin = (number - blocks[row]) * block
             size = smaller(
@@ -421,7 +429,7 @@ def _add_own(own, at, part, begin, size, out, place):  # type: ignore[no-untyped
 
 @single
 def _load(own, at, part, begin, size, block, work):  # type: ignore[no-untyped-def]
-    """Write values to the buffer, padded with zeros, and the largest magnitude of each block."""
+    """Write values, padded with zeros, to the buffer, and the largest magnitude of each block."""
     room, largest = work[0], work[4]
     for i in range((size + block - 1) // block):
         start = i * block
@@ -506,7 +514,8 @@ def _to_codes(  # type: ignore[no-untyped-def]
         if rounds is None:
             is_normal = real(0) < low[i] < np.inf
             inverse = real(1) / low[i] if is_normal else real(0)
-            # The largest code: of values above it, as the scale was rounded down; 0 for NaN.
+            # The largest code: values above it exist where the scale was rounded down.
+            # For NaN it is 0.
             top = real((1 << bits - 1) - 1 if is_finite else 0)
         else:
             middle = real(0.5) * low[i] + real(0.5) * high[i]
@@ -596,8 +605,9 @@ def _dequantise(  # type: ignore[no-untyped-def]
     block, work = sizes[1], _buffers(room, sizes[1])
     values, nothing = work[0], work[2]
     line = LINE // values.itemsize
+    # Adding a value to -0.0 leaves the value as it is.
     for i in range(block):
-        nothing[i] = -0.0  # changes no value that is added to it
+        nothing[i] = -0.0
     divisor, factor = over
     for row in range(parts.size):
         length = edges[row + 1] - edges[row]
@@ -632,7 +642,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
 
 @single
 def _step_of(c, largest, top, cut, numbers):  # type: ignore[no-untyped-def]
-    """Return the largest magnitude over `top`, rounded up; rounded down if `top` of it were out of range."""
+    """Return `largest` / `top` rounded up, or rounded down if `top` times the result would be out of range."""
     step, coarse, least, most = numbers
     number = c.dtype.type
     if not largest < np.inf:
@@ -649,7 +659,7 @@ def _step_of(c, largest, top, cut, numbers):  # type: ignore[no-untyped-def]
 
 @single
 def _rounded(c, magnitude, cut, numbers):  # type: ignore[no-untyped-def]
-    """Return a magnitude of 2 or 1 bits, rounded to nearest."""
+    """Return the magnitude of codes of 2 bits or 1 bit, rounded to nearest."""
     step, coarse, _, most = numbers
     if not magnitude < np.inf:
         return c.dtype.type(np.inf)
@@ -672,7 +682,8 @@ def _to_magnitudes(size, block, work, rounds):  # type: ignore[no-untyped-def]
     """
     largest, low, high, totals = work[4:]
     real = largest.dtype.type
-    share = real(1.0 / block)  # a power of two: sums of shares are in range
+    # The share is a power of two, and sums of shares stay in range.
+    share = real(1.0 / block)
     count = (size + block - 1) // block
     for i in range(count):
         totals[i], _ = _sum_up_to(i, block, work, real(np.inf), share)
@@ -684,14 +695,14 @@ def _to_magnitudes(size, block, work, rounds):  # type: ignore[no-untyped-def]
             threshold = real(0.5) * low[i] + real(0.5) * high[i]
             below, above = _sum_up_to(i, block, work, threshold, share)
             if 0 < above < some and largest[i] < np.inf:
-                # whatever rounding does to a mean
+                # Rounding could move a mean to the wrong side of the threshold.
                 low[i] = smaller(below / (real(some - above) * share), threshold)
                 high[i] = larger((totals[i] - below) / (real(above) * share), threshold)
 
 
 @inner
 def _sum_up_to(i, block, work, threshold, share):  # type: ignore[no-untyped-def]
-    """Return what the function of instructions does for a block in the buffer, of any size."""
+    """Return the result of `instructions.sum_up_to` for a block of any size in the buffer."""
     room, errors = work[0], work[1]
     first = i * block
     line = LINE // room.itemsize

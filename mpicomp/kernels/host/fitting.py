@@ -29,13 +29,15 @@ _LANES, _AT_ONCE = 256, 8
 _ROWS, _BLOCK = _LANES * _AT_ONCE, 64 * _LANES
 RUN = 16  # consecutive values of a sample
 
-FIRST = 0.25  # share that exceeds the threshold of the first of several stages
-# relative variance, and difference of logarithms, below which rounding errors of the
-# sums would show in it
+# Share of the magnitudes that exceeds the threshold of the first of several stages.
+FIRST = 0.25
+# Relative variance, and difference of logarithms, below which they may be rounding
+# errors of the sums.
 _NO_SPREAD = 1e-5
 _LN2 = math.log(2)
 _LOG_SQRT_2_PI = math.log(2 * math.pi) / 2
-_LEAST_SHARE = 1e-12  # from which a logarithm of the rest differs enough from 0
+# The least share s whose log(1 - s) differs enough from 0.
+_LEAST_SHARE = 1e-12
 
 PLAN = np.dtype(
     [
@@ -43,10 +45,10 @@ PLAN = np.dtype(
         ("sample", np.int64),  # values: `size`, or a multiple of 16 below it
         ("wanted", np.float64),  # entries that are to exceed the last threshold
         ("stages", np.int64),  # in: at most; out: in use
-        # out: the threshold before the last; NaN if the sample gives none
+        # Out: the threshold before the last one; NaN if the sample gives none.
         ("start", np.float64),
-        # The share of magnitudes above the first threshold that exceed the last one; NaN for
-        # wanted / above of those before the last; 1 for one stage
+        # Share of the magnitudes above the first threshold that exceed the last one; 1
+        # for one stage. NaN stands for wanted / above of the threshold before the last.
         ("share", np.float64),
         ("nonzeros", np.float64),  # values that are not zero, by the sample
         # Room for the values above `start`, enough unless the sample misleads.
@@ -166,7 +168,7 @@ def _reaching(
 
 
 def _with_largest(entries: Selected, values: Array, edges: Array) -> Selected:
-    """Return the entries, and of each segment without one the largest."""
+    """Return the entries, and the largest value of each segment without one."""
     sizes = np.diff(edges)
     is_empty = (np.diff(entries.places) == 0) & (sizes > 0)
     if not is_empty.any():
@@ -270,7 +272,7 @@ def _fit_samples(some, ends, plans, pareto, by_count, lanes, rest):  # type: ign
 
 @jit
 def _fit_excess(above, ends, plans, pareto, lanes, rest):  # type: ignore[no-untyped-def]
-    """Set `total` to `above` of the plans by the last stage, on all magnitudes above the threshold before it."""
+    """Set `total` to `above` of the plans by the last stage, from all magnitudes above the threshold before it."""
     for i in range(plans.size):
         plan, part = plans[i], view(above, ends[i], ends[i + 1])
         sums = _sums_above(part, plan["start"], lanes, rest)
@@ -331,7 +333,7 @@ def _gamma_quantile(shape, share):  # type: ignore[no-untyped-def]
 
 @inner
 def _log_factorial(x):  # type: ignore[no-untyped-def]
-    """Return the logarithm of the gamma function of x + 1: Stirling's series of a number of at least 16."""
+    """Return the logarithm of the gamma function of x + 1, by Stirling's series at a number of at least 16."""
     product = 1.0
     x += 1
     while x < 16:
@@ -364,13 +366,14 @@ def _expm1(x):  # type: ignore[no-untyped-def]
     for term in range(18, 0, -1):
         series = (series + 1) * x / term
     for _ in range(doublings):
-        series *= series + 2  # exp(2 x) - 1 of exp(x) - 1
+        # This makes exp(2 x) - 1 of exp(x) - 1.
+        series *= series + 2
     return series
 
 
 @inner
 def _sums_above(values, threshold, lanes, rest):  # type: ignore[no-untyped-def]
-    """Return how many magnitudes are above a threshold, the sums of their excess and of its square; zeros for NaN."""
+    """Return how many magnitudes exceed a threshold, the sum of the excesses and of their squares; zeros for NaN."""
     entries = total = squares = 0.0
     first = 0
     while first < values.size and threshold == threshold:
@@ -417,7 +420,7 @@ def _add_rows(rows, threshold, lanes):  # type: ignore[no-untyped-def]
 
 @inner
 def _logarithms_of(values, lanes):  # type: ignore[no-untyped-def]
-    """Return the sum of the logarithms of magnitudes, of products of eight, whose factors are from 1/2 to 1."""
+    """Return the sum of the logarithms of magnitudes, taken of products of eight significands from 1/2 to 1."""
     total = 0.0
     for first in range(0, values.size, _BLOCK):
         for j in range(_LANES):

@@ -81,7 +81,7 @@ def _by_sample(
     chunk: int,
     threads: int | None,
 ) -> list[Found] | None:
-    """Write the sum; return positions and bits of those at or above a threshold from a sample, None if it misled."""
+    """Write the sum; return positions and bits of sums at or above a sampled threshold, None if the sample misled."""
     form = FORMATS[out.dtype]
     one, other = _sampled(a, b, form) if chunk == 1 else _transformed(a, b, chunk)
     with np.errstate(all="ignore"):
@@ -118,17 +118,18 @@ def _sampled(a: Array, b: Array, form: Format) -> list[Array]:
 
 
 def _transformed(a: Array, b: Array, chunk: int) -> list[Array]:
-    """Return the values of a vector, and of the transform of another, at the same places."""
+    """Return values of one vector, and of the transform of another, at the same places."""
     whole = b.size // chunk
     chunks = min(b.size >> 4, _SAMPLED) // chunk
-    # evenly spread, and at other places of a period
+    # Multiples of the golden ratio are evenly spread modulo 1, and follow no period of
+    # the vector.
     places = (np.arange(chunks) * _GOLDEN % 1 * whole).astype(np.intp)
     one, other = (
         vector[: whole * chunk].reshape(whole, chunk)[places].reshape(-1)
         for vector in (a, b)
     )
     hadamard(other, other, chunk)
-    # odd: all coefficients count alike
+    # The step is odd, so that all coefficients of a chunk count alike.
     return [one[::17], other[::17]]
 
 

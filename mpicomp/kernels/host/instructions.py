@@ -20,7 +20,8 @@ WORD = 64  # values, or bits, that are processed together
 LINE = 64  # bytes of a cache line
 SUMMED = 128  # lanes of the sum of a block
 STRIDES = 1, 2, 4, 8, 16, 32  # of the butterflies of 64 values
-# The 8 bytes of up to 64 values have these weights; they are odd, so that each word changes a sum.
+# The 8 bytes of up to 64 values have these weights; they are odd, so that each word
+# changes a sum.
 WEIGHTS = np.random.RandomState(1).randint(1 << 63, size=WORD, dtype=np.uint64) * 2 + 1
 
 
@@ -342,7 +343,7 @@ def _prefetch(typing: Any, values: Any, first: Any) -> Any:
         fetch = cgutils.get_or_insert_function(builder.module, kind, name)
         array, place = arguments
         line = vector_at(context, builder, values, array, place, 1)
-        # The arguments say: to read, into the nearest cache, data.
+        # The arguments mean: for reading, into the nearest cache, of data.
         builder.call(fetch, [builder.bitcast(line, byte), word(0), word(3), word(1)])
         return context.get_dummy_value()
 
@@ -434,7 +435,8 @@ def _sums_reaching(
             builder.icmp_signed("<", sums, ir.Constant(keys, None)),
         ]
         differ = builder.xor(again, floor)
-        # Fold to the width of a line; a word is 0 if one of the words folded into it is.
+        # Each word is folded to the width of a line: it is 0 if one of the words folded
+        # into it is.
         while half * keys.element.width > LINE * 8:
             half //= 2
             low, high = (
@@ -604,7 +606,7 @@ def _number_of(typing: Any, bits: Any, other: Any) -> Any:
 @in_kernels(lowest)
 def _lowest(typing: Any, word: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # 1: undefined for 0, which no word is
+        # With 1 the result for 0 is undefined; no word is 0.
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), code
@@ -613,7 +615,7 @@ def _lowest(typing: Any, word: Any) -> Any:
 @in_kernels(bit_length)
 def _bit_length(typing: Any, word: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # 0: defined for 0
+        # With 0 the result for 0 is defined.
         zeros = builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
         return builder.sub(ir.Constant(zeros.type, WORD), zeros)
 
@@ -714,7 +716,7 @@ def _sums_of(
 
 
 def _chosen(typing: Any, how: str, one: Any, other: Any) -> Any:
-    """Return the signature and code of the number that compares so; the first of two that do not."""
+    """Return signature and code of a choice between two numbers: the second if it compares so with the first."""
     kind = typing.unify_types(one, other)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -746,7 +748,7 @@ def vector_at(
 
 
 def _shuffled(builder: Any, one: Any, other: Any, places: list[int]) -> Any:
-    """Return a vector of the values at these places of two vectors, one behind the other."""
+    """Return a vector of the values at these places of two concatenated vectors."""
     index = ir.IntType(32)
     wanted = ir.Constant(
         ir.VectorType(index, len(places)),

@@ -33,8 +33,8 @@ from mpicomp.threads import in_pieces
 _TILE = 1 << 16  # positions of a tile: 256 KiB of float32 fit the second-level cache
 _BATCH = 1 << 18  # entries of a batch, for the same reason
 _LONG = 1 << 20  # entries that threads share
-# positions per entry from which on sorting is faster than tiles: about eight entries a
-# tile
+# Positions per entry from which on sorting is faster than tiles: a tile then has about
+# eight entries.
 _SPARSEST = 1 << 13
 
 
@@ -115,7 +115,7 @@ def divide(
         rest_indices = indices[is_rest]
         return indices[positions], values[positions], rest_indices, values[is_rest]
     chosen, rest = positions.size, indices.size - positions.size
-    # One more element in each: every entry is written to both, and the position of one
+    # Each has one more element: every entry is written to both, and the position of one
     # of them is incremented.
     one = (
         np.empty(chosen + 1, indices.dtype),
@@ -185,10 +185,11 @@ def sparse_writer(
         first = indices.searchsorted(indices.dtype.type(start))
         _write_parts(start, end, first, *rows, *sparse, are_zero)
 
-    # A call for no values compiles it here, as what is returned must not fail.
+    # A call for no values compiles the kernel, as the function that is returned must
+    # not fail.
     _write_parts(0, 0, 0, *rows, *sparse, are_zero)
 
-    # what is kept is written by its address
+    # The default argument keeps the arrays alive, which are written by address.
     def write(kept: object = parts) -> None:
         in_pieces(write_piece, int(edges[-1]), threads)
 
@@ -271,7 +272,8 @@ def _wide_dtype(values: Array) -> np.dtype[Any]:
 def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
     if values.dtype == dtype:
         return values
-    with np.errstate(over="ignore"):  # infinite, as for sums of the other dtypes
+    # Sums out of range become infinite, as those of the other dtypes do.
+    with np.errstate(over="ignore"):
         return values.astype(dtype)
 
 
@@ -286,7 +288,7 @@ def _by_sorting(
     places = np.empty(together.size, np.intp)
     places[order] = np.cumsum(new) - 1
     union, ends = together[new], np.cumsum([each.size for each in indices])
-    # -0.0 + x is x, for -0.0 as well
+    # Sums begin at -0.0, as -0.0 + x is x also for x = -0.0.
     sums = np.full((union.size, *values[0].shape[1:]), -0.0, _wide_dtype(values[0]))
     with np.errstate(over="ignore"):
         for value, end in zip(values, ends.tolist(), strict=True):
@@ -361,7 +363,7 @@ def _merge(indices_a, values_a, indices_b, values_b, indices, values):  # type: 
     total = _merge_rest(pair, out, upper_a, end_a, upper_b, end_b, middle + done)
     if count < middle:
         for step in range(total - middle):
-            # before NumPy 2 an integer of Python and np.uint64 make a float
+            # Before NumPy 2 the sum of a Python integer and a np.uint64 is a float.
             i = np.uint64(step)
             indices[count + i], values[count + i] = (
                 indices[middle + i],
@@ -418,7 +420,7 @@ def _merge_rest(pair, out, a, end_a, b, end_b, place):  # type: ignore[no-untype
 
 @jit
 def _accumulate(indices, values, starts, ends, tile, words, out_indices, out_values):  # type: ignore[no-untyped-def]
-    """Add concatenated lists; the tile and its bitmap are -0.0 and zero before and after."""
+    """Add concatenated lists; before and after, the tile holds -0.0, and its bitmap zeros."""
     count = np.uint64(0)
     base = _lowest(indices, starts, ends)
     while base >= 0:
@@ -503,7 +505,7 @@ def _count_up(out, first):  # type: ignore[no-untyped-def]
 
 @jit
 def _write_parts(start, end, first, edges, parts, indices, values, are_zero):  # type: ignore[no-untyped-def]
-    """Write entries, of which one is the first, and zeros unless they are there, from `start` to `end`."""
+    """Write the entries from number `first` on to [start, end), and zeros between them unless `are_zero`."""
     i = first
     for row in range(parts.size):
         origin, close = edges[row], edges[row + 1]

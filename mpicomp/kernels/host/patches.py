@@ -181,7 +181,7 @@ def _section_writer(
         is_cut = _begin(head, state, words)
         for array, words_of_it in parts:
             for part in words_of_it:
-                # after a cut stream the next change is unknown
+                # After a truncated stream the place of the next change is unknown.
                 if not is_cut:
                     is_cut = _apply(part, *classes.given[:3], head, state, words)
             rest = array.size % WORD
@@ -222,7 +222,7 @@ class _Classes:
 
 
 def _words_of(array: Array) -> list[Array]:
-    """Return the bits of an array in whole words: a view, and behind it up to 63 last values, padded with zeros."""
+    """Return the bits of an array in whole words: a view, and a copy of up to 63 last values, padded with zeros."""
     bits = array.reshape(-1).view(f"u{array.itemsize}")
     whole = bits.size // WORD * WORD
     last = np.zeros(WORD if whole < bits.size else 0, bits.dtype)
@@ -238,12 +238,13 @@ def _plan(members: Array, lengths: Array) -> tuple[Array, Array]:
     """
     changed = lengths.sum(axis=1)
     orders = np.arange(_MOST_GAP_BITS + 1)
-    # the share of gaps, in a geometric distribution, that take one zero more
+    # The share of gaps, if they are geometrically distributed, that take one zero more.
     further = (1 - changed / np.maximum(members, 1))[:, None] ** 2.0**orders
     expected = orders + further / np.maximum(1 - further, 1e-300)
     gap_bits = expected.argmin(axis=1)
     bits = np.arange(_LENGTHS)
-    # A row for each order of the code: the most bits that a number takes, by the number's own bits.
+    # A row for each order j of the code: the most bits of a coded number, by the bit
+    # length of that number.
     cost = 1 + bits[:, None] + 2 * np.maximum(bits - bits[:, None], 0)
     by_order = lengths @ cost.T
     most = by_order.min(axis=1) + changed * (1 + gap_bits)
@@ -263,7 +264,7 @@ def _firsts(words: Array) -> Array:
 
 @single
 def _mixed(total, place):  # type: ignore[no-untyped-def]
-    """Return the finaliser of SplitMix64 for a sum at a place."""
+    """Return the word that the finaliser of SplitMix64 makes of a sum and its place."""
     z = total + (np.uint64(place) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -281,7 +282,7 @@ def _digest(bits, place):  # type: ignore[no-untyped-def]
 
 @single
 def _count_classes(bits, first, floors, masks, totals):  # type: ignore[no-untyped-def]
-    """Write which of 64 weights reach each class, and add how many."""
+    """Write which of 64 weights reach each class, and add their number to its total."""
     magnitude = ~(floors.dtype.type(1) << floors.dtype.type(8 * bits.itemsize - 1))
     for j in range(floors.size):
         masks[j + 1] = reaching(bits, first, magnitude, floors[j])
@@ -298,14 +299,14 @@ def _class_of(bits, sign, fraction, least):  # type: ignore[no-untyped-def]
 
 @single
 def _in_order(bits, sign):  # type: ignore[no-untyped-def]
-    """Return bits as an integer that orders as the number, modulo 2^(sign + 1); and back."""
+    """Return bits as an integer in the order of the numbers, modulo 2^(sign + 1); the function is its own inverse."""
     negative = np.uint64(0) - (bits >> sign & np.uint64(1))
     return bits ^ (negative & ((np.uint64(1) << sign) - np.uint64(1)))
 
 
 @single
 def _number_of_steps(old, new, sign):  # type: ignore[no-untyped-def]
-    """Return 2 (|steps| - 1) from one weight to another, plus 1 for negative steps."""
+    """Return the steps from one weight to another as a number: 2 (|steps| - 1), plus 1 if they are negative."""
     one = np.uint64(1)
     steps = _in_order(new, sign) - _in_order(old, sign)
     negative = steps >> sign & one
@@ -332,7 +333,7 @@ def _survey(old, new, floors, masks, totals, fraction, least, lengths):  # type:
 
 @single
 def _put(words, position, value, count):  # type: ignore[no-untyped-def]
-    """Write up to 64 bits, the low ones first, where zeros are."""
+    """Write up to 64 bits, the low ones first, to where the words have zeros."""
     at, shift = position >> np.uint64(6), position & np.uint64(63)
     words[at] |= value << shift
     if shift + count > np.uint64(64):
@@ -405,7 +406,7 @@ def _gap(words, position, end, bits):  # type: ignore[no-untyped-def]
 
 @jit
 def _begin(head, state, words):  # type: ignore[no-untyped-def]
-    """Read the first gap of each stream into `state`, or the largest number without changes; return if one is cut."""
+    """Read the first gap of each stream into `state`, the largest number if it has none; return whether one is cut."""
     is_damaged = False
     for c in range(CLASSES):
         state[0, c] = ~np.uint64(0)
@@ -418,7 +419,7 @@ def _begin(head, state, words):  # type: ignore[no-untyped-def]
 
 @single
 def _select(word, rank):  # type: ignore[no-untyped-def]
-    """Return the number of the bit set that so many others precede."""
+    """Return the number of the set bit that `rank` other set bits precede."""
     for _ in range(rank):
         word &= word - np.uint64(1)
     return lowest(word)

@@ -37,15 +37,19 @@ from mpicomp.kernels.host.streaming import (
 from mpicomp.kernels.host.transforms import hadamard
 from mpicomp.threads import in_pieces
 
-# values: from here on a pass for each segment is as fast as one for all
+# Values of the longest segment from which on a pass for each segment is as fast as one
+# for all.
 _ALONE = 1 << 20
-_SAMPLED = 1 << 10  # values; in shorter chunks a sample costs more than it saves
-_SAMPLE = 1 << 10  # values at most: a quarter of the chunk
-# standard deviations of a sample by which a floor lets more values through than are
-# wanted
+# Values of a chunk below which a sample costs more than it saves.
+_SAMPLED = 1 << 10
+# Values of a sample, at most; it has a quarter of the chunk.
+_SAMPLE = 1 << 10
+# Standard deviations of a sample by which a floor admits more values than are wanted.
 _SHARP, _SAFE = 1.5, 5.0
-_RUN = 16  # of them are consecutive: they are loaded together
-# square roots of k: candidates beyond k below and above which the next floor is moved
+# Consecutive values of a sample, which are loaded together.
+_RUN = 16
+# Square roots of k by which the candidates exceed k: below the first the next floor is
+# lowered, above the second it is raised.
 _SCARCE, _PLENTY = 6, 18
 
 
@@ -87,18 +91,19 @@ def largest_in_segments(
     elif summands is not None and values.dtype == np.float16:
         add_parts(summands.residual, summands.decay, summands.parts, values)
         summands = None
-    # The most entries of each segment, added up.
+    # The most entries before each segment and of all.
     counts = np.append(0, np.cumsum(lengths // chunk * k + last))
     segments, longest = (
         _segments(edges, k, chunk, last, summands),
         int(np.minimum(chunk, lengths).max(initial=1)),
     )
     vector = as_vector(values, form, summands)
-    slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)  # a quarter of a power of two
+    # A floor is below the last threshold by at most a quarter of a power of two.
+    slack = 1 << max(0, np.finfo(values.dtype).nmant - 2)
 
     def selected(start: int, end: int) -> Found:
         first, beyond = np.searchsorted(edges[:-1], (start, end), side="right") - (1, 0)
-        # one more element, for `keep_at`
+        # There is one more element, which `keep_at` may write.
         room = int(counts[beyond] - counts[max(first, 0)]) + 1
         positions, kept = np.empty(room, np.intp), np.empty(room, form.signed)
         buffers = _buffers(longest + WORD, vector)
@@ -125,7 +130,7 @@ def _one_by_one(
     summands: Summands | None,
     threads: int | None,
 ) -> Selected:
-    """Select from one segment after the other, which several threads share."""
+    """Select from one segment after the other; several threads share each."""
     all_positions = []
     all_values = []
     for segment, (first, end) in enumerate(pairwise(bounds)):
@@ -156,7 +161,7 @@ def _one_by_one(
 
 
 class _Vector(NamedTuple):
-    """The values to select from, which ``factor * a`` plus parts of another vector may be written to first."""
+    """The values to select from; the sum of ``factor * a`` and parts of another vector may be written to them first."""
 
     values: Array  # float32 or float64; empty for float16, to which no sum is written
     bits: Array
@@ -241,7 +246,7 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
             size = beyond - first
             k = segment["k"] if size == segment["chunk"] else segment["last"]
             one, piece = view(a, first, beyond), view(bits, first, beyond)
-            # If there are summands, this is an array of one part.
+            # This is an array of one part only if there are summands.
             b = array_at(values, address + (first - origin) * values.itemsize, size)
             if floor == integer(1) and size >= _SAMPLED:
                 some = smaller(_SAMPLE, size // 4)
@@ -280,7 +285,7 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
 
 @inner
 def _next_margin(margin, slack, found, k):  # type: ignore[no-untyped-def]
-    """Return by how much the next floor is below this threshold, at most `slack`, by the number of candidates."""
+    """Return by how much the next floor is below this threshold: more after few candidates, but at most `slack`."""
     if found < k + _SCARCE * np.sqrt(k):
         return smaller(slack, 2 * margin)
     if found > k + _PLENTY * np.sqrt(k):
@@ -333,8 +338,9 @@ def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
         every &= key
         some |= key
     end = (bits.size + WORD - 1) // WORD * WORD
+    # Keys below every bound pad the last word, so that the passes have no remainder.
     for i in range(bits.size, end):
-        keys[i] = 0  # below every bound: the passes have no remainder
+        keys[i] = 0
     threshold, above = keys.dtype.type(0), 0
     for bit in range(width - 1, -1, -1):
         place = keys.dtype.type(keys.dtype.type(1) << keys.dtype.type(bit))

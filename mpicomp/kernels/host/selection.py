@@ -23,15 +23,17 @@ from mpicomp.kernels.host.instructions import WORD, lowest, ones, reaching
 from mpicomp.threads import in_pieces
 
 Found = tuple[Array, Array]
-# bits per pass of the radix selection: 2048 counters fit the first-level cache
+# Bits per pass of the radix selection: 2048 counters fit the first-level cache.
 _DIGIT = 11
+# Values of the sample for the lower threshold: a 256th of all, within these bounds.
 _SAMPLE, _LARGEST_SAMPLE = (
     1 << 12,
     1 << 14,
-)  # values of the sample for the lower threshold: a 256th, within these bounds
-_RUN = 16  # of them are consecutive: they are loaded together
+)
+# Consecutive values of a sample, which are loaded together.
+_RUN = 16
 _SIGMAS = 4
-# values; a histogram has more counts than shorter vectors have values
+# Values of a vector up to which a histogram would have at least as many counts.
 _FEW = 1 << _DIGIT
 
 
@@ -77,7 +79,7 @@ def largest_of(parts: Sequence[Found], form: Format, k: int) -> Found:
         else np.concatenate([found for _, found in parts])
     )
     threshold, ties = _threshold(bits, form, k)
-    # one more element, as below
+    # There is one more element, which `keep_at` may write.
     positions, found = np.empty(k + 1, np.intp), np.empty(k + 1, bits.dtype)
     count: Any = np.uint64(0)
     for part in parts:
@@ -99,7 +101,7 @@ def divide_largest(
     threshold, ties = _threshold(bits, form, k)
     chosen = k if threshold else k - ties
     ties, rest = (ties if threshold else 0), bits.size - chosen
-    # One more element in each, as in `merging.divide`.
+    # Each has one more element, as in `merging.divide`.
     one = np.empty(chosen + 1, indices.dtype), np.empty(chosen + 1, bits.dtype)
     other = np.empty(rest + 1, indices.dtype), np.empty(rest + 1, bits.dtype)
     _divide_at(indices, bits, form.mask, threshold, ties, *one, *other)
@@ -226,7 +228,7 @@ def _with_ties(
 def _by_histogram(
     bits: Array, form: Format, k: int, threads: int | None
 ) -> list[Found]:
-    """Return the magnitudes from the histogram bin of the k-th largest on."""
+    """Return the magnitudes in the histogram bin of the k-th largest and in those above."""
     counts = _histogram(bits, form, threads)
     floor = max(1, bin_of_kth(counts, k)[0] << (form.width - _DIGIT))
     room = int(counts[floor >> (form.width - _DIGIT) :].sum())

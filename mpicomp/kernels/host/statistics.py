@@ -23,7 +23,8 @@ LLOYD_ROUNDS = 20  # at most
 _LONG = 1 << 21  # values
 
 
-# `checksum` multiplies the position of a word by STEP for its key; LOW has the bits of its lower half.
+# `checksum` multiplies the position of a word by STEP for its key; LOW has the bits of
+# its lower half.
 STEP = np.uint64(0x9E3779B97F4A7C15)
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
@@ -92,7 +93,8 @@ def by_lloyd(
         found = sides_of(threshold)
         if not (found.below and found.above):
             break
-        # whatever rounding does to a mean
+        # Rounding could move a mean above the threshold, or above the largest
+        # magnitude.
         low = min(found.sum_below / found.below, threshold)
         high = min(found.sum_above / found.above, largest)
         before, threshold = threshold, (low + high) / 2
@@ -138,7 +140,7 @@ def with_magnitudes(
     """
     levels = magnitudes_in_segments(values, bounds, two=two)
     rows = np.ascontiguousarray(converted(levels[:, 2:], values.dtype))
-    # rounded down, it divides values of the dtype as in float64
+    # Rounded down, the threshold divides values of the dtype as it does in float64.
     limits = rows[:, 2]
     np.nextafter(limits, 0, out=limits, where=limits > levels[:, 4])
     form = FORMATS[values.dtype]

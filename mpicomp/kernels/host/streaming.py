@@ -30,7 +30,8 @@ from mpicomp.kernels.host.instructions import (
 )
 from mpicomp.threads import in_pieces
 
-LONG = 1 << 20  # bytes; a shorter vector may be in the cache when it is read next
+# Bytes of a vector below which it may still be in the cache when it is read next.
+LONG = 1 << 20
 
 
 def add(

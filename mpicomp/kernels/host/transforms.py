@@ -39,8 +39,10 @@ from mpicomp.kernels.host.streaming import (
 from mpicomp.threads import in_pieces, number_of_pieces
 
 _ROOM = 1 << 8  # values that are transformed together, unless a chunk is longer
-_GROUPS = 8  # of them that a buffer has room for, so that their ends rarely move
-_AHEAD = 1 << 10  # values by which reading is ahead of a sum
+# Groups for which a buffer has room, so that an incomplete last word is rarely moved.
+_GROUPS = 8
+# Values by which prefetching is ahead of the computation.
+_AHEAD = 1 << 10
 
 
 def hadamard(
@@ -67,7 +69,7 @@ def hadamard(
         add_parts(*onto, [out], out)
         return
     if onto is not None:
-        # no sum is kept
+        # No sum is kept: the floor is the largest one, and there is no room.
         floor = int(FORMATS[out.dtype].mask)
         add_reaching(*onto, values, out, chunk, floor, 0, threads=threads)
         return
@@ -84,7 +86,8 @@ def hadamard(
 
     in_pieces(transform, values.size, threads, step=max(chunk, WORD))
     if not is_wide:
-        with np.errstate(over="ignore"):  # beyond the range of float16: infinity
+        # Values beyond the range of float16 become infinite.
+        with np.errstate(over="ignore"):
             out[...] = result
 
 
@@ -165,7 +168,7 @@ def signs(values: Array, *, threads: int | None = None) -> None:
 
 
 def _how(chunk: int, factor: float, out: Array, past: bool) -> tuple[Any, ...]:
-    """Return chunk, scales by the logarithm of a chunk, a factor of the others, and whether stores bypass the cache."""
+    """Return the chunk, the scales by log2 of a chunk, the factor of `a`, and whether stores bypass the cache."""
     return chunk, _scales(out.dtype), out.dtype.type(factor), past
 
 
@@ -185,7 +188,7 @@ def _room(out: Array, floor: int, most: int) -> tuple[Any, ...]:
 
 
 def _buffer(chunk: int, out: Array) -> Array:
-    """Return room for groups of chunks, which begins at a line of the cache, and for what is left of a word."""
+    """Return room for groups of chunks and for an incomplete word, which begins at a cache line."""
     buffer = np.empty(2 * WORD + max(chunk, _GROUPS * _ROOM), out.dtype)
     return buffer[-address(buffer) % LINE // out.itemsize :]
 
@@ -276,7 +279,7 @@ def _add(a, factor, group, out, first, floor, kept, count):  # type: ignore[no-u
         count += more
         first += np.int64(done)
         if first < end:
-            # Once there is no more room, no sum is kept.
+            # Once the room is full, no sum is kept.
             floor, count = mask, np.uint64(0)
     return count, floor
 
