@@ -340,7 +340,7 @@ class Step:
         self.started = []
 
     def end(self, error: BaseException) -> None:
-        """End the step by an error: undo it unless it was kept; error, frames and arrays no longer hold each other."""
+        """End the step by an error: undo it unless it was kept; error, frames and arrays form no reference cycle."""
         if not self.is_kept:
             self.undo()
         clear_frames(error.__traceback__)

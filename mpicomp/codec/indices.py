@@ -28,7 +28,9 @@ from mpicomp.arrays.device import kernels_for, namespace
 from mpicomp.arrays.memory import read_fields, write_fields
 from mpicomp.vector import MAX_LENGTH, SparseVector
 
-_FIRST, _PAIR = struct.Struct("<q"), struct.Struct("<qq")  # what a section begins with
+# What a section begins with: one number, or two.
+_FIRST = struct.Struct("<q")
+_PAIR = struct.Struct("<qq")
 
 
 class Format(NamedTuple):

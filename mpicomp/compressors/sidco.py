@@ -53,8 +53,12 @@ _FIRST_SHARE = 0.25
 # Values of a sample: the least, the most, and the most where counts correct no error.
 _SAMPLE = 1 << 12, 1 << 15, 1 << 20
 
-_GAIN, _LIMITS = 0.25, (0.02, 50.0)  # of the controller
-_PERIOD, _TOLERANCE = 5, 0.2  # of the published adaptation
+# The exponent of the controller, and the bounds of its factor.
+_GAIN = 0.25
+_LIMITS = 0.02, 50.0
+# Calls of a period of the published adaptation, and the relative error that it accepts.
+_PERIOD = 5
+_TOLERANCE = 0.2
 # The published adaptation reaches no more stages at any density above 1e-19.
 _MAX_STAGES = 64
 

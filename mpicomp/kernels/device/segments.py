@@ -42,9 +42,11 @@ _Chosen = tuple[Array, Array, Column, list[int]]
 _LONG = 1 << 16
 # Several blocks share the candidates of a row that has more tiles than `_FEW` and than
 # a `_PART`-th of all: so only few rows need words in which blocks count.
-_FEW, _PART = 2, 64
+_FEW = 2
+_PART = 64
 # Values of the sample for the lower threshold, and the threads that read them.
-_SAMPLE, _SAMPLERS = 1 << 14, 1024
+_SAMPLE = 1 << 14
+_SAMPLERS = 1024
 # Threads of a block that selects from many values.
 _SELECTORS = 512
 _SIGMAS = 4

@@ -25,8 +25,10 @@ from mpicomp.kernels.host.selection import Found, compact, joined
 from mpicomp.kernels.host.streaming import add_and_compact, addresses
 from mpicomp.threads import in_pieces
 
-_LANES, _AT_ONCE = 256, 8
-_ROWS, _BLOCK = _LANES * _AT_ONCE, 64 * _LANES
+_LANES = 256
+_AT_ONCE = 8
+_ROWS = _LANES * _AT_ONCE
+_BLOCK = 64 * _LANES
 RUN = 16  # consecutive values of a sample
 
 # Share of the magnitudes that exceeds the threshold of the first of several stages.

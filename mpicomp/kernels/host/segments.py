@@ -44,13 +44,16 @@ _ALONE = 1 << 20
 _SAMPLED = 1 << 10
 # Values of a sample, at most; it has a quarter of the chunk.
 _SAMPLE = 1 << 10
-# Standard deviations of a sample by which a floor admits more values than are wanted.
-_SHARP, _SAFE = 1.5, 5.0
+# Standard deviations of a sample by which a floor admits more values than are wanted: at
+# first, and where too few values reached that floor.
+_SHARP = 1.5
+_SAFE = 5.0
 # Consecutive values of a sample, which are loaded together.
 _RUN = 16
 # Square roots of k by which the candidates exceed k: below the first the next floor is
 # lowered, above the second it is raised.
-_SCARCE, _PLENTY = 6, 18
+_SCARCE = 6
+_PLENTY = 18
 
 
 def largest_in_segments(

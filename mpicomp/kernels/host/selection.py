@@ -26,10 +26,8 @@ Found = tuple[Array, Array]
 # Bits per pass of the radix selection: 2048 counters fit the first-level cache.
 _DIGIT = 11
 # Values of the sample for the lower threshold: a 256th of all, within these bounds.
-_SAMPLE, _LARGEST_SAMPLE = (
-    1 << 12,
-    1 << 14,
-)
+_SAMPLE = 1 << 12
+_LARGEST_SAMPLE = 1 << 14
 # Consecutive values of a sample, which are loaded together.
 _RUN = 16
 _SIGMAS = 4
