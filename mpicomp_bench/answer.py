@@ -83,8 +83,8 @@ COLUMNS: list[Column] = [
 ]
 BASIS = """\
 seconds a step: computing (--step) + compression + messages. steps: for the progress of a dense step; fewer than 1 count
-as 1. overlapped: the least of seconds x steps, if messages are hidden behind the computation (docs/overlap.md); local
-steps, and ours on a GPU, hide none. rate: the tuned learning rate over that of dense. Here {ranks_here} ranks,
+as 1. overlapped: seconds x steps where a core is left to messages (docs/overlap.md), of local steps with delay=1; ours
+on a GPU hide none. rate: the tuned learning rate over that of dense. Here {ranks_here} ranks,
 {per_node} a node.
 Measured: steps, on {ranks} ranks, {parameters} parameters, {steps} steps with {optimizer}, {seeds} seeds, best of
 {trials} rates, the mean of those on each model, times their growth with ranks and local steps on a smaller one;

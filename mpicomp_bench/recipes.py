@@ -20,7 +20,7 @@ from collectives.torch import attach, init_process_group
 {imports}
 comm = MPI.COMM_WORLD
 init_process_group(comm)  # or torch's own, under python -m collectives.torch
-model = DistributedDataParallel(network)
+model = DistributedDataParallel(network, bucket_cap_mb=4)
 {exchange}
 attach(model, exchange)
 {optimiser}"""
@@ -69,7 +69,7 @@ from torch.nn.parallel import DistributedDataParallel
 """
 OF_FP16 = {
     "module": "default_hooks",
-    "model": "model = DistributedDataParallel(network)  # over NCCL take bf16_compress_hook",
+    "model": "model = DistributedDataParallel(network, bucket_cap_mb=4)  # over NCCL take bf16_compress_hook",
 }
 OF_POWERSGD = {
     "module": "powerSGD_hook",
