@@ -303,7 +303,8 @@ def overlapped(name: str, alone: float, messages: float, training: Training) -> 
     if name not in THEIRS and training.memory >= GPU:
         return alone + messages
     if every := outer_settings(name).get("every"):
-        return alone + max(0.0, messages - alone / every)
+        left: float = max(0.0, messages - alone / every)
+        return alone + left
     last = min(1.0, last_bucket(name, training) / (4 * training.parameters))
     return min(alone + messages, max(alone, messages) + last * messages)
 
