@@ -84,14 +84,18 @@ class Basis(Configured):
         """Write ``scale * a`` plus the coefficients of the parts to `out`, as `add_parts` of kernels does."""
         kernels_for(out).add_parts(a, scale, coefficients_of(parts, self), out)
 
-    def writer(self, coefficients: SparseVector, out: Array) -> Callable[[], None]:
+    def writer(
+        self, coefficients: SparseVector, out: Array, *, is_sign: bool = False
+    ) -> Callable[[], None]:
         """Return a function that writes the vector with these coefficients to `out`, once; it cannot fail.
 
-        Raises OverflowError for values out of range.
+        is_sign: of its signs. Raises OverflowError for values out of range.
         """
         values = coefficients.to_dense()
         self.inverse(values, values)
         check_range(values, "mean out of the basis")
+        if is_sign:
+            kernels_for(values).signs(values)
         return partial(np.copyto, out, values)
 
     def _forward(self, vector: Array, out: Array) -> None:
@@ -146,15 +150,17 @@ class Hadamard(Basis):
             onto = a[place], scale
             kernels_for(out).hadamard(part, out[place], self.chunk, onto=onto)
 
-    def writer(self, coefficients: SparseVector, out: Array) -> Callable[[], None]:
+    def writer(
+        self, coefficients: SparseVector, out: Array, *, is_sign: bool = False
+    ) -> Callable[[], None]:
         """Return a function that writes the vector with these coefficients, by chunks that stay in the cache."""
         values = coefficients.values
         most = np.abs(values).max(initial=0) if not on_device(values) else np.inf
         is_in_range = float(most) * self.chunk < np.finfo(out.dtype).max
         if not is_in_range or out.dtype == np.float16:
-            return super().writer(coefficients, out)
+            return super().writer(coefficients, out, is_sign=is_sign)
         write: Callable[[], None] = kernels_for(out).hadamard_writer(
-            coefficients.indices, values, out, self.chunk
+            coefficients.indices, values, out, self.chunk, is_sign=is_sign
         )
         return write
 

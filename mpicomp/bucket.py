@@ -182,10 +182,10 @@ class Bucket:
         """
         if self.basis is not None:
             mean = mean.out_of(self.basis, self.edges, self.tensors[0].dtype)
-            if len(self.edges) < len(self.bounds):
-                mean = DenseMean(mean.values())
         if is_sign:
             mean = mean.signs()
+        if self.basis is not None and len(self.edges) < len(self.bounds):
+            mean = DenseMean(mean.values())
         if isinstance(mean, SparseMean) and mean.count == self.length:
             mean = DenseMean(mean.vector.values)
         missing = []

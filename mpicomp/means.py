@@ -297,11 +297,15 @@ class CodedMean(_Mean):
 
 @dataclass(frozen=True)
 class TransformedMean(_Mean):
-    """A sparse mean of coefficients in a basis, transformed where it is written. edges: of the segments."""
+    """A sparse mean of coefficients in a basis, transformed where it is written.
+
+    edges: of the segments. is_sign: the values are replaced by their signs.
+    """
 
     vector: SparseVector
     basis: Basis
     edges: Sequence[int]
+    is_sign: bool = False
 
     def memory(self) -> Array:
         return np.empty_like(self.vector.values, shape=self.vector.length)
@@ -309,10 +313,16 @@ class TransformedMean(_Mean):
     def parts_of(self, memory: Array) -> Sequence[Array]:
         return views_between(memory, self.edges)
 
+    def signs(self) -> "Written":
+        return replace(self, is_sign=True)
+
     def writer(self, parts: Sequence[Array]) -> Write:
         """Return a function that writes the values to the segments; raises OverflowError for values out of range."""
         pairs = zip(split(self.vector, self.edges), parts, strict=True)
-        writers = [self.basis.writer(own, flat(part)) for own, part in pairs]
+        writers = [
+            self.basis.writer(own, flat(part), is_sign=self.is_sign)
+            for own, part in pairs
+        ]
 
         def write() -> None:
             for writer in writers:

@@ -986,13 +986,14 @@ def sparse_vectors_in_parts(device, cupy):
 
 
 def transforms_of_entries(device, cupy):
-    for dtype, size in product(DTYPES[1:], (0, 100, 5000)):
+    sizes = 0, 100, 5000
+    for dtype, size, is_sign in product(DTYPES[1:], sizes, (False, True)):
         rng = np.random.default_rng(size)
         indices, values = draw_sparse(rng, size // 9, size, np.int32, dtype=dtype)
         out = np.ones(size, dtype)
         sent = there(cupy, [indices, values, out])
-        device.hadamard_writer(*sent, 256)()
-        host.hadamard_writer(indices, values, out, 256)()
+        device.hadamard_writer(*sent, 256, is_sign=is_sign)()
+        host.hadamard_writer(indices, values, out, 256, is_sign=is_sign)()
         assert_same(sent[2].get(), out)
 
 

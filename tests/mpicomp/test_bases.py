@@ -173,11 +173,18 @@ def test_entries_are_transformed_as_a_dense_vector_is(dtype, chunk, length, long
     dense[indices] = values
     expected = np.empty_like(dense)
     host.hadamard(dense, expected, chunk)
+    signs = expected.copy()
+    host.signs(signs)
     for start in (0, 3):
         around = np.full(length + 8, 7, dtype)
         out = around[start : start + length]
         host.hadamard_writer(indices, values, out, chunk, long=long, threads=2)()
         assert out.tobytes() == expected.tobytes()
+        assert (around[:start] == 7).all()
+        assert (around[start + length :] == 7).all()
+        settings = {"is_sign": True, "long": long, "threads": 2}
+        host.hadamard_writer(indices, values, out, chunk, **settings)()
+        assert out.tobytes() == signs.tobytes()
         assert (around[:start] == 7).all()
         assert (around[start + length :] == 7).all()
 

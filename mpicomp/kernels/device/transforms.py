@@ -40,17 +40,20 @@ def hadamard_writer(
     out: Array,
     chunk: int,
     *,
+    is_sign: bool = False,
     threads: int | None = None,
 ) -> Callable[[], None]:
     """Return a function that writes what `hadamard` makes of a sparse vector to `out`, as the host's does.
 
-    chunk, threads: as for `hadamard`.
+    chunk, threads: as for `hadamard`. is_sign: it writes the signs of that.
     """
     write = sparse_writer(indices, values, [out])
 
     def transform() -> None:
         write()
         hadamard(out, out, chunk)
+        if is_sign:
+            signs(out)
 
     return transform
 

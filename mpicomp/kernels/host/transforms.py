@@ -77,7 +77,8 @@ def hadamard(
     given = as_writable(values) if is_wide else values.astype(np.float32)
     result = out if is_wide else given
     dense = np.empty(0, np.int32), given
-    how = _how(chunk, 1.0, result, result.nbytes >= long and result is not given)
+    past = result.nbytes >= long and result is not given
+    how = _how(chunk, 1.0, result, past)
     kept = _room(result, 0, 0)
 
     def transform(start: int, end: int) -> None:
@@ -128,16 +129,18 @@ def hadamard_writer(
     out: Array,
     chunk: int,
     *,
+    is_sign: bool = False,
     threads: int | None = None,
     long: int = LONG,
 ) -> Callable[[], None]:
     """Return a function that writes what `hadamard` makes of a sparse vector to `out`, once, and allocates nothing.
 
     indices: sorted; values: float32 or float64; out: 1-d contiguous, of the vector's
-    length and the values' dtype. long: the least bytes of `out` for stores that bypass
-    the cache. chunk, threads: as for `hadamard`.
+    length and the values' dtype. is_sign: it writes the signs of that, as `signs` does.
+    long: the least bytes of `out` for stores that bypass the cache. chunk, threads: as
+    for `hadamard`.
     """
-    how = _how(chunk, 1.0, out, out.nbytes >= long)
+    how = _how(chunk, 1.0, out, out.nbytes >= long, is_sign=is_sign)
     sparse = as_writable(indices), as_writable(values)
     nothing = out[:0]
     kept = _room(out, 0, 0)
@@ -167,9 +170,14 @@ def signs(values: Array, *, threads: int | None = None) -> None:
     )
 
 
-def _how(chunk: int, factor: float, out: Array, past: bool) -> tuple[Any, ...]:
-    """Return the chunk, the scales by log2 of a chunk, the factor of `a`, and whether stores bypass the cache."""
-    return chunk, _scales(out.dtype), out.dtype.type(factor), past
+def _how(
+    chunk: int, factor: float, out: Array, past: bool, *, is_sign: bool = False
+) -> tuple[Any, ...]:
+    """Return the chunk, the scales by log2 of a chunk, the factor of `a`, and whether stores bypass the cache.
+
+    is_sign: whether the signs are written.
+    """
+    return chunk, _scales(out.dtype), out.dtype.type(factor), past, is_sign
 
 
 @cache
@@ -206,7 +214,7 @@ def _hadamard(vector, entry, a, out, start, end, buffer, how, kept):  # type: ig
     than there is room for.
     """
     indices, values = vector
-    chunk, scales, factor, past = how
+    chunk, scales, factor, past, is_sign = how
     floor, count = kept[0], np.uint64(0)
     is_dense, most, place = values.size > indices.size, larger(chunk, _ROOM), 0
     is_written = is_dense and a.size == 0 and not past
@@ -234,6 +242,8 @@ def _hadamard(vector, entry, a, out, start, end, buffer, how, kept):  # type: ig
         else:
             entry = _spread(indices, values, entry, start, group)
         _transform(given, group, is_dense, chunk, scales[place])
+        if is_sign:
+            _replace_by_signs(group)
         if is_written:
             start += size
             continue
@@ -333,6 +343,13 @@ def _stage(out, first, stride, scale):  # type: ignore[no-untyped-def]
         a = first + np.uint64(i)
         b = a + stride
         out[a], out[b] = (out[a] + out[b]) * scale, (out[a] - out[b]) * scale
+
+
+@loop
+def _replace_by_signs(values):  # type: ignore[no-untyped-def]
+    for i in range(values.size):
+        value = values[i]
+        values[i] = values.dtype.type(value > 0) - values.dtype.type(value < 0)
 
 
 @jit
