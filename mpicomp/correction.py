@@ -80,11 +80,10 @@ class Correction(NamedTuple):
 
     def values(self) -> Array:
         """Return the values of a correction without a basis as a new vector."""
-        values = concatenated(self.parts)
-        if self.residual is not None:
-            kernels_for(values).add_parts(
-                self.residual, self.decay, [values.copy()], values
-            )
+        if self.residual is None:
+            return concatenated(self.parts)
+        values = np.empty_like(self.residual)
+        kernels_for(values).add_parts(self.residual, self.decay, self.parts, values)
         return values
 
     def widened(self) -> "Correction":

@@ -40,6 +40,11 @@ def to_array(array: Any) -> Array:
         return _on_current_device(array)  # type: ignore[no-any-return]
     _check_dense(array)
     if _is_bfloat16(array):  # NumPy has no such dtype
+        if getattr(array, "is_cpu", False):
+            # NumPy's memory is in huge pages, and PyTorch's takes a fault for each page.
+            values = np.empty(tuple(array.shape), np.float32)
+            sys.modules["torch"].from_numpy(values).copy_(array.detach())
+            return values
         if hasattr(array, "float"):
             array = array.float()
         elif hasattr(array, "astype"):

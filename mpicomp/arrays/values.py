@@ -13,6 +13,7 @@ DTYPE_NAMES = {dtype: str(dtype) for dtype in VALUE_DTYPES}
 _SHORT = np.dtype(np.int32)
 _LONG = np.dtype(np.int64)
 _BLOCK = 65536  # values
+_HALVES = {np.dtype(np.float16), np.dtype(np.float32)}
 
 
 def index_dtype(length: int) -> Dtype:
@@ -36,11 +37,16 @@ def has_nonzero(values: Array) -> bool:
 def converted(values: Array, dtype: Any) -> Array:
     """Return values in a dtype, themselves if it is theirs; those out of range become infinities.
 
-    On a device by a kernel, as CuPy flushes subnormals.
+    On a device by a kernel, as CuPy flushes subnormals. Many values of float16 as well,
+    which NumPy converts one by one.
     """
     if values.dtype == dtype:
         return values
-    if not on_device(values) or {values.dtype.kind, np.dtype(dtype).kind} != {"f"}:
+    dtypes = {values.dtype, np.dtype(dtype)}
+    in_kernel = dtypes == _HALVES and values.size > _BLOCK
+    if on_device(values):
+        in_kernel = all([one.kind == "f" for one in dtypes])
+    if not in_kernel:
         # Values may be out of range, and a damaged message may have a signalling NaN.
         with np.errstate(all="ignore"):
             return values.astype(dtype)

@@ -18,6 +18,7 @@ number. Input arrays may be read-only.
 ``bins``          the entries of bins that reach the bin's maximum
 ``bits``          magnitudes as integers; indices as bitmaps
 ``coding``        indices and values in few bits, without loss
+``halves``        float16: conversion to and from float32, and sums
 ``few_bits``      every value of a vector in few bits, with the rounding error
 ``patches``       what changed between two versions of weights, bit for bit
 ``transforms``    orthonormal transforms of chunks of consecutive values; signs

@@ -49,6 +49,10 @@ class Lanes:
         number = int(other) if isinstance(self.element, ir.IntType) else float(other)
         return ir.Constant(self.value.type, [number] * self.value.type.count)
 
+    def constant(self, number: int) -> "Lanes":
+        """Return a number in all lanes."""
+        return Lanes(self.builder, self.like(number))
+
     def to(self, name: str, element: Any) -> "Lanes":
         """Return the lanes converted to another type."""
         kind = ir.VectorType(element, self.value.type.count)

@@ -16,6 +16,7 @@ from mpicomp.arrays import Array
 from mpicomp.arrays.memory import addresses as list_addresses
 from mpicomp.kernels.host.bits import as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
+from mpicomp.kernels.host.halves import add_halves, convert
 from mpicomp.kernels.host.instructions import (
     LINE,
     WORD,
@@ -83,6 +84,8 @@ def add_scaled(a: Array, factor: float, b: Array, out: Array, *, sign: int = 1) 
     factor: rounded to the dtype of `a`, and so is the product; the sum is computed in
     the wider of the dtypes of `a` and `b`, and rounded to that of `out`. sign: 1 or -1.
     """
+    if add_halves(a, factor, b, out, sign=sign):
+        return
     scaled = a
     if factor != 1:
         has_room = a.dtype == out.dtype and not np.may_share_memory(b, out)
@@ -97,6 +100,8 @@ def multiply(a: Array, by: Array | float, out: Array) -> None:
 
     With 1 it converts to the dtype of `out`.
     """
+    if type(by) is int and by == 1 and convert(a, out):
+        return
     np.multiply(a, by, out=out, casting="same_kind")
 
 
