@@ -167,6 +167,21 @@ def few_bits() -> list[str]:
     return table(["25e6 float32", *files], [[name, *own] for name, own in rows.items()])
 
 
+def coders() -> list[str]:
+    """Return the table of steps of 16-bit gradients, and of another library's kernels, in copies and in bytes."""
+    files = {"AVX-512": "coders", "AVX2": "coders-avx2"}
+    found = {name: loaded(file)["rows"] for name, file in files.items()}
+    lines = []
+    for rows in zip(*found.values(), strict=True):
+        line = [f"`{rows[0]['name']}`"]
+        line.append(f"{rows[0]['nbytes']:g}" if rows[0]["nbytes"] else "")
+        for row, own in zip(rows, found.values(), strict=True):
+            copies = row["seconds"] / own[0]["seconds"]
+            line.append(f"{1e3 * row['seconds']:.1f} ms, {copies:.2f}")
+        lines.append(line)
+    return table(["25e6 values, P = 1", "bytes a value", *files], lines)
+
+
 def by_name() -> list[str]:
     """Return the table of whole steps of a model's tensors, and in DDP's hook, over those of one vector."""
     files = {
@@ -602,6 +617,7 @@ TABLES = {
         "overlap": lambda: overlap.shown(loaded("overlap")["steps"]),
         "rounds": lambda: overlap.shown_rounds(loaded("overlap")["rounds"]),
         "few_bits": few_bits,
+        "coders": coders,
         "by_name": by_name,
         "parts": parts,
         "choice": choice,

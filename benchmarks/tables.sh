@@ -9,7 +9,7 @@
 #   exchange  gradient to result in shared memory, on 4 and 2 ranks, one vector and a model's tensors  (10 minutes)
 #   steps     a whole step with each compressor, one vector and 54 tensors, on one rank     (2 minutes)
 #   few_bits  a whole step in few bits beside a copy and MPI's sum, on 1, 2 and 4 ranks; as on a processor with AVX2;
-#             and by_name, where PyTorch is installed                                       (5 minutes)
+#             16-bit gradients, and pypiquant where it is installed; and by_name, with PyTorch (7 minutes)
 #   by_name   a step of 54 tensors in 4 bits beside one vector, also in DDP's hook: needs PyTorch (2 minutes)
 #   machine   without links: exchange, steps, few_bits, threads, kernels                    (22 minutes)
 #   all       links, bytes, crossing and machine
@@ -98,16 +98,19 @@ steps() {
 }
 
 few_bits() {
-  local methods="few-bits-8 few-bits-4 few-bits-2 few-bits-1 in-basis-8 topk-0.001 local-few-bits-10"
+  local methods="few-bits-8 few-bits-4 few-bits-2 few-bits-1 in-basis-8 topk-0.001 local-few-bits-10 local-sparse-10"
+  local avx2="NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+popcnt,+lzcnt,+movbe,+sse4.2"
   export MPICOMP_THREADS=1
   for size in 1 2 4; do for tensors in "" wide-gpt; do
     local name=few-bits-$size${tensors:+-tensors}
     keep "$name" mpirun -n $size mpicomp bench exchange ${tensors:+--tensors $tensors} --methods $methods \
       --repeats "${REPEATS:-15}" --json "$out/$name.json"
   done; done
-  NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+popcnt,+lzcnt,+movbe,+sse4.2 \
-    NUMBA_CACHE_DIR=$out/avx2 keep few-bits-avx2 mpirun -n 1 mpicomp bench exchange --methods $methods \
+  keep coders python -m mpi4py "$here/coders.py" --json "$out/coders.json"
+  avx2+=" NUMBA_CACHE_DIR=$out/avx2"
+  keep few-bits-avx2 env $avx2 mpirun -n 1 mpicomp bench exchange --methods $methods \
     --repeats "${REPEATS:-15}" --json "$out/few-bits-avx2.json"
+  keep coders-avx2 env $avx2 python -m mpi4py "$here/coders.py" --json "$out/coders-avx2.json"
   rm -rf "$out/avx2"
   if python -c "import torch" 2> /dev/null; then by_name; fi
 }
