@@ -543,7 +543,7 @@ class GradientExchange(CheckedKeywords):
             return held
         with all_or_none(self.comm, OPERATION):
             rearranged = self._layout.rearranged(
-                self.buckets, self._order, held, self._place()
+                self.buckets, self._order, held, self._place(), self.compressors
             )
         self._buckets, self._held = rearranged
         self._names = {
@@ -674,10 +674,11 @@ class GradientExchange(CheckedKeywords):
 
     def _new_step(self) -> Step:
         if isinstance(self.feedback, StepAhead):
-            for bucket in self._buckets:
+            # Held tensors are joined with others later.
+            for bucket in self.buckets:
                 feedback: Any = bucket.feedback
                 feedback.rate = self.feedback.rate
-        return Step(self.comm, self.steps, self._layout)
+        return Step(self.comm, self._layout)
 
     def _leave(self, step: Step, error: BaseException) -> None:
         """End a step by an error: by an Exception on all ranks, by anything else on this rank alone."""

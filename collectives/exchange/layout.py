@@ -17,7 +17,7 @@ One array, or the arrays of a list, are one bucket of one segment.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,7 +40,7 @@ from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback
-from mpicomp.state import Configured, check_object
+from mpicomp.state import SHARED, Configured, check_object
 from mpicomp.tensors import ALONE, DICT, Form, Tensor, describe
 
 # Bytes of a bucket, at most: those of a bucket in host memory fit caches. A bucket on a
@@ -251,16 +251,25 @@ class Layout:
         order: Sequence[str],
         held: Collection[str],
         place: Header,
+        in_use: Mapping[str, Compressor],
     ) -> tuple[list[Bucket], list[Bucket]]:
-        """Return buckets of the tensors that are not held, and of those that are, with copies of the states."""
+        """Return buckets of the tensors that are not held, and of those that are, with copies of the states.
+
+        in_use: the compressors of the buckets, by name of the tensor.
+        """
         tensors = {
             tensor.name: tensor for bucket in buckets for tensor in bucket.tensors
         }
         # The tensors get new compressors, as in a resumed run, which makes the same
-        # buckets.
-        parts = {
-            name: (tensors[name], self._compressor(tensors[name])) for name in order
-        }
+        # buckets. Neighbours are joined only if they share their state, such as the step
+        # of `WarmUp`, which was not counted for those that were held.
+        parts = {}
+        for name in order:
+            own = self._compressor(tensors[name])
+            for new, used in zip(own.chain(), in_use[name].chain(), strict=True):
+                if new.layout == SHARED:
+                    new.take(used.held())
+            parts[name] = tensors[name], own
         if len(held) == len(parts):
             raise ValueError(
                 "no named tensor is left to exchange: expected one at least"

@@ -448,3 +448,38 @@ def test_a_kind_of_array_that_changes_is_refused(comm):
     exchange(np.ones(4, np.float32))
     with pytest.raises((TypeError, ValueError), match="expected float32"):
         exchange(np.ones(4, np.float64))
+
+
+@pytest.mark.parametrize("segments", ["alike", "apart"])
+def test_a_tensor_that_was_held_is_taken_up_with_its_step_of_a_warm_up(comm, segments):
+    """It is behind the others, and so is no segment of theirs."""
+    shapes = {"a": 3000, "b": 3000, "c": 3000 if segments == "alike" else 2000}
+    rng = np.random.default_rng(comm.rank)
+    gradients = {
+        name: rng.integers(-9, 9, size).astype(np.float32)
+        for name, size in shapes.items()
+    }
+    some = {name: gradients[name] for name in ("a", "c")}
+    warm_up = WarmUp(TopK(0.01), [0.5, 0.1, 0.01])
+    exchange = GradientExchange(comm, warm_up, small=0)
+    exchange(gradients)
+    exchange.hold(["b"])
+    for _ in range(3):
+        exchange(some)
+    exchange.hold([])
+    exchange(gradients)
+    steps = {name: one.step for name, one in exchange.compressors.items()}
+    assert steps == {"a": 5, "b": 2, "c": 5}
+
+
+def test_a_tensor_that_was_held_is_taken_up_at_the_rate_of_a_step_ahead(comm):
+    gradients = {name: np.ones(3000, np.float32) for name in ("a", "b")}
+    exchange = GradientExchange(comm, TopK(0.01), StepAhead(0.5, 0.5), small=0)
+    exchange(gradients)
+    exchange.hold(["b"])
+    exchange.feedback.rate = 0.25
+    exchange({"a": gradients["a"]})
+    exchange.hold([])
+    exchange(gradients)
+    rates = {bucket.feedback.rate for bucket in exchange.buckets}
+    assert rates == {0.25}
