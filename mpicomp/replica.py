@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Array, ByName
-from mpicomp.arrays.device import kernels_for, on_device, to_device_of, to_numpy
+from mpicomp.arrays.device import kernels_for, to_device_of, to_numpy
 from mpicomp.arrays.frameworks import writable_memory
 from mpicomp.arrays.memory import address, check_apart
 from mpicomp.arrays.values import has_nonzero
@@ -58,11 +58,11 @@ class Replica(Configured):
         # possible, else copies.
         self._memory: list[Array] = []
         self._thetas: list[Array] = []
-        self.take_anchor(parameters)
-
-    def take_anchor(self, parameters: ByName) -> None:
-        """Take the parameters as the anchor."""
         self.find_parameters(parameters)
+        self.take_anchor()
+
+    def take_anchor(self) -> None:
+        """Take the parameters that were found last as the anchor."""
         for span, theta in zip(self._spans, self._thetas, strict=True):
             self.anchor[span] = theta
 
@@ -350,11 +350,3 @@ def _write(theta: Array, memory: Array) -> None:
     elif memory.flags.c_contiguous:
         return
     memory[...] = theta.reshape(memory.shape)
-
-
-def copy_from_host(source: Array, target: Array) -> None:
-    """Copy an array in host memory to another one of its dtype and shape, possibly on a device."""
-    if on_device(target):
-        target.set(source)  # type: ignore[attr-defined]
-    else:
-        target[...] = source

@@ -326,6 +326,7 @@ class OuterLoop(CheckedKeywords):
                 kept = self._finish("synchronised")
         return kept
 
+    @defer_interrupt
     def restart(self) -> None:
         """Take the parameters as the anchor, such as those that were loaded after this loop was made.
 
@@ -339,9 +340,9 @@ class OuterLoop(CheckedKeywords):
             raise RuntimeError(
                 f"got restart() after round {self.rounds}, or with one in flight: expected it before the first one"
             )
-        parameters = self._named_parameters()
+        self._find_parameters()
         for replica in self._replicas:
-            replica.take_anchor(parameters)
+            replica.take_anchor()
         self.has_progress = False
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
@@ -569,7 +570,6 @@ class OuterLoop(CheckedKeywords):
         means = self.exchange.finish_vectors(f"rate {self.rate!r}", *how)
         if not self.exchange.finite:  # it was skipped, on all ranks
             return False
-        self._warn_without_progress(means)
         # Replicas of held parameters have no mean; they are the last ones.
         for replica, mean in zip(replicas, means, strict=False):
             replica.end_round(
@@ -583,6 +583,7 @@ class OuterLoop(CheckedKeywords):
         self.has_progress = self.steps_into_round > 0
         if trial is not None:
             trial.end_write()
+        self._warn_without_progress(means)
         return True
 
     def _warn_without_progress(self, means: Sequence[Any]) -> None:

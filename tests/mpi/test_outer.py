@@ -942,6 +942,20 @@ def test_parameters_that_were_loaded_are_the_anchor_after_restart(comm):
         loop.restart()
 
 
+def test_a_restart_that_raises_changes_no_anchor(comm):
+    parameters = {"a": np.zeros(3000, np.float32), "b": np.zeros(3000)}
+    loop = OuterLoop(GradientExchange(comm, bits=4), parameters, every=2)
+    parameters["a"][:] = 7
+    parameters["b"] = np.ones(2999)
+    with pytest.raises(ValueError, match="b is float64 of shape"):
+        loop.restart()
+    assert not loop.anchor["a"].any()
+    parameters["b"] = np.ones(3000)
+    loop.restart()
+    assert (loop.anchor["a"] == 7).all()
+    assert (loop.anchor["b"] == 1).all()
+
+
 @pytest.mark.at_least(2)
 def test_ranks_that_restart_with_other_parameters_raise_and_restart_again(comm):
     """As where one rank alone has loaded a checkpoint: the error names the remedy, which works after it."""
