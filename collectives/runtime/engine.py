@@ -83,7 +83,7 @@ class Request(Generic[T]):
         self.operation = group.signature["operation"]
         self._round = 0
         self._pending: tuple[Pending, ...] = ()
-        self._result: T
+        self._result: Any = None
         self._error: Exception | None = None
         self.done = False
         # Time from which on the operation may advance without a call.
@@ -111,7 +111,7 @@ class Request(Generic[T]):
     def test(self) -> bool:
         """Advance every operation in flight without waiting; return whether this one has ended, also by an error."""
         if not self.done:
-            with self._engine:
+            with Deferred(FREQUENT), self._engine:
                 self._engine.advance()
         return self.done
 
@@ -121,7 +121,7 @@ class Request(Generic[T]):
             with Deferred(FREQUENT) as signals, self._engine as engine:
                 engine.finish(self, signals)
         if self._error is None:
-            return self._result
+            return self._result  # type: ignore[no-any-return]
         try:
             raise self._error
         finally:
@@ -352,8 +352,7 @@ class Engine:
                 else:
                     self._poll(request, signals, polls=polls)
         finally:
-            if request.done and request in self._in_flight:
-                self._in_flight.remove(request)
+            self._drop_ended()
 
     def _poll(self, request: Request[Any], signals: Deferred, *, polls: bool) -> None:
         """Poll until a request has ended or, unless it `polls` to the end, may wait inside MPI."""
@@ -619,8 +618,8 @@ def end_with_mpi() -> None:
 
 def _after_fork() -> None:
     """Refuse calls in a child forked from a process that had initialised MPI; other children may call the library."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized():
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None and module.Is_initialized():
         of_process().refuse_forked()
 
 

@@ -33,6 +33,7 @@ from collectives import (
 )
 from collectives.calls.first_call import link_of
 from collectives.exchange.step import Step
+from collectives.runtime.engine import of_process
 from collectives.runtime.group import Group
 from collectives.runtime.messages import Arrival
 from mpicomp import ErrorFeedback, SparseVector, TopK
@@ -113,6 +114,42 @@ def test_a_request_that_a_handler_interrupted_may_be_waited_for_again(comm, hand
             request.wait()
     expected = sum(window(each) for each in contributions("random", comm.size))
     np.testing.assert_array_equal(window(request.wait()), expected)
+    expect_sum(comm)
+
+
+class Interrupted:
+    """A lock behind whose release a signal arrives."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def acquire(self, *how):
+        return self.lock.acquire(*how)
+
+    def release(self):
+        self.lock.release()
+        signal.raise_signal(signal.SIGALRM)
+
+
+@pytest.mark.at_least(2)
+def test_a_handler_that_raises_in_a_test_leaves_the_library_open(
+    comm, handle, monkeypatch
+):
+    """Else each later call would take this thread for a second one."""
+    expect_sum(comm)
+    engine = of_process()
+    request = None
+    if comm.rank == 0:
+        request = sparse_iallreduce(contribution("random", 0, comm.size), comm)
+        handle(raising(StopError()))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_turn", Interrupted(engine._turn))
+            with pytest.raises(StopError):
+                request.test()
+    comm.Barrier()
+    if request is None:
+        request = sparse_iallreduce(contribution("random", comm.rank, comm.size), comm)
+    request.wait()
     expect_sum(comm)
 
 
@@ -330,7 +367,7 @@ SIGNALS = [
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("place", ["_prepare", "_finish", "_finished", "_commit"])
+@pytest.mark.parametrize("place", ["_prepare", "_finish", "_prepare_results", "_commit"])
 def test_every_handler_of_a_signal_runs_after_the_step(
     comm, handle, monkeypatch, number, place
 ):
