@@ -202,8 +202,11 @@ def choose_freely(
     taken = group.link.taken
     last = taken.get(kind)
     short = is_short(vector, group)
-    again = last == "allgather" and not on_device(vector.indices)
-    again = again and (group.size - 1) * encoded_nbytes(vector, coding) <= LONG_NBYTES
+    again = (
+        last == "allgather"
+        and not on_device(vector.indices)
+        and (group.size - 1) * encoded_nbytes(vector, coding) <= LONG_NBYTES
+    )
     # Samples are sent only if the algorithm that is likely to be chosen divides the sum
     # into shares.
     cut = not short and (last or best(vector.nnz, bits)) not in UNSAMPLED
@@ -310,7 +313,7 @@ def node_lanes(
     There are as many lanes as ranks in the smallest node; further ranks of larger nodes
     own no share.
     """
-    lanes = min(map(len, group.nodes))
+    lanes = min(map(len, group.by_node))
     node = group.node()
     bounds = bounds_of(metadata, lanes)
     share = yield from sum_of_share(vector, node, bounds)

@@ -297,7 +297,7 @@ def node_lanes(
     with group.raise_on_all():
         correction.check(values)
     node = group.node()
-    lanes = shares(0, first_blocks(sizes, block)[-1], min(map(len, group.nodes)))
+    lanes = shares(0, first_blocks(sizes, block)[-1], min(map(len, group.by_node)))
     spans = [slice(*[position(end, sizes, block) for end in lane]) for lane in lanes]
     # Each part is a vector of one row, which is sent as it is.
     index = np.zeros_like(values, np.int32, shape=1)

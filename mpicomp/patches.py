@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array, Buffer
-from mpicomp.arrays.device import kernels_for, to_numpy
+from mpicomp.arrays.device import kernels_for, on_device, to_numpy
 from mpicomp.arrays.frameworks import memory, writable_memory
 from mpicomp.arrays.memory import (
     address,
@@ -28,7 +28,6 @@ from mpicomp.arrays.memory import (
     write_fields,
 )
 from mpicomp.errors import CodecError, prefix
-from mpicomp.replica import copy_from_host
 
 _DIGEST = struct.Struct("<Q")  # of what follows
 # Digest, magic number, version of the format, and bytes of the table.
@@ -116,7 +115,7 @@ class Patch:
             for name, target in targets.items():
                 changed = hosts[firsts[name]]
                 if changed is not target:
-                    copy_from_host(changed, target)
+                    _copy_from_host(changed, target)
 
         return write
 
@@ -207,3 +206,11 @@ def _digest(message: Buffer) -> int:
     """Return the digest of a message without its first field, which stores the digest."""
     rest = message[_DIGEST.size :]
     return kernels_for(rest).digest(rest)  # type: ignore[no-any-return]
+
+
+def _copy_from_host(source: Array, target: Array) -> None:
+    """Copy an array in host memory to another one of its dtype and shape, possibly on a device."""
+    if on_device(target):
+        target.set(source)  # type: ignore[attr-defined]
+    else:
+        target[...] = source

@@ -3,8 +3,9 @@
 `run` is the only place that has an order. All that can fail on one rank is done before
 the ranks agree, and changes no state that outlives the step, except that of
 compressors, which is restored; what follows writes to allocated memory, and swaps. A
-rank with an error contributes it in place of a vector. NumPy's floating-point errors
-are off, as ranks may have different settings; overflow is checked instead.
+rank with an error contributes it in place of a vector. The exchange turns NumPy's
+floating-point errors off, as ranks may have different settings; overflow is checked
+instead.
 """
 
 from collections.abc import Sequence
@@ -73,10 +74,10 @@ class Started(NamedTuple):
 class Step:
     """One step: the gradients and output buffers by name, and what became of the buckets.
 
-    number: of the steps that were kept before. layout: the settings of the exchange.
+    layout: the settings of the exchange.
     """
 
-    def __init__(self, comm: Any, number: int, layout: Layout) -> None:
+    def __init__(self, comm: Any, layout: Layout) -> None:
         self.arrays: dict[str, Any] = {}
         self.started: list[Started] = []
         self.means: list[Mean] = []  # of the buckets
@@ -91,7 +92,6 @@ class Step:
         # step is kept.
         self._writes: list[Write] = []
         self._comm = comm
-        self._number = number
         self._reduction = layout.reduction
         # Whether a step is skipped if a gradient or a mean is not finite. Gradients are
         # checked before they are compressed.
@@ -117,13 +117,13 @@ class Step:
     def run(
         self,
         buckets: Sequence[Bucket],
-        form: str,
+        kind: str,
         here: Position,
         error: Exception | None = None,
     ) -> None:
         """Keep the step on all ranks; or raise on all, or skip it on all.
 
-        form: of the results, "dense", "sparse" or "vectors". here: compared between
+        kind: of the results, "dense", "sparse" or "vectors". here: compared between
         ranks, such as the number of the step. error: of this rank, which raises it.
         """
         is_kept = False
@@ -135,9 +135,9 @@ class Step:
             with all_or_none(self._comm, OPERATION, position):
                 try:
                     self.start(buckets, is_complete=True, error=error)
-                    is_kept = self._finish(error, form)
+                    is_kept = self._finish(error, kind)
                     if not is_kept:
-                        self._skip(buckets, form)
+                        self._skip(buckets, kind)
                 except Exception:
                     raise
                 except BaseException as interrupt:
@@ -218,7 +218,7 @@ class Step:
             raise
         return Started(bucket, reduction, correction, sent, share, buffers)
 
-    def _finish(self, error: Exception | None, form: str) -> bool:
+    def _finish(self, error: Exception | None, kind: str) -> bool:
         """Wait for all sums, and prepare what is committed; raise the first error that is no skip.
 
         Returns False if steps are skipped, and one was on a rank, or a mean is out of
@@ -255,7 +255,7 @@ class Step:
             return False
         try:
             for started, outcome in zip(self.started, outcomes, strict=True):
-                self._finished(started, outcome, form)
+                self._prepare_results(started, outcome, kind)
         except NotFiniteError as out_of_range:
             if not self._skips:
                 raise
@@ -265,7 +265,7 @@ class Step:
             self._restoring += perf_counter() - arrived
         return True
 
-    def _finished(self, started: Started, outcome: Any, form: str) -> None:
+    def _prepare_results(self, started: Started, outcome: Any, kind: str) -> None:
         """Prepare the mean, the results, and the next residual of a bucket."""
         bucket = started.bucket
         feedback = bucket.feedback
@@ -278,13 +278,13 @@ class Step:
             mean = reduction.mean(
                 received, dtype, self._size, bucket.selection.dense_ranges
             )
-            if form == "dense":
+            if kind == "dense":
                 results, write = bucket.dense_results(
                     mean, started.buffers, is_sign=reduction.average == SIGN
                 )
                 self._writes.append(write)
             else:
-                results = _sparse_results(started, mean, form)
+                results = _sparse_results(started, mean, kind)
         except OverflowError as error:
             if not self._skips:
                 raise
@@ -310,7 +310,7 @@ class Step:
         )
         self._statistics.append(statistics)
 
-    def _skip(self, buckets: Sequence[Bucket], form: str) -> None:
+    def _skip(self, buckets: Sequence[Bucket], kind: str) -> None:
         """Prepare the results of a step that is skipped: zeros, or vectors without entries."""
         self.means = []
         self._writes = []
@@ -318,11 +318,11 @@ class Step:
             for vector in bucket.outputs(self._outs).values():
                 self._writes.append(partial(vector.fill, 0))
             for tensor in bucket.tensors:
-                if tensor.name in self._outs or form == "vectors":
+                if tensor.name in self._outs or kind == "vectors":
                     continue
                 zeros = tensor.new()
                 result = tensor.wrap(zeros.reshape(tensor.shape))
-                if form == "sparse":
+                if kind == "sparse":
                     result = SparseVector.empty(tensor.size, tensor.dtype, like=zeros)
                 self.results[tensor.name] = result
 
@@ -371,10 +371,10 @@ class Step:
         )
 
 
-def _sparse_results(started: Started, mean: Written, form: str) -> dict[str, Any]:
+def _sparse_results(started: Started, mean: Written, kind: str) -> dict[str, Any]:
     """Return sparse means by tensor name, or nothing for "vectors"; raises ValueError for dense ones, and buffers."""
     bucket = started.bucket
-    if form == "sparse" and (
+    if kind == "sparse" and (
         bucket.basis is not None or started.reduction.declared.takes is Correction
     ):
         what = "the mean of dense arrays"
@@ -387,7 +387,7 @@ def _sparse_results(started: Started, mean: Written, form: str) -> dict[str, Any
         raise ValueError(
             "got out= and sparse=True: a sparse mean is returned, and not written to an array"
         )
-    if form == "vectors":
+    if kind == "vectors":
         return {}
     if started.reduction.average == SIGN:
         mean = mean.signs()

@@ -108,11 +108,13 @@ def _sparse_allreduce(case: Case, links: Links) -> dict[str, float]:
     if 1 < case.nodes < case.ranks:
         lanes = case.per_node
         between = links.between(lanes)
+        lane = _exact_sums(case.of_nodes(), between)
+        del lane["dense_mpi"]  # It takes all ranks.
         moved = case.entries + case.union(case.ranks)
         estimates["node_lanes"] = (
             seconds((3, 2 * lanes, 8 * moved, moved), links.inside())
             + upper(case.ranks) * between[0]
-            + min(_exact_sums(case.of_nodes(), between).values())
+            + min(lane.values())
         )
     return estimates
 

@@ -84,7 +84,7 @@ class Group:
     signature: the arguments that must be the same on all ranks, by name, with
     "operation" and "algorithm". error: of a rank without a valid contribution. codec: a
     name of `mpicomp.codec.CODECS`, or "auto". like: an array; received vectors are
-    placed on its device. algorithm: that runs; "auto" until it is chosen. nodes: the
+    placed on its device. algorithm: that runs; "auto" until it is chosen. by_node: the
     ranks of each node (that share memory), in the order of their first ranks.
     """
 
@@ -119,7 +119,7 @@ class Group:
         self.size = link.size
         self._ranks: Sequence[int] = range(link.size)  # of the communicator
         self._nodes = link.nodes
-        self.nodes = link.by_node
+        self.by_node = link.by_node
 
     def note_choice(self, algorithm: str) -> None:
         """Note the algorithm that "auto" chose."""
@@ -131,7 +131,7 @@ class Group:
             return CODECS[self.codec](vector)
         if vector.indices.nbytes + vector.values.nbytes <= SHORT_NBYTES:
             return plain(vector)
-        return smallest(vector) if len(self.nodes) > 1 else quick(vector)
+        return smallest(vector) if len(self.by_node) > 1 else quick(vector)
 
     def subgroup(self, ranks: Sequence[int]) -> "Group":
         """Return the group of some ranks, numbered in this order; includes this rank."""
@@ -140,21 +140,23 @@ class Group:
         inner.size = len(ranks)
         inner._ranks = [self._ranks[rank] for rank in ranks]
         inner._nodes = tuple([self._nodes[rank] for rank in ranks])
-        inner.nodes = schedule.groups(inner._nodes)
+        inner.by_node = schedule.groups(inner._nodes)
         return inner
 
     def case(self, length: int, entries: float, **about: Any) -> Case:
         """Return the sum of vectors of `length` with so many entries each, over this group, for `choose`."""
-        per_node = -(-self.size // len(self.nodes))
+        per_node = -(-self.size // len(self.by_node))
         return Case(self.size, length, entries, per_node, **about)
 
     def node(self) -> "Group":
         """Return the group of the ranks that share memory with this one."""
-        return self.subgroup(next(ranks for ranks in self.nodes if self.rank in ranks))
+        return self.subgroup(
+            next(ranks for ranks in self.by_node if self.rank in ranks)
+        )
 
     def lane(self, node: "Group") -> "Group":
         """Return the group of the ranks that have this rank's number in their nodes; each node has one."""
-        return self.subgroup([ranks[node.rank] for ranks in self.nodes])
+        return self.subgroup([ranks[node.rank] for ranks in self.by_node])
 
     @cached_property
     def nothing(self) -> SparseVector:
@@ -202,9 +204,9 @@ class Group:
 
     def discard(self) -> None:
         """Receive and drop what has arrived of an operation that broke off here: its senders may wait for that."""
-        for operation in self.posted:
+        for message in self.posted:
             with suppress(DamagedMessageError):
-                operation.test()
+                message.test()
         while self.link.discard(self._tag):
             pass
 

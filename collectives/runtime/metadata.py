@@ -116,7 +116,7 @@ def samples_of(
 def can_show(vector: SparseVector, group: Group) -> bool:
     """Return whether to send what a vector has in windows: between nodes, of many entries in host memory."""
     return (
-        len(group.nodes) > 1
+        len(group.by_node) > 1
         and vector.nnz >= LEAST_ENTRIES
         and not on_device(vector.indices)
     )

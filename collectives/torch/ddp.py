@@ -119,6 +119,7 @@ def attach(
         settings = check_settings(exchange, scaler, check_every)
         return {
             "settings": settings | {"clip": repr(limit)},
+            "clip": limit,
             "rank": dist.get_rank(),
             "group": sorted(dist.get_process_group_ranks(ddp.process_group)),
         }
@@ -130,8 +131,7 @@ def attach(
     )
     check_same("arguments of attach", [answer["settings"] for answer in everyone])
     (ddp,) = parts_of(model, DistributedDataParallel)
-    limit = None if clip is None else float(clip)
-    return DDPHandle(ddp, exchange, limit, scaler, check_every)
+    return DDPHandle(ddp, exchange, everyone[0]["clip"], scaler, check_every)
 
 
 _ANEW = (
@@ -168,7 +168,7 @@ class DDPHandle(Handle):
         # A weak reference: a model that is dropped is deleted, and the hooks of its
         # parameters with it.
         self._model = weakref.ref(model)
-        self._views = model.gradient_as_bucket_view
+        self._has_views = model.gradient_as_bucket_view
         self._finds_unused = model.find_unused_parameters
         self._may_skip = model.find_unused_parameters or model.static_graph
         # Whether DDP has made a forward pass whose gradients are to be exchanged.
@@ -185,7 +185,7 @@ class DDPHandle(Handle):
         self.norm: float | None = None
         self._buckets: list[_Bucket] = []  # of this step
         # Stamps of `.grad` before the pass; see `_stamp`.
-        self._gradients: list[Any] = []
+        self._stamps: list[Any] = []
         model.register_forward_pre_hook(self)
         model.register_forward_hook(self)
         this = weakref.ref(self)
@@ -239,7 +239,7 @@ class DDPHandle(Handle):
             self._begin_pass()
             # The stamps before the pass are unknown, and an empty list differs from all
             # of them.
-            self._gradients = []
+            self._stamps = []
             return
         self._is_astray = True
         after_backward(self._refuse_pass)
@@ -281,7 +281,7 @@ class DDPHandle(Handle):
         """Begin a backward pass, and check the parameters: DDP waits for gradients of some of them."""
         super()._begin_pass()
         self._buckets = []
-        self._gradients = [_stamp(parameter) for parameter in self._names]
+        self._stamps = [_stamp(parameter) for parameter in self._names]
         try:
             self._parameters.look()
             frozen = self._parameters.frozen()
@@ -321,7 +321,7 @@ class DDPHandle(Handle):
         refused = self._own_error
         self._own_error = None
         if not self._has_ended:
-            if refused is None and self._gradients != [
+            if refused is None and self._stamps != [
                 _stamp(parameter) for parameter in self._names
             ]:
                 refused = RuntimeError(
@@ -373,7 +373,7 @@ class DDPHandle(Handle):
         factor = math.nan
         if self._in_pass:
             self._check_versions()
-        if self._views:
+        if self._has_views:
             self._check_views(buckets)
         try:
             means, factor = self._end()
@@ -412,7 +412,7 @@ class DDPHandle(Handle):
             mean = _in_layout_of(parameter, part)
             gradient = parameter.grad
             if gradient is None and mean.any():
-                parameter.grad = mean if self._views else mean.clone()
+                parameter.grad = mean if self._has_views else mean.clone()
             elif gradient is not None and gradient.data_ptr() != mean.data_ptr():
                 gradient.copy_(mean)
 
@@ -523,7 +523,7 @@ def _check_ddp(model: Any) -> DistributedDataParallel:
         ):
             raise TypeError(
                 f"{name} is {type(module).__name__}(sparse=True), whose gradients are sparse tensors: expected "
-                f"sparse=False; the exchange sends few entries all the same"
+                "sparse=False; the exchange sends few entries all the same"
             )
     _check_parameters(ddp)
     _check_outside(model, ddp)

@@ -333,9 +333,9 @@ class Feedback(Configured):
                 f"the gradient is {got}: expected {expected} of shape (n,)"
             )
         xp = namespace(first)
-        layout = self.dtypes(first.dtype)
         self._arrays = {
-            name: new_vector(xp, size, dtype) for name, dtype in layout.items()
+            name: new_vector(xp, size, dtype)
+            for name, dtype in self.dtypes(first.dtype).items()
         }
         self._spares = {}
         self._kind = kind

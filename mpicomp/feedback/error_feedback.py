@@ -72,7 +72,9 @@ class ErrorFeedback(_InPlaceOrNot):
         self._stage(gradient)
         residual = self._arrays["residual"]
         out = self._spare("residual")
-        return Correction(gradient, out, residual, self.decay, basis, True)
+        return Correction(
+            gradient, out, residual, self.decay, basis, shows_gradient=True
+        )
 
 
 class InPlaceErrorFeedback(ErrorFeedback):
