@@ -367,7 +367,9 @@ SIGNALS = [
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("place", ["_prepare", "_finish", "_prepare_results", "_commit"])
+@pytest.mark.parametrize(
+    "place", ["_prepare", "_finish", "_prepare_results", "_commit"]
+)
 def test_every_handler_of_a_signal_runs_after_the_step(
     comm, handle, monkeypatch, number, place
 ):
