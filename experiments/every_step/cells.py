@@ -25,6 +25,7 @@ MODELS = {"small": "library", "small-manual": "manual"}
 RANKS = 2, 4, 8, 16
 ALONE = 16, 4  # the total batch that stays, and the batch of a rank that stays
 EVERY = 5, 10, 30, 100
+OF_ONE_WINDOW = 16, 32  # ranks with a window each
 DENSE, FEW_BITS = "dense", "few-bits-4"
 KINDS = ("muon", 4), ("muon", 2), ("adamw", 4)  # optimisers, and the bits of a value
 TENTH = 0.03, 0.045  # bits of a value and step, about a tenth of 4 bits every 10 steps
@@ -89,11 +90,11 @@ class Cell(NamedTuple):
 
 
 def cells(rows: Sequence[Any]) -> list[Cell]:
-    """Return the cells in which something was trained on more than one rank."""
+    """Return the cells of the map in which something was trained."""
     found = {
         Cell(row["model"], row["ranks"] * row["batch"], row["ranks"])
         for row in rows
-        if row["ranks"] > 1
+        if row["ranks"] in RANKS
     }
     return sorted(found)
 
@@ -145,19 +146,20 @@ def fewer_bits(rows: Sequence[Any]) -> list[list[str]]:
 
 
 def by_bits(rows: Sequence[Any]) -> list[list[str]]:
-    """Return the cells of the table of all that was tried on the most ranks with Muon, the fewest bits first."""
-    heads = ["text", "method", "bits a value and step", "rate: loss"]
+    """Return the cells of the table of all that was tried on ranks with one window each, the fewest bits first."""
+    heads = ["text, ranks", "method", "bits a value and step", "rate: loss"]
     heads += ["at the best rate, by seed", "nats behind dense Muon"]
-    total, ranks = ALONE[0], RANKS[-1]
     lines = []
-    for model, text in MODELS.items():
-        about = {"model": model, "ranks": ranks, "batch": total // ranks}
+    for ranks, (model, text) in product(OF_ONE_WINDOW, MODELS.items()):
+        about = {"model": model, "ranks": ranks, "batch": 1}
         own = of(rows, **about, optimizer="muon", steps=STEPS)
         methods = grouped(own, lambda row: row["method"])
         for name in sorted(methods, key=lambda name: methods[name][0]["bits"]):
             tried, seeds, bits = figures(methods[name])
-            gap = Cell(model, total, ranks).gap(rows, name, "muon")
-            lines.append([text, f"`{name}`", bits, tried, seeds, f"{gap or 0:.2f}"])
+            gap = Cell(model, ranks, ranks).gap(rows, name, "muon")
+            behind = "" if gap is None else f"{gap:.2f}"
+            place = f"{text}, {ranks}"
+            lines.append([place, f"`{name}`", bits, tried, seeds, behind])
     return [heads, *lines]
 
 
