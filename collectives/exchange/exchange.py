@@ -54,6 +54,11 @@ class GradientExchange(CheckedKeywords):
     on every rank. The first step compares settings and tensors between the ranks. A step is
     kept by all ranks or by none.
 
+    A call takes an array, a list of arrays that are compressed as one vector, or a dict of
+    arrays that are compressed separately: float16, float32, float64, or bfloat16, which is
+    exchanged as float32. `start` and `finish` take named arrays one by one. `state_dict`
+    saves the residuals, and `hold` leaves frozen layers out.
+
     Args:
         comm: any mpi4py intracommunicator.
         compressor: selects the entries to send; each named tensor gets a copy. For gradients
