@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant(
         "digest: dtypes are not compared",
         "collectives/calls/start.py",
-        'compared["dtype"] = DTYPE_NAMES[vector.values.dtype]',
+        'compared["dtype"] = DTYPE_NAMES[prepared.like.dtype]',
         'compared["dtype"] = "float32"',
         ARGUMENTS,
     ),
@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "commit: a rank keeps a step that another one could not",
         "collectives/calls/all_or_none.py",
-        "    _raise_together(error, comm, operation, position())\n",
-        "    error is None or _raise_together(error, comm, operation, position())\n",
+        "                _raise_together(error, comm, operation, here)\n",
+        "                error is None or _raise_together(error, comm, operation, here)\n",
         f"{ON_RANKS} tests/mpi/test_faults_of_a_step.py",
     ),
     Mutant(
@@ -141,6 +141,37 @@ MUTANTS = [
         "vector = run.compressor.select(own, run.bounds)",
         "vector = run.compressor.select(own, [0, run.bounds[-1]])",
         f"{ON_RANKS} tests/mpi/test_named.py",
+    ),
+    Mutant(
+        "halves: ties are rounded up",
+        "mpicomp/kernels/host/halves.py",
+        "is_odd = (magnitudes >> 13) & 1",
+        "is_odd = (magnitudes & 0) | 1",
+        "tests/mpicomp/test_halves.py",
+    ),
+    Mutant(
+        "signs: the mean out of a basis keeps its magnitudes",
+        "mpicomp/means.py",
+        "return replace(self, is_sign=True)",
+        "return replace(self, is_sign=False)",
+        f"{ON_RANKS} tests/mpi/test_basis.py",
+    ),
+    Mutant(
+        "held: a tensor is taken up as if no step had been left out",
+        "collectives/exchange/layout.py",
+        "new.take(used.held())",
+        "new.held()",
+        f"{ON_RANKS} tests/mpi/test_out_of_step.py",
+    ),
+    Mutant(
+        "restart: anchors change before all parameters are checked",
+        "collectives/local_steps/outer.py",
+        "        self._find_parameters()\n        for replica in self._replicas:\n"
+        "            replica.take_anchor()\n",
+        "        for replica in self._replicas:\n"
+        "            replica.find_parameters(self._named_parameters())\n"
+        "            replica.take_anchor()\n",
+        f"{ON_RANKS} tests/mpi/test_outer.py",
     ),
 ]
 

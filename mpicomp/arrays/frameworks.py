@@ -40,7 +40,7 @@ def to_array(array: Any) -> Array:
         return _on_current_device(array)  # type: ignore[no-any-return]
     _check_dense(array)
     if _is_bfloat16(array):  # NumPy has no such dtype
-        if getattr(array, "is_cpu", False):
+        if hasattr(array, "untyped_storage") and array.is_cpu:
             # NumPy's memory is in huge pages, and PyTorch's takes a fault for each page.
             values = np.empty(tuple(array.shape), np.float32)
             sys.modules["torch"].from_numpy(values).copy_(array.detach())
