@@ -72,7 +72,7 @@ def looked_up():
     folder = pathlib.Path(mpicomp.__file__).parent
     nodes = [
         node
-        for file in ("arrays", "tensors", "vector")
+        for file in ("arrays/frameworks", "tensors", "vector")
         for node in ast.walk(ast.parse((folder / f"{file}.py").read_text()))
     ]
     names = {
