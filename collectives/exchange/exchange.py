@@ -163,25 +163,21 @@ class GradientExchange(CheckedKeywords):
             small = 0 if takes_arrays or basis is not None else 1024
         if bucket_nbytes is not None:
             bucket_nbytes = to_integer("bucket_nbytes", bucket_nbytes, least=0)
-        # An object that is given to two exchanges needs a residual and a history in
-        # each of them.
+        # An object that two exchanges are given needs a state in each.
         self.compressor = copied(compressor)
         self.feedback = copied(feedback)
         self.average = average
         self.basis = basis
         self.log = log
-        # Numbers of kept steps, with those before a state that was loaded, and of
-        # skipped steps.
+        # Numbers of steps: kept ones, also before a loaded state, and skipped ones.
         self.steps = self.skipped = 0
         self._skips = Skips(most_skips)
-        # Calls that changed the state after the last step; they must be the same on all
-        # ranks.
+        # Calls that changed the state after the last step, the same on all ranks.
         self._changes: list[str] = []
         # Whether the last step was kept, and not skipped.
         self.finite = True
         self.statistics: Statistics | None = None  # of the last step
-        # Statistics of the first step, which compiles and connects, and the sums of
-        # those of all other steps.
+        # Sums of the first step, which compiles and connects, and of all others.
         self._totals: list[Statistics] = []
         # Whether all ranks of the last step share memory.
         self._is_on_one_node = False
