@@ -95,8 +95,10 @@ class Bucket:
                 joined = self._buffer = concatenated(vectors, self._buffer)
             vectors = [joined]
         correction = self.feedback.correct(*vectors, basis=self.basis)
+        if takes is not Correction:
+            return correction
         out = correction.out
-        if takes is Correction and address(out) == address(vectors[0]):
+        if address(out) == address(vectors[0]):
             out = np.empty_like(out)  # for the errors
         check = partial(self.check_corrected, arrays)
         return correction._replace(out=out, check=check)

@@ -114,6 +114,9 @@ class DenseMean(_Mean):
     def memory(self) -> Array:
         return self.array
 
+    def filler(self, memory: Array, parts: Sequence[Array]) -> Write:
+        return _nothing  # The values are in `memory` already.
+
     def writer(self, parts: Sequence[Array]) -> Write:
         own = in_parts(self.array, sizes_of(parts))
         pairs = [
@@ -334,6 +337,10 @@ class TransformedMean(_Mean):
 Mean = DenseMean | SparseMean | CodedMean
 Written = Mean | TransformedMean
 Pieces = Iterator[tuple[DenseMean | SparseMean, slice]]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _narrowed(values: Array, dtype: Dtype, *, clips: bool) -> Array:

@@ -114,7 +114,7 @@ class SparseVector:
         vector = SparseVector.trusted(self.indices, values, self.length)
         known = ["_device_ends", "_known_places"]
         if is_finite:
-            known.append("_device_facts")
+            known.append("_facts")
         for name in known:
             if name in vars(self):
                 vars(vector)[name] = vars(self)[name]
@@ -126,7 +126,7 @@ class SparseVector:
         """Store what the kernel that filled arrays on a device knows: the results of `inspect` and of `places_of`."""
         fields = vars(self)
         fields["_known_places"] = list(bounds), list(places)
-        fields["_device_facts"] = facts
+        fields["_facts"] = facts
         fields["_device_ends"] = facts[2:]
 
     @classmethod
@@ -307,7 +307,7 @@ class SparseVector:
     def check_order(self) -> None:
         """Raise ValueError unless the indices increase, and are in range."""
         if on_device(self.indices):
-            position = self._device_facts[0]
+            position = self._facts[0]
         else:
             position = kernels_for(self.indices).first_disorder(
                 self.indices, self.length
@@ -338,15 +338,28 @@ class SparseVector:
         if self._inspected()[1] >= 0:
             check_finite(self.values)
 
+    def validate_once(self) -> None:
+        """Validate, and remember the result until `forget`: nobody changes the arrays before."""
+        _ = self._facts
+        self.validate()
+
+    def forget(self) -> "SparseVector":
+        """Return the vector, which its owner may change: in host memory `validate` looks at all entries again."""
+        if not on_device(self.values):
+            vars(self).pop("_facts", None)
+        return self
+
     def _inspected(self) -> Facts:
         """Return what `kernels.inspect` does; anew for arrays in host memory, which the owner may have changed."""
-        if type(self.values) is not np.ndarray and on_device(self.values):
-            return self._device_facts
+        is_on_host = type(self.values) is np.ndarray
+        if "_facts" in vars(self) or (not is_on_host and on_device(self.values)):
+            return self._facts
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @cached_property
-    # The facts are cached, as they take a kernel launch and a copy to the host.
-    def _device_facts(self) -> Facts:
+    # The facts are cached, as on a device they take a kernel launch and a copy to the
+    # host.
+    def _facts(self) -> Facts:
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @property
@@ -360,7 +373,7 @@ class SparseVector:
 
     @cached_property
     def _device_ends(self) -> tuple[int, int]:
-        return self._device_facts[2:]
+        return self._facts[2:]
 
     @property
     def nnz(self) -> int:

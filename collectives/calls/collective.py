@@ -13,7 +13,7 @@ An algorithm is read with this file, `Group` and `mpicomp.vector` alone:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial, update_wrapper
+from functools import cached_property, partial, update_wrapper
 from inspect import cleandoc, signature
 from typing import Any, Generic, ParamSpec, TypeVar, get_args
 
@@ -33,11 +33,6 @@ Algorithm = Callable[..., Steps[Any]]
 COLLECTIVES: dict[str, "Collective[Any, Any]"] = {}
 
 
-def no_share(length: int, rank: int, size: int) -> tuple[int, int]:
-    """Return an empty range: every rank sends all of its entries."""
-    return 0, 0
-
-
 @dataclass(frozen=True)
 class Declaration:
     """What a collective takes and gives; a decorator of the function that returns its `Call`.
@@ -46,7 +41,7 @@ class Declaration:
     `Sum`. counting: the arguments with which it counts votes; none if it cannot.
     takes: what it sums: SparseVector; np.ndarray, dense arrays; or these and Correction, of which it returns the sum
     in few bits. own_share(length, rank, size): returns the first index and the end of the
-    range that a rank sums itself, and so does not send.
+    range that a rank sums itself, and so does not send; None: it sends all.
 
     promise: returns an algorithm's result as a `Sum` that the debug mode checks: the
     value, a vector or a list of them, is the same on all ranks, and with what was
@@ -60,7 +55,7 @@ class Declaration:
     to_sum: ToSum | None = None
     counting: dict[str, Any] = field(default_factory=dict)
     takes: type[Any] = SparseVector
-    own_share: Callable[[int, int, int], tuple[int, int]] = no_share
+    own_share: Callable[[int, int, int], tuple[int, int]] | None = None
     promise: ToSum | None = None
     compare: Callable[[Group], Steps[None]] = Group.compare_calls
     checks: Mapping[str, Callable[[Any, int], Any]] = field(default_factory=dict)
@@ -72,12 +67,12 @@ class Declaration:
             COLLECTIVES[declared.name] = declared
         return declared
 
-    @property
+    @cached_property
     def takes_arrays(self) -> bool:
         """Whether it sums all values of dense arrays."""
         return self.takes is not SparseVector
 
-    @property
+    @cached_property
     def promised(self) -> ToSum | None:
         """The promise that the debug mode checks."""
         return self.promise or self.to_sum
@@ -99,30 +94,34 @@ class Collective(Generic[P, T]):
         self.automatic: Algorithm | None = None
         update_wrapper(self, call)
         self.name = call.__name__
-        # Names of the algorithms that run no code of the user, which has to run inside
-        # calls.
+        # Names of the algorithms that run no code of the user.
         self.unattended: set[str] = set()
         # The signature shows the result, and not the Call.
         shown = signature(call)
         (result,) = get_args(shown.return_annotation) or (Any,)
         self.__signature__ = shown.replace(return_annotation=result)
-        self.nonblocking: Callable[P, Request[T]] = self.form(None)
+        self.nonblocking = self._nonblocking()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the collective to its end."""
         try:
-            return start(self, args, kwargs, None).result()  # type: ignore[no-any-return]
+            return start(self, args, kwargs).result()  # type: ignore[no-any-return]
         finally:
             # An error among the arguments, its traceback and this frame would form a
             # reference cycle.
             del args, kwargs
 
-    def form(self, to_sum: ToSum | None) -> Callable[P, Any]:
-        """Return the nonblocking form, whose result is a `Sum` if `to_sum` converts it."""
+    def start(self, *args: P.args, **kwargs: P.kwargs) -> Request[T]:
+        """Start it, for a caller that waits at once, or calls `Request.in_background`."""
+        return start(self, args, kwargs)
 
-        def begin(*args: P.args, **kwargs: P.kwargs) -> Any:
-            request = start(self, args, kwargs, to_sum)
-            return request.in_background(self.unattended)
+    def _nonblocking(self) -> Callable[P, Request[T]]:
+        """Return the nonblocking form, a function with its own name and documentation."""
+
+        def begin(*args: P.args, **kwargs: P.kwargs) -> Request[T]:
+            request = start(self, args, kwargs)
+            request.in_background()
+            return request
 
         update_wrapper(begin, self.call)
         begin.__name__ = begin.__qualname__ = self.name.replace("_", "_i", 1)

@@ -32,9 +32,8 @@ def start(
     collective: "Collective[..., Any]",
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    to_sum: Callable[[Any], Any] | None,
 ) -> Request[Any]:
-    """Start a collective with the caller's arguments. to_sum: converts its result."""
+    """Start a collective with the caller's arguments."""
     try:
         call = collective.call(*args, **kwargs)
     except Exception as raised:
@@ -64,6 +63,7 @@ def start(
             error,
             codec=call.codec,
             like=prepared.like,
+            is_own=name not in collective.unattended,
         )
         if link.lost:
             group.contribute(CollectiveError(link.take_lost()))
@@ -86,8 +86,6 @@ def start(
             steps = run_or_notify(group, steps)
         if prepared.finish is not None:
             steps = _converted(steps, prepared.finish)
-        if to_sum is not None:
-            steps = _converted(steps, to_sum)
         return own.start(steps, group)
 
 

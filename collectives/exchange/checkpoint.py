@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,27 +154,46 @@ def _roles(part: str, owner: Configured, state: ByName) -> dict[str, str]:
     }
 
 
-def load_whole_state(
+class Saved(NamedTuple):
+    """A state that was saved: its header, its arrays, and the names of tensors in it, by name here."""
+
+    header: Header
+    state: ByName
+    names: Mapping[str, str]
+
+    def arrays(self, part: str, tensors: Sequence[str]) -> dict[str, ByName]:
+        """Return the arrays of a part of some tensors, by what their states are called in errors."""
+        return {
+            f"the state of {tensor!r}": {
+                key: self.state[f"{self.names[tensor]}/{part}/{key}"]
+                for key in self.part_of(tensor, part)["arrays"]
+            }
+            for tensor in tensors
+        }
+
+    def part_of(self, tensor: str, part: str) -> Header:
+        """Return what the header has of a part of a tensor."""
+        content: Header = self.header["tensors"][self.names[tensor]][part]
+        return content
+
+
+def check_state(
     buckets: Sequence[Bucket],
     state: ByName,
     place: Header,
     *,
     same_settings: bool,
-) -> int:
-    """Load copies of a `whole_state`, all or nothing, and return its step.
-
-    place: as of `whole_state`. same_settings: also refuse a state with other settings.
-    Raises ValueError that names both for a state of another rank, number of ranks or
-    settings, and ValueError for one that does not fit; TypeError for no state.
-    """
+) -> Saved:
+    """Return a `whole_state`, unless it is of other tensors, another rank or other settings; see `load_whole_state`."""
     header = header_of(state)
     if LOOP in header:
         raise ValueError(
             "the state is of an OuterLoop: expected one of a GradientExchange; load it into the loop"
         )
-    saved = canonical_names([name for bucket in buckets for name in bucket.names])
+    own_names = canonical_names([name for bucket in buckets for name in bucket.names])
+    saved = Saved(header, state, own_names)
     tensors = header["tensors"]
-    names = {*saved.values()}
+    names = {*own_names.values()}
     if tensors.keys() != names:
         raise ValueError(
             f"the state is of {len(tensors)} tensors, with {sorted(tensors.keys() - names)[:5]} and without "
@@ -192,24 +211,34 @@ def load_whole_state(
                 for name, own in zip(
                     bucket.names, _settings(bucket, part), strict=True
                 ):
-                    settings = {part: tensors[saved[name]][part]["settings"]}
+                    settings = {part: saved.part_of(name, part)["settings"]}
                     check_saved(
                         f"the state of {name!r}", settings, {part: own}, OTHER_SETTINGS
                     )
         check_saved("the state", header["settings"], place["settings"], OTHER_SETTINGS)
+    return saved
+
+
+def load_whole_state(
+    buckets: Sequence[Bucket],
+    state: ByName,
+    place: Header,
+    *,
+    same_settings: bool,
+) -> int:
+    """Load copies of a `whole_state`, all or nothing, and return its step.
+
+    place: as of `whole_state`. same_settings: also refuse a state with other settings.
+    Raises ValueError that names both for a state of another rank, number of ranks or
+    settings, and ValueError for one that does not fit; TypeError for no state.
+    """
+    saved = check_state(buckets, state, place, same_settings=same_settings)
     with restored_on_error(buckets):
         for bucket in buckets:
             for part, segments, spans, owner in _owners(bucket):
-                own = {
-                    f"the state of {name!r}": {
-                        key: state[f"{saved[name]}/{part}/{key}"]
-                        for key in tensors[saved[name]][part]["arrays"]
-                    }
-                    for name in bucket.names[segments]
-                }
-                load(owner, own, spans)
+                load(owner, saved.arrays(part, bucket.names[segments]), spans)
             _check_fits(bucket)
-    return int(header["steps"])
+    return int(saved.header["steps"])
 
 
 def _check_fits(bucket: Bucket) -> None:

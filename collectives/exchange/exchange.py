@@ -1,7 +1,7 @@
 """GradientExchange: from the gradients of one rank to the mean over all ranks."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import count
@@ -20,6 +20,7 @@ from collectives.calls.all_or_none import (
 from collectives.calls.positions import Position
 from collectives.calls.replicas import EVERY, REMEDY, Comparison
 from collectives.exchange.checkpoint import (
+    header_of,
     load_whole_state,
     restored_on_error,
     whole_state,
@@ -488,9 +489,15 @@ class GradientExchange(CheckedKeywords):
             RuntimeError: a step is in progress.
         """
         check_between_steps(self)
-        self.steps = load_whole_state(
-            self.buckets, state, self._place(), same_settings=same_settings
-        )
+        if self._order:
+            held = {name for bucket in self._held for name in bucket.names}
+            rearranged = self._rearranged(held, state, same_settings=same_settings)
+            self._buckets, self._held = rearranged
+            self.steps = header_of(state)["steps"]
+        else:
+            self.steps = load_whole_state(
+                self.buckets, state, self._place(), same_settings=same_settings
+            )
         self._changes = ["load_state_dict"]
         self._comparison.begin()
 
@@ -543,14 +550,25 @@ class GradientExchange(CheckedKeywords):
         if held == before:
             return held
         with all_or_none(self.comm, OPERATION):
-            rearranged = self._layout.rearranged(
-                self.buckets, self._order, held, self._place(), self.compressors
-            )
+            state = whole_state(self.buckets, self._place())
+            rearranged = self._rearranged(held, state, same_settings=False)
         self._buckets, self._held = rearranged
         self._names = {
             name for bucket in self._buckets for name in bucket.names_of_tensors
         }
         return held
+
+    def _rearranged(
+        self, held: Collection[str], state: ByName, *, same_settings: bool
+    ) -> tuple[list[Bucket], list[Bucket]]:
+        return self._layout.rearranged(
+            self.buckets,
+            self._order,
+            held,
+            state,
+            self._place(),
+            same_settings=same_settings,
+        )
 
     def _to_hold(
         self, names: Iterable[str], changed: Iterable[str]

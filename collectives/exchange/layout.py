@@ -17,7 +17,7 @@ One array, or the arrays of a list, are one bucket of one segment.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +30,12 @@ from collectives.calls.all_or_none import (
     outcome_of,
 )
 from collectives.calls.first_call import link_of
-from collectives.exchange.checkpoint import Header, load_whole_state, whole_state
+from collectives.exchange.checkpoint import (
+    COMPRESSOR,
+    Header,
+    check_state,
+    load_whole_state,
+)
 from collectives.exchange.reduction import CONTRIBUTORS, OPERATION, Reduction
 from collectives.planning.links import Links
 from collectives.runtime.link import Link
@@ -40,7 +45,7 @@ from mpicomp.bucket import Bucket
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_compressor
 from mpicomp.feedback import Feedback
-from mpicomp.state import SHARED, Configured, check_object
+from mpicomp.state import Configured, check_object, load
 from mpicomp.tensors import ALONE, DICT, Form, Tensor, describe
 
 # Bytes of a bucket, at most: those of a bucket in host memory fit caches. A bucket on a
@@ -250,35 +255,34 @@ class Layout:
         buckets: Sequence[Bucket],
         order: Sequence[str],
         held: Collection[str],
+        state: ByName,
         place: Header,
-        in_use: Mapping[str, Compressor],
+        *,
+        same_settings: bool,
     ) -> tuple[list[Bucket], list[Bucket]]:
-        """Return buckets of the tensors that are not held, and of those that are, with copies of the states.
+        """Return new buckets of the tensors that are not held, and of those that are, with a state that was saved.
 
-        in_use: the compressors of the buckets, by name of the tensor.
+        buckets: those until now. order: the names of their tensors. state, place,
+        same_settings: as of `load_whole_state`, whose errors are raised.
         """
-        tensors = {
-            tensor.name: tensor for bucket in buckets for tensor in bucket.tensors
-        }
-        # The tensors get new compressors, as in a resumed run, which makes the same
-        # buckets. Neighbours are joined only if they share their state, such as the step
-        # of `WarmUp`, which was not counted for those that were held.
-        parts = {}
-        for name in order:
-            own = self._compressor(tensors[name])
-            for new, used in zip(own.chain(), in_use[name].chain(), strict=True):
-                if new.layout == SHARED:
-                    new.take(used.held())
-            parts[name] = tensors[name], own
-        if len(held) == len(parts):
+        if len(held) == len(order):
             raise ValueError(
                 "no named tensor is left to exchange: expected one at least"
             )
+        saved = check_state(buckets, state, place, same_settings=same_settings)
+        tensors = {
+            tensor.name: tensor for bucket in buckets for tensor in bucket.tensors
+        }
+        # Neighbours are joined only if they share their state, such as the step of
+        # `WarmUp`, which is not counted for those that are held.
+        parts = {}
+        for name in order:
+            own = self._compressor(tensors[name])
+            load(own, saved.arrays(COMPRESSOR, [name]), [slice(tensors[name].size)])
+            parts[name] = tensors[name], own
         left = self.named([parts[name] for name in order if name not in held])
         out = self.named([parts[name] for name in order if name in held])
-        load_whole_state(
-            [*left, *out], whole_state(buckets, place), place, same_settings=False
-        )
+        load_whole_state([*left, *out], state, place, same_settings=same_settings)
         return left, out
 
     def _bucket(self, members: _Members) -> Bucket:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from collectives.allreduce import sparse_allreduce
 from collectives.calls.call import Sum
 from collectives.calls.collective import Collective, Declaration
-from collectives.dense import dense_allreduce, dense_iallreduce
+from collectives.dense import dense_allreduce
 from collectives.quantised import quantised_allreduce
 from collectives.runtime.votes import contributors
 from mpicomp.arrays.device import on_device
@@ -34,15 +34,15 @@ SIGN = "sign"
 class Reduction:
     """The sum of an exchange.
 
-    call: starts it, and returns a Request of a `Sum`; or a function of the user's own.
-    average: of `GradientExchange`. declared: what the collective takes.
+    call: starts it, and returns a Request; or a function of the user's own. average: of
+    `GradientExchange`. declared: what the collective takes.
     """
 
     call: Callable[..., Any]
     average: bool | str
     declared: Declaration
 
-    @property
+    @cached_property
     def is_own(self) -> bool:
         """Whether the sum is a function of the user's own, which declares nothing."""
         return self.declared.to_sum is None
@@ -50,17 +50,18 @@ class Reduction:
     def received(self, outcome: Any, length: int, dtype: Any) -> Sum:
         """Return what the collective returned, for vectors of a length, as a `Sum` whose value is a `Mean`.
 
-        outcome: a `Sum`, or its value alone; a dense array becomes a vector with all
-        entries, unless the collective takes arrays. What was rejected is converted to a
-        dtype, that of the residual. Raises TypeError for anything else, ValueError for
-        another length.
+        A function of the user's own returned a `Sum`, or its value alone. A dense array
+        becomes a vector with all entries, unless the collective takes arrays. What was
+        rejected is converted to a dtype, that of the residual. Raises TypeError for
+        anything else, ValueError for another length.
         """
-        total = outcome if isinstance(outcome, Sum) else Sum(outcome)
+        to_sum = self.declared.to_sum or _sum_of
+        total = to_sum(outcome)
         value, rejected, votes = total
         if self.declared.takes is Correction:
             return total
         if self.declared.takes_arrays:
-            return total._replace(value=DenseMean(value))
+            return Sum(DenseMean(value), rejected, votes)
         if isinstance(value, np.ndarray) or on_device(value):
             value = from_all_values(to_vector(value))
         parts = [value]
@@ -139,10 +140,14 @@ def reduction(collective: Any, bits: int | None, average: bool | str) -> Reducti
             f"collective is {bound.func.__name__}, which does not give every rank the sum: expected sparse_allreduce, "
             "gtopk_allreduce, sparse_allgather, or with Dense() quantised_allreduce or dense_allreduce"
         )
-    call = partial(known.form(to_sum), *bound.args, **options)
+    call = partial(known.start, *bound.args, **options)
     return Reduction(call, average, declared)
 
 
 def dense_reduction(average: bool | str) -> Reduction:
     """Return the sum of tensors too small to be compressed."""
-    return Reduction(dense_iallreduce, average, dense_allreduce.declaration)
+    return Reduction(dense_allreduce.start, average, dense_allreduce.declaration)
+
+
+def _sum_of(outcome: Any) -> Sum:
+    return outcome if isinstance(outcome, Sum) else Sum(outcome)

@@ -44,7 +44,7 @@ class Statistics(NamedTuple):
     def plus(self, other: "Statistics") -> "Statistics":
         """Return the sum of both; algorithms: of this one."""
         sums = map(add, self[:-2], other[:-2])
-        return Statistics(*sums)._replace(algorithms=self.algorithms)
+        return Statistics._make([*sums, None, self.algorithms])
 
 
 def report(

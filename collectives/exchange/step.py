@@ -45,29 +45,39 @@ from mpicomp.means import Mean, Written
 from mpicomp.vector import SparseVector, entries, split, widened
 
 
+class Contribution(NamedTuple):
+    """What a rank contributes to the sum of a bucket.
+
+    correction: of the gradient. sent: the selected entries, or all values. share: see
+    `Bucket.payload`. buffers: for the mean, by tensor name.
+    """
+
+    correction: Correction
+    sent: Any
+    share: tuple[int, int]
+    buffers: ByName
+
+
 class Started(NamedTuple):
     """A bucket whose sum was started.
 
-    correction: of the gradient. sent: by this rank, the selected entries, or all
-    values; both None if it failed, and contributed its error. share: see `Bucket.payload`.
-    buffers: for the mean, by tensor name. outcome: a Request; or what a collective that
-    blocks returned, or its error.
+    contribution: None if this rank failed, and contributed its error. outcome: a Request;
+    or what a collective that blocks returned, or its error.
     """
 
     bucket: Bucket
     reduction: Reduction
-    correction: Any = None
-    sent: Any = None
-    share: tuple[int, int] = (0, 0)
-    buffers: ByName = {}
-    outcome: Any = None
+    contribution: Contribution | None
+    outcome: Any
 
     @property
     def written(self) -> list[Array]:
         """The caller's arrays that the step writes to once it is kept."""
-        written = [*self.buffers.values()]
-        if self.bucket.in_place and self.correction is not None:
-            written += self.correction.parts
+        if self.contribution is None:
+            return []
+        written = [*self.contribution.buffers.values()]
+        if self.bucket.in_place:
+            written += self.contribution.correction.parts
         return written
 
 
@@ -170,17 +180,20 @@ class Step:
             reduction = self._reduction
             if bucket.dense:
                 reduction = dense_reduction(reduction.average)
-            started = Started(bucket, reduction)
-            contribution: Any = error or outcome_of(self._prepare, bucket, reduction)
-            if isinstance(contribution, Started):
-                started = contribution
-                contribution = started.sent
+            contribution = None
+            sent: Any = error
+            if error is None:
+                try:
+                    contribution = self._prepare(bucket, reduction)
+                    sent = contribution.sent
+                except Exception as raised:
+                    sent = kept(raised)
             ready = perf_counter()
             outcome: Any = None
             try:
                 # A sum of float16 is computed in float32, so that only the mean has to
                 # be in range.
-                outcome = reduction.call(widened(contribution), self._comm)
+                outcome = reduction.call(widened(sent), self._comm)
             except Exception as raised:
                 outcome = kept(raised)
             except BaseException as interrupt:
@@ -188,13 +201,16 @@ class Step:
                 outcome = contributed(interrupt)
                 raise
             finally:
-                self.started.append(started._replace(outcome=outcome))
+                self.started.append(Started(bucket, reduction, contribution, outcome))
+            waits_at_once = is_complete and bucket is buckets[-1]
+            if isinstance(outcome, Request) and not waits_at_once:
+                outcome.in_background()
             self._compressing += ready - began
             self._communicating += perf_counter() - ready
 
     def start_failed(self, bucket: Bucket, error: Exception) -> None:
         """Count a bucket as started, whose sum failed because other ranks took another call of this rank for it."""
-        self.started.append(Started(bucket, self._reduction, outcome=error))
+        self.started.append(Started(bucket, self._reduction, None, error))
 
     def advance(self) -> None:
         """Advance the buckets in flight, without waiting."""
@@ -202,21 +218,23 @@ class Step:
             if isinstance(started.outcome, Request) and not started.outcome.test():
                 break  # what is in flight advances together
 
-    def _prepare(self, bucket: Bucket, reduction: Reduction) -> Started:
-        """Return a bucket that is ready to be started: all that can fail before the sum."""
+    def _prepare(self, bucket: Bucket, reduction: Reduction) -> Contribution:
+        """Return what this rank contributes: all that can fail before the sum."""
         declared = reduction.declared
         self.snapshots += bucket.selection.snapshot()
         vectors, buffers = bucket.vectors(self.arrays, self._outs)
         if self._skips:
             bucket.check_finite(self.arrays, NotFiniteError)
         correction = bucket.correct(vectors, self.arrays, declared.takes)
-        share = declared.own_share(bucket.length, self._rank, self._size)
+        share = 0, 0
+        if declared.own_share is not None:
+            share = declared.own_share(bucket.length, self._rank, self._size)
         try:
             sent = bucket.payload(correction, declared.takes, share)
         except ValueError:
-            correction.check(correction.out)
+            bucket.check_corrected(self.arrays, correction.out)
             raise
-        return Started(bucket, reduction, correction, sent, share, buffers)
+        return Contribution(correction, sent, share, buffers)
 
     def _finish(self, error: Exception | None, kind: str) -> bool:
         """Wait for all sums, and prepare what is committed; raise the first error that is no skip.
@@ -270,9 +288,11 @@ class Step:
         bucket = started.bucket
         feedback = bucket.feedback
         reduction = started.reduction
-        correction = started.correction
+        contribution = started.contribution
+        assert contribution is not None, "a bucket without one has an error"
+        correction = contribution.correction
         dtype = correction.out.dtype
-        sent = started.sent
+        sent = contribution.sent
         received = reduction.received(outcome, bucket.length, dtype)
         try:
             mean = reduction.mean(
@@ -280,7 +300,7 @@ class Step:
             )
             if kind == "dense":
                 results, write = bucket.dense_results(
-                    mean, started.buffers, is_sign=reduction.average == SIGN
+                    mean, contribution.buffers, is_sign=reduction.average == SIGN
                 )
                 self._writes.append(write)
             else:
@@ -298,7 +318,7 @@ class Step:
             bucket.selection.observe(mean.entries())
             keep = feedback.prepare_residual(correction, sent, received.rejected)
         self._writes.append(keep)
-        first, end = started.share
+        first, end = contribution.share
         size = entries(sent)
         others = size - (end - first)
         statistics = Statistics(
@@ -354,11 +374,12 @@ class Step:
         """Return the statistics of a step that was kept and counted."""
         link = self._link = self._link or link_if_any(self._comm)
         total = reduce(Statistics.plus, self._statistics)
-        outcomes = [started.outcome for started in self.started]
         algorithms = dict.fromkeys(
-            f"{outcome.operation} ({outcome.algorithm})"
-            for outcome in outcomes
-            if isinstance(outcome, Request)
+            [
+                f"{outcome.operation} ({outcome.algorithm})"
+                for *_, outcome in self.started
+                if isinstance(outcome, Request)
+            ]
         )
         return Statistics(
             *total[:5],
@@ -383,7 +404,7 @@ def _sparse_results(started: Started, mean: Written, kind: str) -> dict[str, Any
         raise ValueError(
             f"got sparse=True, and {what} has all values: expected sparse=False"
         )
-    if started.buffers:
+    if started.contribution and started.contribution.buffers:
         raise ValueError(
             "got out= and sparse=True: a sparse mean is returned, and not written to an array"
         )

@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from inspect import GEN_RUNNING, getgeneratorstate
 from threading import Lock, RLock
@@ -94,19 +94,16 @@ class Request(Generic[T]):
         """The algorithm that runs, or ran; "auto" until it is chosen."""
         return str(self._group.algorithm)
 
-    def in_background(self, unattended: Container[str]) -> "Request[T]":
-        """Have it advance while the rank computes, if it can; return it.
+    def in_background(self) -> None:
+        """Have it advance while the rank computes, if it can.
 
-        On one rank nothing moves, and a device is used inside calls only. unattended:
-        the algorithms that run no code of the user.
+        On one rank nothing moves. A device is used, and code of the user runs, inside calls only.
         """
         group = self._group
-        if self.done or group.size == 1 or on_device(group.like):
-            return self
-        if group.signature["algorithm"] in unattended:
-            self.unattended_from = time.monotonic() + FIRST
-            self._engine.progress.wake()
-        return self
+        if self.done or group.is_own or group.size == 1 or on_device(group.like):
+            return
+        self.unattended_from = time.monotonic() + FIRST
+        self._engine.progress.wake()
 
     def test(self) -> bool:
         """Advance every operation in flight without waiting; return whether this one has ended, also by an error."""

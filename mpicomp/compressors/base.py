@@ -101,10 +101,6 @@ class Compressor(Configured):
         """Return this compressor and the ones it wraps, the innermost last."""
         return [self]
 
-    def snapshot(self) -> list[Snapshot]:
-        """Return the attributes of the chain, which are set again after a step that failed."""
-        return [(part, dict(vars(part))) for part in self.chain()]
-
     def reset(self) -> None:
         """Clear the stored information about single positions, in the whole chain, for a model that was replaced."""
 
@@ -132,7 +128,7 @@ class SegmentedCompressor(Compressor):
         else:
             part = to_vector(gradient).astype(dense.dtype, copy=False)
             correction = Correction([part], dense, shows_gradient=True)
-        return self.select(correction, [0, dense.size])
+        return self.select(correction, [0, dense.size]).forget()
 
     def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
         raise NotImplementedError(
@@ -219,6 +215,11 @@ def set_back(snapshots: Sequence[Snapshot]) -> Iterator[None]:
         yield
     finally:
         restore(now)
+
+
+def snapshot(parts: Sequence[Configured]) -> list[Snapshot]:
+    """Return the attributes of compressors, which are set again after a step that failed."""
+    return [(part, dict(vars(part))) for part in parts]
 
 
 def restore(snapshots: Sequence[Snapshot]) -> None:

@@ -14,6 +14,7 @@ from mpicomp.compressors.base import (
     are_joinable,
     check_selected,
     join,
+    snapshot,
 )
 from mpicomp.compressors.dense import Dense
 from mpicomp.correction import Correction
@@ -68,6 +69,10 @@ class Selection:
             run = Run(join(compressors[first:end]), first, end, tuple(edges))
             self.runs.append(run)
             first = end
+        # All compressors, with those that they wrap.
+        self._parts = [
+            part for run in reversed(self.runs) for part in run.compressor.chain()
+        ]
 
     @cached_property
     def dense_ranges(self) -> list[tuple[int, int]]:
@@ -130,11 +135,7 @@ class Selection:
 
     def snapshot(self) -> list[Snapshot]:
         """Return the attributes of all compressors; of one that several buckets share, those before the first."""
-        return [
-            snapshot
-            for run in reversed(self.runs)
-            for snapshot in run.compressor.snapshot()
-        ]
+        return snapshot(self._parts)
 
     def reset(self) -> None:
         """Clear the stored information about single positions; see `Compressor.reset`."""

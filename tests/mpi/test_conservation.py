@@ -250,10 +250,10 @@ def test_nothing_is_lost(comm):
 def test_the_velocity_is_cleared_where_an_entry_left_for_good(comm, collective):
     feedback, kept = MomentumCorrection(0.5), []
 
-    start = reduction(collective, None, False).call
+    summed = reduction(collective, None, False)
 
     def watched(vector, comm):
-        total = start(vector, comm).wait()
+        total = summed.declared.to_sum(summed.call(vector, comm).wait())
         kept.append((vector, total.rejected))
         return total
 

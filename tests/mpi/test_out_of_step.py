@@ -472,6 +472,36 @@ def test_a_tensor_that_was_held_is_taken_up_with_its_step_of_a_warm_up(comm, seg
     assert steps == {"a": 5, "b": 2, "c": 5}
 
 
+def test_a_state_that_was_saved_with_a_tensor_held_is_loaded_before_the_same_hold(comm):
+    """Tensors that share a compressor in a new exchange were saved at different steps of it."""
+    rng = np.random.default_rng(comm.rank)
+    gradients = {
+        name: rng.integers(-9, 9, 3000).astype(np.float32) for name in ("a", "b", "c")
+    }
+    some = {name: gradients[name] for name in ("a", "c")}
+
+    def new():
+        warm_up = WarmUp(TopK(0.01), [0.5, 0.1, 0.01])
+        return GradientExchange(comm, warm_up, small=0)
+
+    def goes_on(exchange):
+        means = [exchange(some)]
+        exchange.hold([])
+        means.append(exchange(gradients))
+        return [(name, mean.tobytes()) for step in means for name, mean in step.items()]
+
+    before = new()
+    before(gradients)
+    before.hold(["b"])
+    before(some)
+    state = before.state_dict()
+    after = new()
+    after.register(gradients)
+    after.load_state_dict(state)
+    after.hold(["b"])
+    assert goes_on(after) == goes_on(before)
+
+
 def test_a_tensor_that_was_held_is_taken_up_at_the_rate_of_a_step_ahead(comm):
     gradients = {name: np.ones(3000, np.float32) for name in ("a", "b")}
     exchange = GradientExchange(comm, TopK(0.01), StepAhead(0.5, 0.5), small=0)

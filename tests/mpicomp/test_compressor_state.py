@@ -22,7 +22,7 @@ from mpicomp import (
     Wrapper,
 )
 from mpicomp.compressors import check_compressor
-from mpicomp.compressors.base import restore
+from mpicomp.compressors.base import restore, snapshot
 from mpicomp.correction import Correction
 
 LENGTH = 1000
@@ -194,12 +194,12 @@ def test_the_error_names_the_value_and_what_was_expected():
 def test_a_failed_step_is_undone_by_a_snapshot(name):
     compressor = used(name)
     before = compressor.state_dict()
-    attributes, snapshot = (
+    attributes, taken = (
         [dict(vars(part)) for part in compressor.chain()],
-        compressor.snapshot(),
+        snapshot(compressor.chain()),
     )
     take_step(compressor, 3)
-    restore(snapshot)
+    restore(taken)
     assert same(compressor.state_dict(), before)
     assert [vars(part) for part in compressor.chain()] == attributes
 
