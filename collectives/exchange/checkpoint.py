@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,46 +154,22 @@ def _roles(part: str, owner: Configured, state: ByName) -> dict[str, str]:
     }
 
 
-class Saved(NamedTuple):
-    """A state that was saved: its header, its arrays, and the names of tensors in it, by name here."""
-
-    header: Header
-    state: ByName
-    names: Mapping[str, str]
-
-    def arrays(self, part: str, tensors: Sequence[str]) -> dict[str, ByName]:
-        """Return the arrays of a part of some tensors, by what their states are called in errors."""
-        return {
-            f"the state of {tensor!r}": {
-                key: self.state[f"{self.names[tensor]}/{part}/{key}"]
-                for key in self.part_of(tensor, part)["arrays"]
-            }
-            for tensor in tensors
-        }
-
-    def part_of(self, tensor: str, part: str) -> Header:
-        """Return what the header has of a part of a tensor."""
-        content: Header = self.header["tensors"][self.names[tensor]][part]
-        return content
-
-
 def check_state(
     buckets: Sequence[Bucket],
     state: ByName,
     place: Header,
     *,
     same_settings: bool,
-) -> Saved:
-    """Return a `whole_state`, unless it is of other tensors, another rank or other settings; see `load_whole_state`."""
+) -> dict[str, dict[str, ByName]]:
+    """Return the arrays of each part of each tensor of a `whole_state`; the errors are those of `load_whole_state`."""
     header = header_of(state)
     if LOOP in header:
         raise ValueError(
             "the state is of an OuterLoop: expected one of a GradientExchange; load it into the loop"
         )
-    own_names = canonical_names([name for bucket in buckets for name in bucket.names])
-    saved = Saved(header, state, own_names)
+    saved = canonical_names([name for bucket in buckets for name in bucket.names])
     tensors = header["tensors"]
-    names = {*own_names.values()}
+    names = {*saved.values()}
     if tensors.keys() != names:
         raise ValueError(
             f"the state is of {len(tensors)} tensors, with {sorted(tensors.keys() - names)[:5]} and without "
@@ -211,12 +187,16 @@ def check_state(
                 for name, own in zip(
                     bucket.names, _settings(bucket, part), strict=True
                 ):
-                    settings = {part: saved.part_of(name, part)["settings"]}
-                    check_saved(
-                        f"the state of {name!r}", settings, {part: own}, OTHER_SETTINGS
-                    )
+                    settings = {part: tensors[saved[name]][part]["settings"]}
+                    check_saved(called(name), settings, {part: own}, OTHER_SETTINGS)
         check_saved("the state", header["settings"], place["settings"], OTHER_SETTINGS)
-    return saved
+    return {
+        name: {
+            part: {key: state[f"{stored}/{part}/{key}"] for key in content["arrays"]}
+            for part, content in tensors[stored].items()
+        }
+        for name, stored in saved.items()
+    }
 
 
 def load_whole_state(
@@ -225,8 +205,8 @@ def load_whole_state(
     place: Header,
     *,
     same_settings: bool,
-) -> int:
-    """Load copies of a `whole_state`, all or nothing, and return its step.
+) -> None:
+    """Load copies of a `whole_state`, all or nothing.
 
     place: as of `whole_state`. same_settings: also refuse a state with other settings.
     Raises ValueError that names both for a state of another rank, number of ranks or
@@ -236,9 +216,16 @@ def load_whole_state(
     with restored_on_error(buckets):
         for bucket in buckets:
             for part, segments, spans, owner in _owners(bucket):
-                load(owner, saved.arrays(part, bucket.names[segments]), spans)
+                own = {
+                    called(name): saved[name][part] for name in bucket.names[segments]
+                }
+                load(owner, own, spans)
             _check_fits(bucket)
-    return int(saved.header["steps"])
+
+
+def called(name: str) -> str:
+    """Return what the state of a tensor is called in errors."""
+    return f"the state of {name!r}"
 
 
 def _check_fits(bucket: Bucket) -> None:

@@ -1,7 +1,7 @@
 """GradientExchange: from the gradients of one rank to the mean over all ranks."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import count
@@ -489,15 +489,20 @@ class GradientExchange(CheckedKeywords):
             RuntimeError: a step is in progress.
         """
         check_between_steps(self)
+        place = self._place()
         if self._order:
             held = {name for bucket in self._held for name in bucket.names}
-            rearranged = self._rearranged(held, state, same_settings=same_settings)
-            self._buckets, self._held = rearranged
-            self.steps = header_of(state)["steps"]
-        else:
-            self.steps = load_whole_state(
-                self.buckets, state, self._place(), same_settings=same_settings
+            self._buckets, self._held = self._layout.rearranged(
+                self.buckets,
+                self._order,
+                held,
+                state,
+                place,
+                same_settings=same_settings,
             )
+        else:
+            load_whole_state(self.buckets, state, place, same_settings=same_settings)
+        self.steps = header_of(state)["steps"]
         self._changes = ["load_state_dict"]
         self._comparison.begin()
 
@@ -550,25 +555,16 @@ class GradientExchange(CheckedKeywords):
         if held == before:
             return held
         with all_or_none(self.comm, OPERATION):
-            state = whole_state(self.buckets, self._place())
-            rearranged = self._rearranged(held, state, same_settings=False)
+            place = self._place()
+            state = whole_state(self.buckets, place)
+            rearranged = self._layout.rearranged(
+                self.buckets, self._order, held, state, place, same_settings=False
+            )
         self._buckets, self._held = rearranged
         self._names = {
             name for bucket in self._buckets for name in bucket.names_of_tensors
         }
         return held
-
-    def _rearranged(
-        self, held: Collection[str], state: ByName, *, same_settings: bool
-    ) -> tuple[list[Bucket], list[Bucket]]:
-        return self._layout.rearranged(
-            self.buckets,
-            self._order,
-            held,
-            state,
-            self._place(),
-            same_settings=same_settings,
-        )
 
     def _to_hold(
         self, names: Iterable[str], changed: Iterable[str]

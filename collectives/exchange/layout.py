@@ -33,6 +33,7 @@ from collectives.calls.first_call import link_of
 from collectives.exchange.checkpoint import (
     COMPRESSOR,
     Header,
+    called,
     check_state,
     load_whole_state,
 )
@@ -278,7 +279,8 @@ class Layout:
         parts = {}
         for name in order:
             own = self._compressor(tensors[name])
-            load(own, saved.arrays(COMPRESSOR, [name]), [slice(tensors[name].size)])
+            state_of_it = {called(name): saved[name][COMPRESSOR]}
+            load(own, state_of_it, [slice(tensors[name].size)])
             parts[name] = tensors[name], own
         left = self.named([parts[name] for name in order if name not in held])
         out = self.named([parts[name] for name in order if name in held])

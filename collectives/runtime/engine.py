@@ -38,6 +38,7 @@ from collectives.runtime.messages import Arrival, Pending, Steps, mpi
 from collectives.runtime.progress import FIRST, Look, Progress, is_helper
 from collectives.runtime.waiting import initial_timeout, seconds
 from mpicomp.arrays.device import on_device
+from mpicomp.errors import warn
 
 T = TypeVar("T")
 
@@ -47,6 +48,9 @@ Waits = tuple[str, int, set[int]]
 # Seconds of a round of polling of a rank that runs, at most, where ranks share cores.
 _LONGEST_ROUND = 0.1
 _NO_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-6, 2e-4  # seconds
+# Seconds of a first call after which a rank says what it waits for: ranks may be late
+# for good reasons, but in another order they wait for ever.
+_LONG = 10.0
 # Errors that end an operation while it waits, as it cannot receive what has arrived.
 _OF_A_WAIT = DamagedMessageError, MemoryError, RecursionError
 # Frames of Python that are added to end an operation, which may have too few left.
@@ -390,11 +394,13 @@ class Engine:
 
         So does a rank that comes after the others gave up: their notices are there.
         """
-        if not self._in_flight and self.timeout is None:
-            pending.wait()
-            return
+        warning = f"{waits[0]} has waited for other ranks for {_LONG:g} s"
 
         def watch(waited: float) -> None:
+            nonlocal warning
+            if waited > _LONG and warning:
+                warn(f"{warning}; MPICOMP_TIMEOUT ends such a wait", depth=9)
+                warning = ""
             listens = self.timeout is not None
             self._watch(faults, lambda: waits, waited, listens=listens)
 

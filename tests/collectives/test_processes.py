@@ -178,6 +178,24 @@ def test_first_calls_in_another_order_are_told_at_the_timeout(tmp_path):
     assert done.stdout.count(told) == 2, done.stdout + done.stderr
 
 
+IMPATIENT = """
+import os, threading
+from collectives.runtime import engine
+
+engine._LONG = 0.5
+threading.Timer(4, os._exit, [3]).start()
+"""
+
+
+def test_first_calls_in_another_order_are_told_without_a_timeout(tmp_path):
+    """The ranks wait on after the warning, as another rank may only be late; here they end themselves."""
+    (tmp_path / "job.py").write_text(IMPATIENT + OTHER_ORDER)
+    done = mpirun(2, "job.py", cwd=tmp_path)
+    told = "make first calls on communicators in the same order on all ranks"
+    assert done.stderr.count(told) == 2, done.stdout + done.stderr
+    assert "has waited for other ranks for 0.5 s" in done.stderr
+
+
 FINALIZED = """
 import numpy as np
 from mpi4py import MPI

@@ -17,7 +17,7 @@ from collectives import (
     sparse_allreduce,
     traffic,
 )
-from mpicomp import Dense, ErrorFeedback, NoFeedback, TopK
+from mpicomp import Dense, ErrorFeedback, NoFeedback, TopK, WarmUp
 
 pytestmark = pytest.mark.small_groups
 
@@ -406,6 +406,35 @@ def test_a_frozen_parameter_does_not_change_and_can_be_trained_again(comm, setti
     assert weight.tobytes() != theta
     assert same_everywhere(comm, loop.anchor)
     assert loop.rounds == 8
+
+
+def test_a_loop_that_was_saved_with_a_frozen_parameter_is_resumed_with_a_warm_up(comm):
+    """The compressors of its tensors were saved at different steps of the warm-up."""
+
+    def new():
+        start = np.random.default_rng(3).standard_normal((2, 600)).astype(np.float32)
+        parameters = {
+            name: row.copy().view(Trained)
+            for name, row in zip("ab", start, strict=True)
+        }
+        compressor = WarmUp(TopK(0.01), [0.5, 0.25, 0.1, 0.01])
+        return made(comm, parameters=parameters, compressor=compressor, every=1)
+
+    def goes_on(parameters, loop):
+        for step in range(3, 8):
+            parameters["a"].requires_grad = step > 4
+            progress(comm, parameters, "ab" if step > 4 else "b", step)
+            loop.step()
+        return {name: array.tobytes() for name, array in loop.anchor.items()}
+
+    parameters, loop = new()
+    for step in range(3):
+        parameters["a"].requires_grad = not step
+        progress(comm, parameters, "b" if step else "ab", step)
+        loop.step()
+    resumed, again = new()
+    again.load_state_dict(loop.state_dict())
+    assert goes_on(resumed, again) == goes_on(parameters, loop)
 
 
 def progress(comm, parameters, names, step):

@@ -188,7 +188,7 @@ def code_of(*folders):
 # What a change adds in tokens it removes elsewhere. A fix may use the slack of 1 %, a
 # feature may not.
 BUDGET = {
-    "tokens": 96500,
+    "tokens": 97000,
     "density": 8.5,
     "wide assignments": 1,
     "tool tokens": 24500,
