@@ -247,7 +247,7 @@ class CodedMean(_Mean):
 
     def over(self, divisor: Any) -> "Mean":
         """Return the values over a number of ranks, by which they are divided as they are decoded."""
-        return replace(self, divisor=divisor)
+        return CodedMean(self.shares, self.sizes, divisor)
 
     def narrowed(self, dtype: Dtype, *, clips: bool = False) -> "Mean":
         """Return the values in a dtype; raises OverflowError if one is not finite."""

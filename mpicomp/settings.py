@@ -62,13 +62,13 @@ def unknown_keyword(
 
 
 class SetOnce:
-    """An attribute that is set in `__init__` and not again, as nothing would follow a later change."""
+    """An attribute that is set in `__init__` and not again, as nothing would follow a later change.
+
+    It has no `__get__`, so Python reads the value in the object itself.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
-
-    def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        return self if owner is None else vars(owner)[self._name]
 
     def __set__(self, owner: Any, value: Any) -> None:
         if self._name in vars(owner):

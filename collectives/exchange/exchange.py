@@ -123,10 +123,10 @@ class GradientExchange(CheckedKeywords):
     >>> exchange = GradientExchange(comm, bins)
     """
 
-    compressor = SetOnce()
-    feedback = SetOnce()
-    average = SetOnce()
-    basis = SetOnce()
+    compressor: Any = SetOnce()
+    feedback: Any = SetOnce()
+    average: Any = SetOnce()
+    basis: Any = SetOnce()
 
     def __init__(
         self,
@@ -310,14 +310,20 @@ class GradientExchange(CheckedKeywords):
         self.start_together({name: array}, outs)
 
     @defer_interrupt
-    def start_together(self, arrays: ByName, outs: ByName | None = None) -> None:
-        """Pass the gradients of several registered tensors, without the checks of `start`."""
+    def start_together(
+        self, arrays: ByName, outs: ByName | None = None, *, waits: bool = False
+    ) -> None:
+        """Pass the gradients of several registered tensors, without the checks of `start`.
+
+        waits: the caller calls `finish` at once if these are the last ones.
+        """
         step = self._step = self._step or self._new_step()
         try:
             with _NO_WARNINGS():
                 step.add(arrays, outs or {})
-                step.start(self._buckets)
-                step.advance()
+                step.start(self._buckets, waits=waits)
+                if not waits:
+                    step.advance()
         except Exception as error:
             self._leave(step, error)
             raise

@@ -147,11 +147,11 @@ class OuterLoop(CheckedKeywords):
     True
     """
 
-    exchange = SetOnce()
-    every = SetOnce()
-    momentum = SetOnce()
-    nesterov = SetOnce()
-    delay = SetOnce()
+    exchange: Any = SetOnce()
+    every: Any = SetOnce()
+    momentum: Any = SetOnce()
+    nesterov: Any = SetOnce()
+    delay: Any = SetOnce()
 
     def __init__(
         self,
@@ -546,7 +546,7 @@ class OuterLoop(CheckedKeywords):
     def _send(self) -> None:
         for replica in self._replicas:
             if replica.tensors[0].name not in self._held:
-                self.exchange.start_together(replica.send())
+                self.exchange.start_together(replica.send(), waits=not self.delay)
         self.in_flight = True
 
     def _finish(self, *how: str) -> bool:

@@ -31,7 +31,8 @@ def nonzero(values: Array) -> Array:
 def has_nonzero(values: Array) -> bool:
     """Return whether a value of a vector is not zero; unlike any(), stops at the first block that has one."""
     starts = range(0, values.size, _BLOCK)
-    return any(nonzero(values[start : start + _BLOCK]).any() for start in starts)
+    blocks = (values[start : start + _BLOCK] for start in starts)
+    return any(bool(np.count_nonzero(nonzero(block))) for block in blocks)
 
 
 def converted(values: Array, dtype: Any) -> Array:
