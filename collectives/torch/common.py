@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from collectives.exchange import GradientExchange
 from collectives.exchange.names import canonical_names
-from collectives.torch.private import after_backward, is_in_backward, version_of
+from collectives.torch.private import after_backward, is_in_backward, versions_of
 from mpicomp.arrays import ByName
 from mpicomp.errors import warn
 from mpicomp.feedback import ErrorFeedback
@@ -225,7 +225,7 @@ class Handle:
         self._in_pass = True
         self._has_ended = False
         self._steps_before = self.exchange.steps
-        self._versions = [version_of(parameter) for parameter in self._names]
+        self._versions = versions_of(self._names)
 
     def _end_pass(self) -> None:
         """End a backward pass."""
@@ -245,7 +245,7 @@ class Handle:
 
     def _check_versions(self) -> None:
         """Refuse the step if a parameter was changed in the backward pass."""
-        versions = [version_of(parameter) for parameter in self._names]
+        versions = versions_of(self._names)
         if self._own_error is None and versions != self._versions:
             pairs = zip(self._names.values(), versions, self._versions, strict=True)
             self._refuse_change(next(name for name, now, then in pairs if now != then))
@@ -264,10 +264,11 @@ class Handle:
             if (name := self._names[parameter]) not in self._held
         ]
 
-    def _start(self, parts: Parts) -> None:
+    def _start(self, parts: Parts, *, is_last: bool = False) -> None:
         """Start the exchange of the gradients of some parameters, which the end of the step overwrites.
 
-        An error is raised at the end of the step, and nothing is started until then.
+        is_last: the step ends at once. An error is raised at the end of the step, and
+        nothing is started until then.
         """
         if self._own_error is not None or self._raised is not None:
             return
@@ -278,7 +279,7 @@ class Handle:
             if gradient.dtype != torch.bfloat16
         }
         try:
-            self.exchange.start_together(arrays, outs)
+            self.exchange.start_together(arrays, outs, waits=is_last)
         # A collective that blocks raises here, and has ended the step on all ranks.
         except Exception as error:
             self._raised = error

@@ -16,6 +16,7 @@ not zero, `.grad` is set to the mean.
 
 import math
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -51,7 +52,7 @@ from collectives.torch.private import (
     skips_unused,
     tensors_in,
     uses_python_reducer,
-    version_of,
+    versions_of,
 )
 from collectives.torch.start import check_launcher
 from mpicomp.settings import to_number
@@ -184,8 +185,8 @@ class DDPHandle(Handle):
         # `clip`.
         self.norm: float | None = None
         self._buckets: list[_Bucket] = []  # of this step
-        # Stamps of `.grad` before the pass; see `_stamp`.
-        self._stamps: list[Any] = []
+        # What `_stamps` returned before the pass; None if it was not called.
+        self._stamps: Any = None
         model.register_forward_pre_hook(self)
         model.register_forward_hook(self)
         this = weakref.ref(self)
@@ -237,9 +238,7 @@ class DDPHandle(Handle):
             return
         if self._is_expected:
             self._begin_pass()
-            # The stamps before the pass are unknown, and an empty list differs from all
-            # of them.
-            self._stamps = []
+            self._stamps = None
             return
         self._is_astray = True
         after_backward(self._refuse_pass)
@@ -281,7 +280,7 @@ class DDPHandle(Handle):
         """Begin a backward pass, and check the parameters: DDP waits for gradients of some of them."""
         super()._begin_pass()
         self._buckets = []
-        self._stamps = [_stamp(parameter) for parameter in self._names]
+        self._stamps = _stamps(self._names)
         try:
             self._parameters.look()
             frozen = self._parameters.frozen()
@@ -321,9 +320,7 @@ class DDPHandle(Handle):
         refused = self._own_error
         self._own_error = None
         if not self._has_ended:
-            if refused is None and self._stamps != [
-                _stamp(parameter) for parameter in self._names
-            ]:
+            if refused is None and self._stamps != _stamps(self._names):
                 refused = RuntimeError(
                     "DDP has exchanged no gradients in this backward pass: parameters were unused without "
                     "find_unused_parameters=True, their dtype was changed and changed back, it is the second pass "
@@ -358,7 +355,7 @@ class DDPHandle(Handle):
         if self._scale != 1:
             self._multiply(buffer, parts, 1 / self._scale)
         if self._clip is None:
-            self._start(parts)
+            self._start(parts, is_last=bucket.is_last())
         if bucket.is_last():
             self._complete()
         return future
@@ -480,10 +477,11 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return torch.futures.Future(devices=devices)
 
 
-def _stamp(parameter: torch.Tensor) -> tuple[int, int] | None:
-    """Return the address and version of `.grad`, which change when it does; None without a gradient."""
-    gradient = parameter.grad
-    return None if gradient is None else (gradient.data_ptr(), version_of(gradient))
+def _stamps(parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Return the addresses and versions of the `.grad` of some parameters, which change when one of them does."""
+    every = [parameter.grad for parameter in parameters]
+    gradients = [gradient for gradient in every if gradient is not None]
+    return [gradient.data_ptr() for gradient in gradients], versions_of(gradients)
 
 
 def _check_ddp(model: Any) -> DistributedDataParallel:

@@ -4,7 +4,7 @@ tests/pytorch/test_private.py has a test for each function: a version that chang
 it relies on fails that test, by the name of the function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that each change of a tensor in place increments."""
-    return int(tensor._version)
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return for each tensor a number that a change of it in place increments."""
+    return [tensor._version for tensor in tensors]
 
 
 def gradient_hooks_of(parameter: torch.Tensor) -> dict[Any, Any]:

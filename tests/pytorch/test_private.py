@@ -36,14 +36,14 @@ def test_is_in_backward_and_after_backward():
         private.after_backward(seen.clear)
 
 
-def test_version_of():
+def test_versions_of():
     tensor = torch.zeros(3)
-    before = private.version_of(tensor)
+    before = private.versions_of([tensor])[0]
     tensor.add_(1)
-    assert private.version_of(tensor) == before + 1
+    assert private.versions_of([tensor])[0] == before + 1
     with torch.no_grad():
         tensor.copy_(torch.ones(3))
-    assert private.version_of(tensor) == before + 2
+    assert private.versions_of([tensor])[0] == before + 2
 
 
 def test_gradient_hooks_of():
