@@ -4,15 +4,18 @@ Sphinx knows the files below docs/ only. Other files that pages link to become p
 below docs/files, which git ignores: Markdown as it is, code in a block. A link to a folder
 becomes its text, and one to any other file a download. The front page gets the list of
 pages of conf.py, and each page the words of it by which the search finds that page first;
-both would be noise on GitHub.
+both would be noise on GitHub. The reference gets an entry for each public name.
 """
 
+import importlib
+import inspect
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^):#]+)(#[^)]*)?\)")
+PUBLIC = re.compile(r"(?m)^\.\. public:: (\w+) (\S+)\n")
 OTHERS = "files"  # the folder of pages that are made of other files
 ORPHAN = "---\norphan: true\n---\n\n"  # no list of pages need have it
 CODE = """\
@@ -114,12 +117,35 @@ def with_words(text: str, words: list[str]) -> str:
     return f"{title}\n\n```{{index}} {entries}\n```\n{rest}"
 
 
+def with_public(text: str) -> str:
+    """Return a page of the reference with entries in place of its lines ``.. public:: package pattern``.
+
+    They are of the public names of the package whose "module:name" the pattern matches,
+    and that have no entry of their own on the page.
+    """
+
+    def entries(found: re.Match[str]) -> str:
+        name_of_it, pattern = found.groups()
+        package = importlib.import_module(name_of_it)
+        lines = []
+        for name in sorted(package.__all__):
+            public = getattr(package, name)
+            is_here = re.fullmatch(pattern, f"{public.__module__}:{name}")
+            if is_here and f":: {name_of_it}.{name}\n" not in text:
+                kind = "class" if inspect.isclass(public) else "function"
+                lines.append(f".. auto{kind}:: {name_of_it}.{name}\n")
+        return "".join(lines)
+
+    return PUBLIC.sub(entries, text)
+
+
 def rewrite(app: Any, page: str, source: list[str]) -> None:
     """Rewrite the source of a page."""
     root = Path(app.srcdir)
     if not page.startswith((f"{OTHERS}/", "api/")):
         path = root / f"{page}.md"
         source[0] = rewritten(source[0], path, path, root)
+    source[0] = with_public(source[0])
     if page in app.config.searched:
         source[0] = with_words(source[0], app.config.searched[page])
     if page == "index":

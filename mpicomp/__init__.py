@@ -4,18 +4,12 @@ The communication, `GradientExchange` and the collectives, is in the package
 `collectives`. The names in `__all__` of the two are public; all others are internal.
 """
 
-from mpicomp import compressors
+from mpicomp import compressors, feedback
 from mpicomp.bases import Basis, Hadamard
 from mpicomp.compressors import *  # noqa: F403  (the names in its __all__)
 from mpicomp.compressors.common import at_positions, finite_vector
 from mpicomp.errors import CodecError
-from mpicomp.feedback import (
-    ErrorFeedback,
-    Feedback,
-    MomentumCorrection,
-    NoFeedback,
-    StepAhead,
-)
+from mpicomp.feedback import *  # noqa: F403
 from mpicomp.patches import Patch, changes
 from mpicomp.vector import SparseVector
 from mpicomp.verify import verify_compressor, verify_feedback
@@ -25,14 +19,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Basis",
     "CodecError",
-    "ErrorFeedback",
-    "Feedback",
     "Hadamard",
-    "MomentumCorrection",
-    "NoFeedback",
     "Patch",
     "SparseVector",
-    "StepAhead",
     "at_positions",
     "changes",
     "finite_vector",
@@ -40,3 +29,4 @@ __all__ = [
     "verify_feedback",
 ]
 __all__ += compressors.__all__
+__all__ += feedback.__all__

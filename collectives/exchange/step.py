@@ -144,7 +144,7 @@ class Step:
         try:
             with all_or_none(self._comm, OPERATION, position):
                 try:
-                    self.start(buckets, is_complete=True, waits=True, error=error)
+                    self.start(buckets, is_complete=True, error=error)
                     is_kept = self._finish(error, kind)
                     if not is_kept:
                         self._skip(buckets, kind)
@@ -172,8 +172,8 @@ class Step:
     ) -> None:
         """Compress the full buckets in order, and start their sums; of all if all gradients have been added.
 
-        waits: the caller waits for them after the last one. error: of this rank, which it
-        contributes to the sums.
+        is_complete, waits: the caller waits for all of them after the last one. error: of
+        this rank, which it contributes to the sums.
         """
         for bucket in buckets[len(self.started) :]:
             if not (is_complete or self.arrays.keys() >= {*bucket.names_of_tensors}):
@@ -204,7 +204,7 @@ class Step:
                 raise
             finally:
                 self.started.append(Started(bucket, reduction, contribution, outcome))
-            waits_at_once = waits and bucket is buckets[-1]
+            waits_at_once = (is_complete or waits) and bucket is buckets[-1]
             if isinstance(outcome, Request) and not waits_at_once:
                 outcome.in_background()
             self._compressing += ready - began

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cases import (
+    FEEDBACKS,
     RandomK,
     compressed_sum,
     compressors,
@@ -24,7 +25,6 @@ from mpicomp import (
     ErrorFeedback,
     Hadamard,
     MomentumCorrection,
-    NoFeedback,
     Quantised,
     SIDCo,
     StepAhead,
@@ -102,15 +102,6 @@ def test_a_run_that_is_taken_up_again_continues_bit_for_bit(comm, maker, named):
         assert bits(whole, step) == bits(second, step)
 
 
-FEEDBACKS = {
-    "error feedback": ErrorFeedback(),
-    "decay": ErrorFeedback(decay=0.5),
-    "in place": ErrorFeedback(in_place=True),
-    "momentum": MomentumCorrection(0.5),
-    "step ahead": StepAhead(0.5),
-    "step ahead, momentum": StepAhead(0.5, 0.5),
-    "none": NoFeedback(),
-}
 METHODS = {
     **{name: {"compressor": make(0.2)} for name, make in compressors(chunk=50).items()},
     "warm-up": {"compressor": WarmUp(TopK(0.1), [0.5, 0.1], calls=2)},
@@ -135,7 +126,7 @@ def test_states_of_all_methods_load_bit_for_bit(comm, dtype, feedback, basis):
 
         def made(method=method):
             exchange = GradientExchange(
-                comm, feedback=FEEDBACKS[feedback], basis=basis, small=10, **method
+                comm, feedback=FEEDBACKS[feedback](), basis=basis, small=10, **method
             )
             exchange.register({name: given(0)[name] for name in SHAPES})
             return exchange

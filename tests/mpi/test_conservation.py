@@ -9,7 +9,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import RandomK, compressed_sum, compressors, through_a_file
+from cases import (
+    RandomK,
+    compressed_sum,
+    compressors,
+    feedbacks_but,
+    through_a_file,
+)
 from mpi4py import MPI
 
 from collectives import (
@@ -22,7 +28,6 @@ from collectives import (
 from collectives.exchange.reduction import reduction
 from mpicomp import (
     AdaComp,
-    ErrorFeedback,
     MomentumCorrection,
     Quantised,
     StepAhead,
@@ -48,12 +53,9 @@ COMPRESSORS = {
 }
 # send magnitudes that are no integers, whose sums are rounded
 INEXACT = "AdaComp", "Quantised-two_bit"
-FEEDBACKS = {
-    "error feedback": ErrorFeedback,
-    "in place": partial(ErrorFeedback, in_place=True),
-    "momentum": partial(MomentumCorrection, 0.5),
-    "step ahead": partial(StepAhead, 0.5),
-    "step ahead, momentum": partial(StepAhead, 0.5, 0.5),
+LOSSLESS = {
+    **feedbacks_but("none", "decay"),
+    "step ahead without momentum": partial(StepAhead, 0.5),
 }
 FORMS = "array", "list", "dict"
 # "b" is sent dense in a dict
@@ -86,7 +88,7 @@ class Case:
         self.feedback, self.compressor, self.collective = (
             table[name]
             for table, name in zip(
-                (FEEDBACKS, COMPRESSORS, COLLECTIVES), names, strict=True
+                (LOSSLESS, COMPRESSORS, COLLECTIVES), names, strict=True
             )
         )
         self.form, self.dtype = (
@@ -221,7 +223,7 @@ def cases(comm):
     """Yield half of the combinations of a feedback, a compressor and a collective, and all pairs; each at one P."""
     here = 2 * SIZES.index(comm.size)
     three = itertools.product(
-        enumerate(FEEDBACKS), enumerate(COMPRESSORS), enumerate(COLLECTIVES)
+        enumerate(LOSSLESS), enumerate(COMPRESSORS), enumerate(COLLECTIVES)
     )
     for number, ((f, feedback), (k, compressor), (c, collective)) in enumerate(three):
         refused = feedback != "error feedback" and compressor == "AdaComp"

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import bits, contribution, contributions, window
+from cases import FEEDBACKS, bits, contribution, contributions, window
 from disorder import Damaging, over
 
 from collectives import (
@@ -29,11 +29,8 @@ from collectives import (
 from mpicomp import (
     AdaComp,
     ErrorFeedback,
-    MomentumCorrection,
-    NoFeedback,
     Quantised,
     SparseVector,
-    StepAhead,
     TopK,
 )
 
@@ -185,21 +182,11 @@ def test_where_a_mass_leaves_the_range_of_float64_nothing_is_claimed(comm, watch
     np.testing.assert_allclose(exchange(values), values)
 
 
-METHODS = {
-    "error feedback": ErrorFeedback,
-    "decay": partial(ErrorFeedback, decay=0.9),
-    "in place": partial(ErrorFeedback, in_place=True),
-    "none": NoFeedback,
-    "momentum": partial(MomentumCorrection, 0.9),
-    "ahead": partial(StepAhead, 0.1, 0.9),
-}
-
-
 # a dtype, and what is sent of it
 SENT = (np.float16, TopK(k=6)), (np.float32, Quantised(TopK(k=6), "bfloat16"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FEEDBACKS)
 def test_the_accounts_of_every_feedback_are_balanced(comm, watched, method):
     def gradient(step, size=60):
         return (
@@ -208,12 +195,12 @@ def test_the_accounts_of_every_feedback_are_balanced(comm, watched, method):
 
     for turn, collective in enumerate(
         (gtopk_allreduce, sparse_allgather, sparse_iallreduce),
-        list(METHODS).index(method),
+        list(FEEDBACKS).index(method),
     ):
         dtype, compressor = SENT[turn % 2]
-        one = GradientExchange(watched, compressor, METHODS[method](), collective)
+        one = GradientExchange(watched, compressor, FEEDBACKS[method](), collective)
         named = GradientExchange(
-            watched, compressor, METHODS[method](), collective, small=50
+            watched, compressor, FEEDBACKS[method](), collective, small=50
         )
         for step in range(3):
             sparse = step % 2 == 1

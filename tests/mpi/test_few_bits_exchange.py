@@ -6,7 +6,7 @@ from operator import eq
 
 import numpy as np
 import pytest
-from cases import normals
+from cases import FEEDBACKS, normals
 
 from collectives import (
     CollectiveError,
@@ -205,14 +205,7 @@ def test_local_steps_in_few_bits_continue_bitwise_within_a_round(comm, delay):
 
 # Tensors of other sizes beside each other: no block has values of two of them.
 
-FEEDBACKS = {
-    "own": ErrorFeedback,
-    "decay": partial(ErrorFeedback, decay=0.9),
-    "in place": partial(ErrorFeedback, in_place=True),
-    "none": NoFeedback,
-    "momentum": partial(MomentumCorrection, 0.9),
-    "ahead": partial(StepAhead, 0.1),
-}
+
 SCALES = {"weight": 1.0, "bias": 1e-3, "gain": 1e-6, "other": 300.0}
 SIZES = {"weight": (40, 25), "bias": (64,), "gain": (3,), "other": (513,)}
 
@@ -228,7 +221,7 @@ def scaled(comm, step, names=SIZES):
 
 def slow_unless_alone(case):
     """Return a case as a parameter, slow unless two of its choices are the usual ones."""
-    usual = sum(map(eq, case, (4, "dict", "own")))
+    usual = sum(map(eq, case, (4, "dict", "error feedback")))
     return pytest.param(*case, marks=() if usual >= 2 else pytest.mark.slow)
 
 

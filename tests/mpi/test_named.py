@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import RandomK, integers, state_of
+from cases import FEEDBACKS, RandomK, integers, state_of
 
 from collectives import (
     CollectiveError,
@@ -30,12 +30,10 @@ from mpicomp import (
     ErrorFeedback,
     Feedback,
     Hadamard,
-    MomentumCorrection,
     NoFeedback,
     Quantised,
     SIDCo,
     SparseVector,
-    StepAhead,
     TopK,
     WarmUp,
 )
@@ -64,14 +62,7 @@ def residuals(exchange):
     return [bucket.feedback.residual.copy() for bucket in exchange.buckets]
 
 
-FEEDBACKS = [
-    ErrorFeedback(),
-    ErrorFeedback(decay=0.5),
-    ErrorFeedback(in_place=True),
-    MomentumCorrection(0.5),
-    StepAhead(0.5, 0.5),
-    NoFeedback(),
-]
+EVERY_FEEDBACK = [make() for make in FEEDBACKS.values()]
 COMPRESSORS = [
     TopK(density=0.05),
     ChunkedTopK(k=2, chunk=37),
@@ -101,7 +92,9 @@ STEPS = 3 if os.environ.get("MPI_TEST_ALL") else 2
 
 def compressors_with(feedback, turn, turns):
     """Yield those of a turn that work with a feedback; all of them in make test-all. Turns have all pairs."""
-    for place, compressor in enumerate(COMPRESSORS, FEEDBACKS.index(feedback) + turn):
+    for place, compressor in enumerate(
+        COMPRESSORS, EVERY_FEEDBACK.index(feedback) + turn
+    ):
         works = (
             not isinstance(compressor, AdaComp) or repr(feedback) in ADACOMP_WORKS_WITH
         )
@@ -110,7 +103,7 @@ def compressors_with(feedback, turn, turns):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-@pytest.mark.parametrize("feedback", FEEDBACKS, ids=repr)
+@pytest.mark.parametrize("feedback", EVERY_FEEDBACK, ids=repr)
 def test_each_tensor_is_exchanged_as_if_it_were_alone(comm, feedback, settings):
     """Consecutive tensors with equal compressors share an object, and a vector; of sizes and scales that differ."""
     in_place, turn = getattr(feedback, "in_place", False), SETTINGS.index(settings)
@@ -771,7 +764,7 @@ def test_an_interrupt_leaves_all_as_it_was(comm):
 
 @pytest.mark.parametrize(
     "feedback",
-    [each for each in FEEDBACKS if not getattr(each, "in_place", False)],
+    [each for each in EVERY_FEEDBACK if not getattr(each, "in_place", False)],
     ids=repr,
 )
 @pytest.mark.parametrize(("before", "after"), [(6000, 1), (1, 2**25)])

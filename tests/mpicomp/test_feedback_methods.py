@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cases import FEEDBACKS
 
 from mpicomp import (
     Dense,
@@ -19,14 +20,10 @@ from mpicomp import (
 
 LENGTH = 40
 METHODS = {
-    "none": NoFeedback,
-    "error feedback": ErrorFeedback,
-    "in place": partial(ErrorFeedback, in_place=True),
-    "momentum": partial(MomentumCorrection, 0.5),
+    **FEEDBACKS,
     "whole momentum": partial(MomentumCorrection, 1.0),
     "unmasked": partial(MomentumCorrection, 0.5, masking=False),
-    "step ahead": partial(StepAhead, 0.5),
-    "step ahead, momentum": partial(StepAhead, 1.0, 0.5),
+    "step ahead without momentum": partial(StepAhead, 0.5),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 STATEFUL = {

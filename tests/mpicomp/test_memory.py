@@ -2,19 +2,16 @@
 
 import gc
 import tracemalloc
-from functools import partial
 
 import numpy as np
 import pytest
+from cases import FEEDBACKS
 from mpi4py import MPI
 
 from collectives import GradientExchange
 from collectives.exchange.step import Step
 from mpicomp import (
     ErrorFeedback,
-    MomentumCorrection,
-    NoFeedback,
-    StepAhead,
     TopK,
 )
 
@@ -52,19 +49,9 @@ def test_a_step_needs_no_more_memory_than_promised(in_place, sparse, most):
     assert 0.001 < peak_values(ErrorFeedback(in_place=in_place), sparse) <= most
 
 
-METHODS = {
-    "error feedback": ErrorFeedback,
-    "decay": partial(ErrorFeedback, decay=0.9),
-    "in place": partial(ErrorFeedback, in_place=True),
-    "none": NoFeedback,
-    "momentum": partial(MomentumCorrection, 0.9),
-    "ahead": partial(StepAhead, 0.1, 0.9),
-}
-
-
 @pytest.mark.parametrize("is_skipped", [False, True])
 @pytest.mark.parametrize("form", ["list", "dict"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FEEDBACKS)
 def test_what_follows_the_agreement_allocates_no_array(
     method, form, is_skipped, monkeypatch
 ):
@@ -74,7 +61,7 @@ def test_what_follows_the_agreement_allocates_no_array(
     if form == "dict":
         gradient = {f"w{i}": array for i, array in enumerate(gradient)}
     exchange = GradientExchange(
-        MPI.COMM_SELF, TopK(0.01), METHODS[method](), nonfinite="skip"
+        MPI.COMM_SELF, TopK(0.01), FEEDBACKS[method](), nonfinite="skip"
     )
     exchange(gradient)
     if is_skipped:

@@ -116,7 +116,8 @@ def test_the_example_for_jax_runs():
 
 def described():
     """Return the names of classes and functions in the reference, each with its members there."""
-    pages = "".join(map(pathlib.Path.read_text, API.glob("*.rst")))
+    with_public = runpy.run_path(str(API.parent / "pages.py"))["with_public"]
+    pages = "".join(with_public(page.read_text()) for page in API.glob("*.rst"))
     entry = re.compile(
         r"(?m)^\.\. auto(?:class|function|exception):: ([\w.]+)\n(?: +:members: ((?:.*,\n)*.*)\n)?"
     )

@@ -88,6 +88,7 @@ def floor(module):
         for at, names in enumerate(FLOORS)
         for name in names
         if f"{module}.".startswith(f"{name}.")
+        or name == f"{module.rpartition('.')[0]}.*"
     ]
     return max(fits)[1] if fits else None
 

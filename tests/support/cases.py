@@ -11,7 +11,13 @@ import numpy as np
 
 from collectives import compressed_allreduce, gtopk_allreduce
 from collectives.exchange.checkpoint import HEADER, header_of, pack
-from mpicomp import SparseVector
+from mpicomp import (
+    ErrorFeedback,
+    MomentumCorrection,
+    NoFeedback,
+    SparseVector,
+    StepAhead,
+)
 from mpicomp.compressors.common import Density, at_positions, finite_vector
 from mpicomp.compressors.selection import Selection
 from mpicomp.vector import add_up, intersection, top_k
@@ -20,6 +26,22 @@ from mpicomp_bench.bench.compressors import COMPRESSORS
 LENGTH = 240
 # like others for a test: each is one of them, quantised in another way
 DOUBLES = "Quantised-float16", "Quantised-sign", "ChunkedTopK-two_bit", "SIDCo-gamma"
+
+
+# Every feedback of the library, and its kinds; tests of all of them iterate over it.
+FEEDBACKS = {
+    "error feedback": ErrorFeedback,
+    "decay": partial(ErrorFeedback, decay=0.5),
+    "in place": partial(ErrorFeedback, in_place=True),
+    "none": NoFeedback,
+    "momentum": partial(MomentumCorrection, 0.5),
+    "step ahead": partial(StepAhead, 0.5, 0.5),
+}
+
+
+def feedbacks_but(*names):
+    """Return all feedbacks but those with these names."""
+    return {name: make for name, make in FEEDBACKS.items() if name not in names}
 
 
 def compressors(chunk):
