@@ -21,13 +21,14 @@ demo: $(READY)
 	timeout 600 mpirun -n 4 python -m mpi4py examples/numpy_digits.py --assert-claims --plot build/numpy_digits.png
 
 # What a change must pass, in some 5 minutes on 2 cores if no kernel is compiled yet. test-all has what takes
-# longest as well, and all numbers of ranks. (worksteal: a worker that has no tests left takes some of the other's.)
+# longest as well, and all numbers of ranks. (Three workers: many tests wait for
+# jobs. worksteal: a worker that has no tests left takes some of another's.)
 test: $(READY)
-	python -m pytest --ignore tests/mpi -m "not slow" -n 2 --dist worksteal
+	python -m pytest --ignore tests/mpi -m "not slow" -n 3 --dist worksteal
 	tests/launch.sh 8 tests/mpi -m "not slow" -q
 
 test-all: $(READY)
-	python -m pytest --ignore tests/mpi -n 2 --dist worksteal
+	python -m pytest --ignore tests/mpi -n 3 --dist worksteal
 	MPI_TEST_ALL=1 MPI_TEST_TIMEOUT=1800 tests/launch.sh 8 tests/mpi -q
 	MPI_TEST_ALL=1 MPICOMP_WAIT=backoff tests/launch.sh 16 tests/mpi/test_properties.py tests/mpi/test_selection.py -q -k P16
 	$(MAKE) test-check

@@ -80,7 +80,7 @@ def test_a_script_sees_the_variables_of_torchrun_and_torch_is_not_imported(tmp_p
     assert {each["MPICOMP_TIMEOUT"] for each in ranks} == {"600"}
 
 
-@pytest.mark.parametrize("threads", ["", "5"])
+@pytest.mark.parametrize("threads", ["5", pytest.param("", marks=pytest.mark.slow)])
 def test_variables_of_the_user_are_kept(tmp_path, monkeypatch, threads):
     """Without OMP_NUM_THREADS one rank on a node has all threads, and each of several has one, as under torchrun."""
     users = {"MASTER_ADDR": "ib-node7", "MASTER_PORT": "29511", "MPICOMP_TIMEOUT": ""}
@@ -106,7 +106,11 @@ def test_a_script_that_fails_on_one_rank_ends_the_job(tmp_path, fails):
 
 
 @pytest.mark.parametrize(
-    ("last", "status"), [("MPI.COMM_WORLD.Barrier()", 1), ("time.sleep(2)", 0)]
+    ("last", "status"),
+    [
+        ("MPI.COMM_WORLD.Barrier()", 1),
+        pytest.param("time.sleep(2)", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_script_that_ends_early_on_some_ranks_is_reported_and_ended_at_the_deadline(
     tmp_path, last, status
@@ -137,7 +141,7 @@ if __name__ == "__main__":
     ("method", "module"),
     [
         ("spawn", "mpi4py"),
-        ("forkserver", "collectives.torch"),
+        pytest.param("forkserver", "collectives.torch", marks=pytest.mark.slow),
         pytest.param("spawn", "collectives.torch", marks=pytest.mark.slow),
         pytest.param("forkserver", "mpi4py", marks=pytest.mark.slow),
     ],

@@ -182,8 +182,8 @@ IMPATIENT = """
 import os, threading
 from collectives.runtime import engine
 
-engine._LONG = 0.5
-threading.Timer(4, os._exit, [3]).start()
+engine._LONG = 0.3
+threading.Timer(2, os._exit, [3]).start()
 """
 
 
@@ -193,7 +193,7 @@ def test_first_calls_in_another_order_are_told_without_a_timeout(tmp_path):
     done = mpirun(2, "job.py", cwd=tmp_path)
     told = "make first calls on communicators in the same order on all ranks"
     assert done.stderr.count(told) == 2, done.stdout + done.stderr
-    assert "has waited for other ranks for 0.5 s" in done.stderr
+    assert "has waited for other ranks for 0.3 s" in done.stderr
 
 
 FINALIZED = """

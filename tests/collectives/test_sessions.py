@@ -113,7 +113,7 @@ print("raised")
 """
 
 
-@pytest.mark.parametrize("progress", ["0", "1"])
+@pytest.mark.parametrize("progress", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_calls_after_the_end_of_mpi_raise_also_for_what_is_in_flight(
     tmp_path, progress
 ):

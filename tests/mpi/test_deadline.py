@@ -128,7 +128,7 @@ def test_ranks_that_wait_for_each_other_are_told_who_waits_in_what(comm, own):
 
 @pytest.mark.exactly(3)
 @pytest.mark.exactly(8)
-@pytest.mark.parametrize("pause", [0.0, 0.1])
+@pytest.mark.parametrize("pause", [0.1, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_rank_that_is_merely_slow_is_waited_for(comm, own, pause):
     """The clock starts anew whenever something moves, and stands still outside of the library."""
     for _ in range(3):

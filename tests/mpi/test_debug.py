@@ -260,7 +260,7 @@ def _flip(place, buffer):
     [
         "sparse_allreduce",
         pytest.param("split_allgather", marks=pytest.mark.slow),
-        "gtopk_allreduce",
+        pytest.param("gtopk_allreduce", marks=pytest.mark.slow),
     ],
 )
 def test_a_message_that_is_damaged_on_its_way_is_found(comm, watched, name):
