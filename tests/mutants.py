@@ -159,9 +159,16 @@ MUTANTS = [
     Mutant(
         "held: a tensor is taken up as if no step had been left out",
         "collectives/exchange/layout.py",
-        "new.take(used.held())",
-        "new.held()",
+        "load(own, state_of_it, [slice(tensors[name].size)])",
+        "own.reset()",
         f"{ON_RANKS} tests/mpi/test_out_of_step.py",
+    ),
+    Mutant(
+        "compress: a vector of the caller's is not looked at again",
+        "mpicomp/compressors/base.py",
+        "self.select(correction, [0, dense.size]).forget()",
+        "self.select(correction, [0, dense.size])",
+        "tests/mpicomp/test_every_compressor.py",
     ),
     Mutant(
         "restart: anchors change before all parameters are checked",

@@ -47,6 +47,15 @@ def test_what_is_sent_is_sound(name, dtype):
 
 
 @compressors
+def test_what_the_caller_has_changed_is_validated_anew(name):
+    dense = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    vector = compress(EVERY[name](0.05), dense)
+    vector.values[-1] = np.nan
+    with pytest.raises(ValueError, match="nan"):
+        vector.validate()
+
+
+@compressors
 @pytest.mark.parametrize("length", [0, 1, 7, 1000])
 def test_nothing_is_sent_of_zeros(name, length):
     assert compress(EVERY[name](0.05), np.zeros(length, np.float32)).nnz == 0
