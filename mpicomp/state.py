@@ -37,6 +37,10 @@ _ADDRESS = (
 _GENERATORS = {"Generator", "RandomState", "Random"}
 
 
+class SharedStateError(ValueError):
+    """Raised for segments that share a state, and were saved with different ones."""
+
+
 # Thousands of tensors may have an object each, of few classes.
 @lru_cache
 def arguments_of(kind: type) -> list[str]:
@@ -270,7 +274,7 @@ def _joined(name: str, values: ByName, layout: str, spans: Sequence[slice]) -> A
         return np.array(rows)
     if layout == SHARED:
         if any(row != rows[0] for row in rows[1:]):
-            raise ValueError(
+            raise SharedStateError(
                 f"the states of {[*values]} have different {name}: expected one step for all"
             )
         return rows[0]

@@ -19,10 +19,12 @@ from collectives.runtime import cuda_aware, progress, waiting
 from collectives.runtime.engine import end_with_mpi, of_process
 from collectives.runtime.launcher import lone_warning, torchrun_warning
 from collectives.runtime.link import (
+    DUPLICATE,
     LINK,
     Link,
     attached,
     faults_of,
+    key_of,
     link_if_any,
 )
 from collectives.runtime.messages import Sending
@@ -77,8 +79,11 @@ def _make_link(comm: Any, operation: str) -> Link:
     duplicate = comm  # until there is one
     try:
         with engine:
-            unmade, request = comm.Idup()
+            # After an interrupt the next call waits for the same duplicate, as other
+            # ranks have it.
+            unmade, request = attached(comm, DUPLICATE, comm.Idup)
             engine.wait_for_ranks(Sending(request), faults, waits)
+            comm.Delete_attr(key_of(DUPLICATE))
         # All ranks of `comm` are in this function now, so none waits for a reply of
         # this rank elsewhere, and blocking calls are safe.
         duplicate = unmade  # Revoking it before would crash Open MPI.

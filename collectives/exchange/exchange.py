@@ -42,6 +42,7 @@ from mpicomp.compressors.base import set_back
 from mpicomp.errors import warn
 from mpicomp.feedback import ErrorFeedback, Feedback, StepAhead
 from mpicomp.settings import CheckedKeywords, SetOnce, to_choice, to_integer
+from mpicomp.state import SharedStateError
 from mpicomp.tensors import DICT, Form
 
 # Ranks may have different settings of NumPy's floating-point errors; see `step`.
@@ -322,7 +323,7 @@ class GradientExchange(CheckedKeywords):
             with _NO_WARNINGS():
                 step.add(arrays, outs or {})
                 step.start(self._buckets, waits=waits)
-                if not waits:
+                if not waits or len(step.started) < len(self._buckets):
                     step.advance()
         except Exception as error:
             self._leave(step, error)
@@ -496,7 +497,10 @@ class GradientExchange(CheckedKeywords):
         """
         check_between_steps(self)
         place = self._place()
-        if self._order:
+        try:
+            load_whole_state(self.buckets, state, place, same_settings=same_settings)
+        # Tensors of a bucket were held for different numbers of steps.
+        except SharedStateError:
             held = {name for bucket in self._held for name in bucket.names}
             self._buckets, self._held = self._layout.rearranged(
                 self.buckets,
@@ -506,8 +510,6 @@ class GradientExchange(CheckedKeywords):
                 place,
                 same_settings=same_settings,
             )
-        else:
-            load_whole_state(self.buckets, state, place, same_settings=same_settings)
         self.steps = header_of(state)["steps"]
         self._changes = ["load_state_dict"]
         self._comparison.begin()

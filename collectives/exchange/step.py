@@ -233,6 +233,8 @@ class Step:
             share = declared.own_share(bucket.length, self._rank, self._size)
         try:
             sent = bucket.payload(correction, declared.takes, share)
+            if reduction.is_own:
+                sent.forget()  # The user's function may change it.
         except ValueError:
             bucket.check_corrected(self.arrays, correction.out)
             raise
@@ -359,6 +361,10 @@ class Step:
     def undo(self) -> None:
         """Restore the compressors, and drop what was prepared and what holds errors."""
         restore(self.snapshots)
+        for *_, outcome in self.started:
+            # After an interrupt other ranks may wait for what is in flight.
+            if isinstance(outcome, Request):
+                outcome.in_background()
         self.started = []
 
     def end(self, error: BaseException) -> None:

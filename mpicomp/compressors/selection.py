@@ -69,10 +69,14 @@ class Selection:
             run = Run(join(compressors[first:end]), first, end, tuple(edges))
             self.runs.append(run)
             first = end
-        # All compressors, with those that they wrap.
-        self._parts = [
-            part for run in reversed(self.runs) for part in run.compressor.chain()
-        ]
+        # Whether no code of the user may have changed what was selected.
+        self._is_of_library = all(
+            type(part).__module__.startswith("mpicomp.") for part in self._parts()
+        )
+
+    def _parts(self) -> list[Compressor]:
+        """Return all compressors, with those that they wrap now."""
+        return [part for run in reversed(self.runs) for part in run.compressor.chain()]
 
     @cached_property
     def dense_ranges(self) -> list[tuple[int, int]]:
@@ -109,7 +113,8 @@ class Selection:
                     self._check_segments(correction.out, run.first, run.end)
                 raise
             vectors.append(vector)
-        return concatenate(vectors) if len(vectors) > 1 else vectors[0]
+        selected = concatenate(vectors) if len(vectors) > 1 else vectors[0]
+        return selected if self._is_of_library else selected.forget()
 
     def _select_outside(
         self, correction: Correction, first: int, end: int
@@ -135,7 +140,7 @@ class Selection:
 
     def snapshot(self) -> list[Snapshot]:
         """Return the attributes of all compressors; of one that several buckets share, those before the first."""
-        return snapshot(self._parts)
+        return snapshot(self._parts())
 
     def reset(self) -> None:
         """Clear the stored information about single positions; see `Compressor.reset`."""

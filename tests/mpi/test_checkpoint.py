@@ -1,5 +1,7 @@
 """What outlives a step: saved and taken up again, averaged, compressed by the server, evaluated ahead."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 from cases import (
@@ -482,3 +484,17 @@ def test_names_of_which_two_are_the_same_without_wrappers_stay_as_they_are(comm)
     fresh.register({"a": gradient(comm.rank, 0)})
     with pytest.raises(ValueError, match="the state is of 2 tensors"):
         fresh.load_state_dict(one.state_dict())
+
+
+def test_a_state_is_loaded_into_the_compressors_in_use(comm):
+    """A function that chooses them is not asked again, and what was set in them stays."""
+    seeds = count()
+    exchange = GradientExchange(
+        comm, lambda name, shape: RandomK(0.5, seed=next(seeds)), small=0
+    )
+    arrays = {name: np.ones(10, np.float32) for name in "ab"}
+    exchange(arrays)
+    before = exchange.compressors
+    exchange.load_state_dict(exchange.state_dict())
+    assert exchange.compressors == before
+    assert next(seeds) == 2

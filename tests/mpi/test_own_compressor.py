@@ -5,8 +5,16 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from collectives import CollectiveError, GradientExchange
-from mpicomp import Compressor, Dense, Feedback, MomentumCorrection, TopK
+from collectives import CollectiveError, GradientExchange, sparse_allreduce
+from mpicomp import (
+    Compressor,
+    Dense,
+    Feedback,
+    MomentumCorrection,
+    TopK,
+    WarmUp,
+    Wrapper,
+)
 from mpicomp.compressors.common import at_positions, finite_vector
 
 pytestmark = pytest.mark.small_groups
@@ -186,3 +194,73 @@ def test_a_feedback_that_returns_another_array_is_refused_on_all_ranks(
             np.testing.assert_array_equal(array, before[name])
     exchange(gradient)
     assert exchange.steps == 2
+
+
+def reversed_on(comm, vector):
+    """Reverse the indices of a vector in place, on the last rank."""
+    if comm.rank == comm.size - 1:
+        vector.indices[:] = vector.indices[::-1].copy()
+    return vector
+
+
+class Reversed(TopK):
+    """TopK of which a subclass spoils what it has selected."""
+
+    comm: object = None
+
+    def select(self, *given):
+        return reversed_on(self.comm, super().select(*given))
+
+
+@pytest.mark.parametrize("place", ["the collective", "the compressor"])
+def test_what_code_of_the_user_has_changed_is_looked_at_again(comm, monkeypatch, place):
+    monkeypatch.setattr(Reversed, "comm", comm)
+    if place == "the collective":
+        exchange = GradientExchange(
+            comm,
+            TopK(k=2),
+            collective=lambda v, comm: sparse_allreduce(reversed_on(comm, v), comm),
+        )
+    else:
+        exchange = GradientExchange(comm, Reversed(k=2))
+    gradient = np.arange(1, 9, dtype=np.float32)
+    is_culprit = comm.rank == comm.size - 1
+    expected = ValueError if is_culprit else CollectiveError
+    with pytest.raises(expected, match="strictly increasing"):
+        exchange(gradient)
+    assert GradientExchange(comm, TopK(k=2))(gradient).sum() == 15
+
+
+def test_a_sum_that_is_the_own_vector_is_validated_by_its_owner_again(comm):
+    exchange = GradientExchange(comm, TopK(k=2), collective=lambda vector, comm: vector)
+    mean = exchange(np.arange(1, 9, dtype=np.float32), sparse=True)
+    mean.values[0] = np.nan
+    with pytest.raises(ValueError, match="nan"):
+        mean.validate()
+
+
+class Changing(Wrapper):
+    """A wrapper that takes another inner compressor in its second call."""
+
+    def __init__(self, compressor):
+        super().__init__(compressor)
+        self.calls = 0
+
+    def compress(self, corrected, *, gradient=None):
+        vector = self.compressor.compress(corrected, gradient=gradient)
+        self.calls += 1
+        if self.calls == 2:
+            self.compressor = WarmUp(TopK(0.25), [1.0, 0.5, 0.25])
+        return vector
+
+
+def test_an_inner_compressor_that_came_later_is_restored_after_a_step_that_failed(comm):
+    exchange = GradientExchange(comm, Changing(TopK(0.5)))
+    gradient = np.arange(1, 9, dtype=np.float32)
+    for _ in range(3):
+        exchange(gradient)
+    bad = gradient.copy()
+    bad[0] = np.nan if comm.rank == comm.size - 1 else 1
+    with pytest.raises((ValueError, CollectiveError)):
+        exchange(bad)
+    assert (exchange.compressor.calls, exchange.compressor.compressor.step) == (3, 1)
