@@ -6,7 +6,7 @@ every rank. Only a bad `comm` raises at once, as there is nobody to notify.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from collectives.calls import debug
 from collectives.calls.call import NOTHING, Call, Prepared
@@ -24,16 +24,13 @@ from mpicomp.codec import CODECS
 from mpicomp.errors import kept
 from mpicomp.settings import to_choice, unknown_keyword
 
-if TYPE_CHECKING:
-    from collectives.calls.collective import Collective
-
 
 def start(
-    collective: "Collective[..., Any]",
+    collective: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Request[Any]:
-    """Start a collective with the caller's arguments."""
+    """Start a collective with the caller's arguments. collective: a `Collective`, which calls this."""
     try:
         call = collective.call(*args, **kwargs)
     except Exception as raised:
@@ -90,7 +87,7 @@ def start(
 
 
 def _failed_call(
-    collective: "Collective[..., Any]",
+    collective: Any,
     error: Exception,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -104,9 +101,7 @@ def _failed_call(
     return Call(kept(error), comm)
 
 
-def _prepared(
-    call: Call[Any], collective: "Collective[..., Any]", link: Link
-) -> Prepared:
+def _prepared(call: Call[Any], collective: Any, link: Link) -> Prepared:
     """Check the arguments and convert them. Raises TypeError or ValueError."""
     if call.algorithm != "auto":
         to_choice("algorithm", call.algorithm, ["auto", *collective.algorithms])
