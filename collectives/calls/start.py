@@ -60,7 +60,7 @@ def start(
             error,
             codec=call.codec,
             like=prepared.like,
-            is_own=name not in collective.unattended,
+            runs_user_code=name not in collective.unattended,
         )
         if link.lost:
             group.contribute(CollectiveError(link.take_lost()))

@@ -104,7 +104,12 @@ class Request(Generic[T]):
         On one rank nothing moves. A device is used, and code of the user runs, inside calls only.
         """
         group = self._group
-        if self.done or group.is_own or group.size == 1 or on_device(group.like):
+        if (
+            self.done
+            or group.runs_user_code
+            or group.size == 1
+            or on_device(group.like)
+        ):
             return
         self.unattended_from = time.monotonic() + FIRST
         self._engine.progress.wake()

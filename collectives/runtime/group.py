@@ -84,7 +84,7 @@ class Group:
     signature: the arguments that must be the same on all ranks, by name, with
     "operation" and "algorithm". error: of a rank without a valid contribution. codec: a
     name of `mpicomp.codec.CODECS`, or "auto". like: an array; received vectors are
-    placed on its device. is_own: it runs code of the user. algorithm: that runs; "auto"
+    placed on its device. runs_user_code: the algorithm does. algorithm: that runs; "auto"
     until it is chosen. by_node: the ranks of each node (that share memory), in the order
     of their first ranks.
     """
@@ -97,14 +97,14 @@ class Group:
         *,
         codec: str = "auto",
         like: Any = None,
-        is_own: bool = False,
+        runs_user_code: bool = False,
     ) -> None:
         self.link = link
         self.signature = signature
         self.error = error
         self.like = like
         self.codec = codec
-        self.is_own = is_own
+        self.runs_user_code = runs_user_code
         self.algorithm = signature.get("algorithm", "")
         # The messages of this round, which an operation that breaks off has to keep.
         self.posted: list[Arrival | Sending] = []

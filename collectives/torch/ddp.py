@@ -479,8 +479,9 @@ def _future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 def _stamps(parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return the addresses and versions of the `.grad` of some parameters, which change when one of them does."""
-    every = [parameter.grad for parameter in parameters]
-    gradients = [gradient for gradient in every if gradient is not None]
+    gradients = [
+        parameter.grad for parameter in parameters if parameter.grad is not None
+    ]
     return [gradient.data_ptr() for gradient in gradients], versions_of(gradients)
 
 

@@ -196,11 +196,11 @@ def test_first_calls_in_another_order_are_told_without_a_timeout(tmp_path):
     assert "has waited for other ranks for 0.3 s" in done.stderr
 
 
-INTERRUPTED = """
+TWICE = """
 import os, signal, threading, time
 import numpy as np
 from mpi4py import MPI
-from collectives import GradientExchange
+from collectives import CollectiveError, GradientExchange
 from mpicomp import TopK
 
 def interrupt_twice():
@@ -208,6 +208,8 @@ def interrupt_twice():
         time.sleep(pause)
         os.kill(os.getpid(), signal.SIGINT)
 
+"""
+INTERRUPTED = """
 world = MPI.COMM_WORLD
 exchange = GradientExchange(world, TopK(k=2))
 if world.rank:
@@ -226,24 +228,13 @@ print("kept", flush=True)
 
 def test_a_first_call_that_was_left_by_a_second_interrupt_goes_on_in_the_next(tmp_path):
     """Other ranks have the duplicate for which the first one waited."""
-    (tmp_path / "job.py").write_text(INTERRUPTED)
+    (tmp_path / "job.py").write_text(TWICE + INTERRUPTED)
     done = mpirun(2, "job.py", cwd=tmp_path, timeout=60)
     assert done.stdout.count("kept") == 2, done.stdout + done.stderr
     assert done.stdout.count("interrupted") == 1
 
 
 LEFT = """
-import os, signal, threading, time
-import numpy as np
-from mpi4py import MPI
-from collectives import CollectiveError, GradientExchange
-from mpicomp import TopK
-
-def interrupt_twice():
-    for pause in (0.4, 0.2):
-        time.sleep(pause)
-        os.kill(os.getpid(), signal.SIGINT)
-
 world = MPI.COMM_WORLD
 exchange = GradientExchange(world, TopK(density=0.3))
 gradient = np.random.default_rng(world.rank).standard_normal(2_000_000, np.float32)
@@ -267,7 +258,7 @@ os._exit(0)
 
 def test_a_step_that_was_left_by_a_second_interrupt_keeps_no_rank_waiting(tmp_path):
     """Long messages that are in flight then move while the rank computes."""
-    (tmp_path / "job.py").write_text(LEFT)
+    (tmp_path / "job.py").write_text(TWICE + LEFT)
     done = mpirun(2, "job.py", cwd=tmp_path, timeout=60, MPICOMP_TIMEOUT="2")
     assert done.stdout.startswith("CollectiveError"), done.stdout + done.stderr
     assert "KeyboardInterrupt" in done.stdout

@@ -341,7 +341,7 @@ def _kth_largest(bits, mask, width, k, keys):  # type: ignore[no-untyped-def]
         every &= key
         some |= key
     end = (bits.size + WORD - 1) // WORD * WORD
-    # Zeros reach no threshold, and fill the last word: the passes have no remainder.
+    # The last word is padded with zeros, which are below every threshold.
     for i in range(bits.size, end):
         keys[i] = 0
     threshold, above = keys.dtype.type(0), 0

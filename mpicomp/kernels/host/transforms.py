@@ -39,7 +39,7 @@ from mpicomp.kernels.host.streaming import (
 from mpicomp.threads import in_pieces, number_of_pieces
 
 _ROOM = 1 << 8  # values that are transformed together, unless a chunk is longer
-# Groups in a buffer: with several, an incomplete last word is rarely moved.
+# Groups in a buffer. With several of them, few incomplete words are copied.
 _GROUPS = 8
 # Values by which prefetching is ahead of the computation.
 _AHEAD = 1 << 10
