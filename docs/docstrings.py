@@ -89,6 +89,10 @@ def with_short_types(
         signature = inspect.stringify_signature(
             of_init, show_return_annotation=False, unqualified_typehints=True
         )
+    # Sphinx takes that of a function that a collective wraps, which is its `Call`.
+    if what == "function" and hasattr(target, "__signature__"):
+        result = target.__signature__.return_annotation
+        returned = stringify_annotation(result, "smart")
     for long, short in NAMES.items():
         signature = signature and signature.replace(long, short)
         returned = returned and returned.replace(long, short)

@@ -214,7 +214,7 @@ def check_residuals(training, saved):
             [
                 np.float64(state[name])
                 for name in sorted(state)
-                if name.endswith(".residual")
+                if name.endswith("/residual")
             ]
         )
 

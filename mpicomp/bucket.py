@@ -127,8 +127,9 @@ class Bucket:
             self.selection.check_finite(corrected)
         except ValueError as error:
             self.check_finite(arrays, ValueError)
+            where, _, _ = str(error).partition(":")
             raise OverflowError(
-                f"the gradient plus the residual leaves the range of {corrected.dtype} ({error}): scale the gradients "
+                f"the gradient plus the residual leaves the range of {corrected.dtype} ({where}): scale the gradients "
                 "down, take a wider dtype, or reset() the residual"
             ) from None
 

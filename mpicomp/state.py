@@ -63,7 +63,7 @@ class Configured(CheckedKeywords):
     """How these attributes hold the values of segments."""
 
     def __init__(self) -> None:
-        """Take no argument."""
+        """See the class."""
 
     def _settings(self) -> dict[str, Any]:
         """Return the constructor's arguments by name, except those that change between steps."""

@@ -1,7 +1,7 @@
 """Agreement of all ranks on an object, or on whether a step succeeded.
 
-Rounds: 2 ceil(lg P) of small messages for an object; MPI's allreduce of one number for
-a step. Both are operations of the library: deadlines apply, and the error of a rank
+Rounds: 2 ceil(lg P) of small messages for an object; MPI's allreduce of three numbers
+for a step. Both are operations of the library: deadlines apply, and the error of a rank
 reaches all ranks.
 """
 

@@ -53,8 +53,8 @@ class GradientExchange(CheckedKeywords):
     """Exchange gradients between the ranks of `comm`: each gets the mean of the vectors sent by all ranks.
 
     The object holds the residuals: use one for each model, and the same settings and calls
-    on every rank. The first step compares settings and tensors between the ranks. A step is
-    kept by all ranks or by none.
+    on every rank; compressors and feedbacks may differ. The first step compares settings and
+    tensors between the ranks. A step is kept by all ranks or by none.
 
     A call takes an array, a list of arrays that are compressed as one vector, or a dict of
     arrays that are compressed separately: float16, float32, float64, or bfloat16, which is
@@ -70,9 +70,8 @@ class GradientExchange(CheckedKeywords):
             named tensor gets a copy.
         collective: sums what the ranks send, by default `sparse_allreduce`. Also
             `gtopk_allreduce`, `sparse_allgather` or `compressed_allreduce`; the dense sums
-            `quantised_allreduce` and `dense_allreduce`, in place of a compressor; each with
-            keyword arguments bound by `functools.partial`. The page on the exchange has a
-            section on one of your own.
+            `quantised_allreduce` and `dense_allreduce`, in place of a compressor. Its arguments
+            are bound, as in `partial(gtopk_allreduce, k=1000)`. One of your own: docs/exchange.md.
         average: True divides the sum by the number of ranks, False does not. "contributors"
             divides each entry by the number of ranks that sent it, which `sparse_allreduce`
             counts; tensors that are sent dense are divided by the number of ranks. "sign"
@@ -84,17 +83,19 @@ class GradientExchange(CheckedKeywords):
             of compressor and collective; the rounding error is the next residual.
         small: named tensors with fewer values are sent dense; by default 1024, and 0 in a
             basis and for dense sums.
-        bucket_nbytes: bytes of the gradients in one message, about. By default 2^25; between
-            nodes fewer, by latency and rate of the links, so that what is sent after the last
-            gradient is short; 2^30 for tensors that are on a device on all ranks.
+        bucket_nbytes: bytes of the named gradients that are sent together, at most: a larger
+            one is sent alone, and the `small` ones together. By default 2^25 on one node, and
+            2^30 for tensors that are on a device on all ranks. Between nodes as few as
+            latency and rate of the links allow, as the last bucket is sent when all
+            gradients are computed.
         nonfinite: "raise" raises on all ranks if a gradient of any rank contains NaN or an
-            infinity. "skip" skips the step on all ranks, which takes one more pass over the
-            gradients: residuals do not change, and all means are zero (empty with
-            sparse=True).
-        most_skips: the number of steps skipped in a row after which a warning on all ranks
-            names the ranks and the values.
-        log: a function that is called with the `Statistics` of each step that was kept; an
-            error in it becomes a warning.
+            infinity, or the sum leaves the range of its dtype. "skip" skips the step on all
+            ranks, which takes one more pass over the gradients: residuals do not change, and
+            all means are zero (empty with sparse=True).
+        most_skips: the number of steps skipped in a row, at least 1, after which all ranks
+            warn once, and name the ranks and the values.
+        log: a function that is called with the `Statistics` of each step that was kept, for
+            which it takes a pass over the residuals; an error in it becomes a warning.
 
     Attributes:
         comm: the communicator.
@@ -235,7 +236,8 @@ class GradientExchange(CheckedKeywords):
             TypeError: `gradient` or `out` is of a wrong type; likewise.
             ValueError: `gradient` is not finite, or a shape or dtype is not as before; likewise.
             RuntimeError: a step of named tensors is in progress; likewise.
-            OverflowError: on all ranks, if the sum leaves the range of the dtype.
+            OverflowError: on all ranks, if the sum leaves the range of the dtype; on this rank,
+                if the gradient plus the residual does, and then other ranks raise CollectiveError.
             CollectiveError: another rank's gradient is bad, or the ranks are in different steps.
                 Nothing changes, as after every error above.
         """

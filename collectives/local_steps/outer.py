@@ -104,8 +104,9 @@ class OuterLoop(CheckedKeywords):
     yourself, with `dense_allreduce`, before you evaluate or save the model.
 
     Args:
-        exchange: a `GradientExchange` that nothing else uses; the constructor registers its
-            tensors. Tensors of fewer than its `small` values are sent dense.
+        exchange: a `GradientExchange` that nothing else uses, without a basis or
+            average="sign", with a feedback in the units of gradients; the constructor
+            registers its tensors. Tensors of fewer than its `small` values are sent dense.
         parameters: arrays by name, such as `dict(model.named_parameters())`, or a list, or one
             array; or a function that returns them, which is called for each round. float16,
             bfloat16, float32 or float64, without gaps in memory, of NumPy, CuPy, or a kind
@@ -113,17 +114,18 @@ class OuterLoop(CheckedKeywords):
             memory under two names) count once.
         every: H, the steps from one exchange to the next; H = 1 compresses the update of each
             step.
-        rate: multiplies the mean at the end of a round; it may be changed between steps, to the
-            same value on all ranks. At 0 a round discards the progress of all ranks and their
+        rate: multiplies the mean at the end of a round, at least 0; it may be changed between
+            steps, to the same value on all ranks. At 0 a round discards the progress of all ranks and their
             residuals, and does not change the momentum.
-        momentum: as in PyTorch's SGD, without weight decay, which belongs to the inner
-            optimiser.
-        nesterov: likewise.
+        momentum: as in PyTorch's SGD, from 0 to below 1, without weight decay, which belongs to
+            the inner optimiser.
+        nesterov: likewise; with a momentum above 0.
         delay: steps computed while an exchange is in flight, 0 <= delay < every.
         check_every: rounds from one comparison of the anchors of all ranks to the next; the
             first round has one. The digests are part of the agreement of a round, without
-            further messages. 0 compares nothing, and does not look for an optimiser that keeps
-            copies: for programs that undo, on purpose, what a round has written.
+            further messages. 0 compares nothing, and does not raise where the step after a
+            round undoes what the round has written, as an optimiser does that keeps copies of
+            the parameters: for programs that undo it on purpose.
         first: steps before the first exchange, 1 <= first <= every, by default `every`: loops
             over the parts of a model, each with another number, exchange one after the other.
 
@@ -132,8 +134,9 @@ class OuterLoop(CheckedKeywords):
         rounds: the number of exchanges that were kept.
 
     Raises:
-        TypeError: an argument is of a wrong type; other ranks raise CollectiveError.
-        ValueError: an argument has a wrong value; likewise.
+        TypeError: an argument is of a wrong type; other ranks raise CollectiveError, unless it
+            is the exchange.
+        ValueError: an argument has a wrong value; other ranks raise CollectiveError.
         CollectiveError: settings, tensors or parameters differ, naming the ranks.
 
     Source: A. Douillard et al., DiLoCo, 2023 (arXiv 2311.08105).

@@ -52,7 +52,7 @@ ARROWS = [  # x, from y, to y
 # of a gradient: the name, what happens, the file, and whether all ranks take part
 STATIONS = [
     ("gradient", "any array,\nlist or dict", "mpicomp/tensors.py", False),
-    ("correct", "add the residual\nof the last step", "mpicomp/feedback/", False),
+    ("correct", "with the residual\nof the last step", "mpicomp/feedback/", False),
     ("compress", "select entries:\na SparseVector", "mpicomp/compressors/", False),
     (
         "exchange",

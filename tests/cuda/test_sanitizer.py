@@ -51,7 +51,7 @@ class TestSanitized:
 
     def test_a_place_too_many_is_found(self):
         done = sanitized(
-            "round_robin", "place < size ? keys[place]", "place <= size ? keys[place]"
+            "round_robin", "number < size ? own[place]", "number <= size ? own[place]"
         )
         assert done.returncode != 0
         assert "AddressSanitizer: heap-buffer-overflow" in done.stderr

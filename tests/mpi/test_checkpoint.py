@@ -168,7 +168,7 @@ def test_a_state_that_does_not_fit_changes_nothing(comm):
     for bad in (
         {"gradient/compressor/0.pace": np.array(1)},
         {"gradient/feedback/residual": before["gradient/feedback/residual"]},
-        {"gradient/other.residual": np.ones(3)},
+        {"gradient/feedback/other": np.ones(3)},
         {**before, "gradient/feedback/velocity": np.ones(3, np.float32)},
         {
             **before,

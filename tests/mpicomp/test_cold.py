@@ -14,10 +14,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # more takes 0.05 to 0.5 s on each new machine
 MOST = {
     "few-bits-4": 14,
-    "few-bits-2": 15,
+    "few-bits-2": 17,
     "topk": 14,
     "in-basis": 25,
-    "local-sparse": 23,
+    "local-sparse": 24,
     "sidco": 19,
     "adacomp": 16,
 }

@@ -27,7 +27,7 @@ HOT = {
     "transforms._hadamard": ["vaddps", "vsubps", "vmulps", "vmovntps"],
     "statistics._magnitudes": ["vcvtps2pd", "vaddpd"],
     "segments._largest": ["vpand", "vpcmp"],
-    "fitting._add_up": ["vcvtps2pd", "vaddpd"],
+    "fitting._add_rows": ["vcvtps2pd", "vaddpd"],
     "fitting._exceeding": ["vpand", "vpcmp"],
     "few_bits._quantise": ["vaddps", "vmulps", "vminps", "vmovntps"],
     "few_bits._dequantise": ["vcvtdq2ps", "vmulps", "vmovntps"],
