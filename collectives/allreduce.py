@@ -143,7 +143,7 @@ def run_chosen(
     """Choose an algorithm and run it; MPI's own allreduces run in the order in which the operations began."""
     group.join_queue()
     name, metadata = yield from choose(vector, group)
-    group.note_choice(name)
+    group.algorithm = name
     if name != "dense_mpi":
         group.leave_queue()
     run = partial(run_counting, name) if votes else ALGORITHMS[name]
@@ -182,7 +182,7 @@ def choose_freely(
     coding = group.coding(vector)
     bits = 8 * coding[1].nbytes(vector.values.size) / max(1, vector.nnz)
 
-    def best(entries: float, bits: float | None, union: float | None = None) -> str:
+    def best(entries: float, bits: float, union: float | None = None) -> str:
         case = group.case(
             vector.length, entries, value_nbytes=vector.value_nbytes, bits=bits
         )
@@ -234,7 +234,7 @@ def automatic(vector: SparseVector, group: Group, votes: bool = False) -> Steps[
     """Run the fastest algorithm."""
     if group.size <= 2 and not votes:
         # The operation does not join the queue, as it does not call MPI's allreduce.
-        group.note_choice("recursive_doubling")
+        group.algorithm = "recursive_doubling"
         return recursive_doubling(vector, group, NO_METADATA)
     return run_chosen(choose_freely, vector, group, votes)
 
@@ -244,12 +244,6 @@ def agree_on(name: str, vector: SparseVector, group: Group) -> Steps[Choice]:
     return name, (
         yield from exchange_metadata(vector, group, sampling=name not in UNSAMPLED)
     )
-
-
-def among_some(vector: SparseVector, group: Group) -> Steps[SparseVector]:
-    """Sum over some of the ranks, without MPI's own allreduce, which needs all of them."""
-    name, metadata = yield from choose_freely(vector, group, of_all_ranks=False)
-    return (yield from ALGORITHMS[name](vector, group, metadata))
 
 
 @algorithm
@@ -318,5 +312,8 @@ def node_lanes(
     bounds = bounds_of(metadata, lanes)
     share = yield from sum_of_share(vector, node, bounds)
     if node.rank < lanes:
-        share = yield from among_some(share, group.lane(node))
+        lane = group.lane(node)
+        # MPI's own allreduce needs all ranks.
+        name, metadata = yield from choose_freely(share, lane, of_all_ranks=False)
+        share = yield from ALGORITHMS[name](share, lane, metadata)
     return join((yield from all_vectors(share, node))[:lanes])

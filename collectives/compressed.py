@@ -133,7 +133,5 @@ def compressed(
     dense = own.to_dense()
     selected = compressor.compress(read_only(dense), gradient=dense)
     check_selected(selected, dense, compressor)
-    indices = selected.indices.astype(
-        share.indices.dtype, copy=False
-    ) + share.indices.dtype.type(first)
+    indices = selected.indices.astype(share.indices.dtype, copy=False) + first
     return SparseVector.trusted(indices, selected.values, share.length)

@@ -135,7 +135,7 @@ def selecting(
     """
     count = vector.nnz if k is None else k
     kept = vector
-    collected = [SparseVector.empty(vector.length, vector.dtype, like=vector.values)]
+    collected = [group.nothing]
     if vector.nnz > count:
         kept, *collected = top_k(vector, count)
 
@@ -155,7 +155,7 @@ def auto(vector: SparseVector, group: Group, k: int | None = None) -> Steps[Resu
     entries = min(vector.length, entries)
     case = group.case(vector.length, entries, value_nbytes=vector.value_nbytes)
     name = choose("gtopk_allreduce", case, group.link.choice)
-    group.note_choice(name)
+    group.algorithm = name
     return gtopk_allreduce.algorithms[name](vector, group, k=k)
 
 

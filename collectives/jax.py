@@ -1,7 +1,6 @@
 """JAX: exchange a pytree of gradients. The library itself does not import this module."""
 
 from collections import Counter
-from operator import itemgetter
 from typing import Any
 
 import jax
@@ -31,15 +30,15 @@ def exchange_pytree(exchange: GradientExchange, gradients: Any) -> Any:
     >>> means = exchange_pytree(exchange, gradients)
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
-    names = Counter(jax.tree_util.keystr(path) for path, _ in leaves)
-    name, repeats = max(names.items(), key=itemgetter(1), default=("", 0))
-    if repeats > 1:
+    by_path = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    if len(by_path) < len(leaves):
+        names = Counter(jax.tree_util.keystr(path) for path, _ in leaves)
+        [(name, repeats)] = names.most_common(1)
         exchange.fail(
             ValueError(
                 f"{repeats} leaves of the gradients have the path {name!r}: expected a path of its own for each leaf; "
                 "look at the keys of the nodes that were registered with JAX"
             )
         )
-    by_path = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     means = exchange(by_path)
     return jax.tree_util.tree_unflatten(structure, [means[name] for name in by_path])

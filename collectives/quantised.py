@@ -53,7 +53,7 @@ Result = tuple[CodedMean, Array]  # and this rank's errors
 BLOCK = 256  # values with one scale, by default
 
 
-def decoded_sum(result: tuple[CodedMean, Array]) -> Sum:
+def decoded_sum(result: Result) -> Sum:
     """Return the result of an algorithm as the `Sum` that the debug mode checks."""
     total, errors = result
     return Sum(total.values(), errors)
@@ -207,7 +207,7 @@ def auto(
     size = correction.out.size
     case = group.case(size, size, bits=bits)
     name = choose("quantised_allreduce", case, group.link.choice)
-    group.note_choice(name)
+    group.algorithm = name
     run = quantised_allreduce.algorithms[name]
     return run(correction, group, bits=bits, block=block, dtype=dtype)
 

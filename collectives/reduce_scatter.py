@@ -71,7 +71,7 @@ def divided(vector: Any, compared: Mapping[str, Any], link: Link) -> Prepared:
     if not isinstance(partition, str):
         bounds = given_bounds(partition, vector.length, link.size)
         text = {"partition": " ".join(map(str, bounds))}
-        return Prepared.of(vector, text, bounds=bounds)
+        return prepared._replace(compared=text, own={"bounds": bounds})
     if partition != "equal":
         raise ValueError(
             f"partition is {partition!r}: expected 'equal' or {link.size + 1} bounds"

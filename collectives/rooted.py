@@ -100,15 +100,13 @@ def of_root(
             raise ValueError(_FOR_PATCHES)
         else:
             vector = sound(content, compared, link).payload
-    prepared = Prepared.of(vector, compared, out=out, patch=patch)
-    return prepared._replace(length=None)
+    own = {"out": out, "patch": patch}
+    return Prepared(vector, vector.values, None, compared=compared, own=own)
 
 
 def _vectors_alone(result: Any) -> Sum:
     """Promise that all ranks have one vector; a patch has a digest of its own."""
-    if isinstance(result, Patch):
-        return Sum([])
-    return Sum(result)
+    return Sum([] if isinstance(result, Patch) else result)
 
 
 @collective(promise=_vectors_alone, checks={"root": to_root})

@@ -24,7 +24,7 @@ import numpy as np
 from mpicomp.arrays import Array
 from mpicomp.arrays.device import kernels_for, on_device
 from mpicomp.arrays.frameworks import to_vector, writable_vector
-from mpicomp.arrays.memory import address, adjacent, concatenated, flat, views_between
+from mpicomp.arrays.memory import address, adjacent, concatenated, views_between
 from mpicomp.settings import to_integer
 from mpicomp.state import Configured
 from mpicomp.vector import SparseVector, check_range
@@ -173,7 +173,6 @@ def coefficients_of(parts: Sequence[Array], basis: Basis | None) -> Sequence[Arr
     values = adjacent(parts)
     if values is None:
         values = concatenated(parts)
-    values = flat(values)
     out = np.empty_like(values)
     for run in runs(edges, basis.chunk):
         basis.forward(values[run], out[run])

@@ -127,7 +127,7 @@ class Bucket:
             self.selection.check_finite(corrected)
         except ValueError as error:
             self.check_finite(arrays, ValueError)
-            where, _, _ = str(error).partition(":")
+            where, _, _ = str(error).partition(": expected")
             raise OverflowError(
                 f"the gradient plus the residual leaves the range of {corrected.dtype} ({where}): scale the gradients "
                 "down, take a wider dtype, or reset() the residual"
@@ -191,11 +191,9 @@ class Bucket:
             mean = DenseMean(mean.values())
         if isinstance(mean, SparseMean) and mean.count == self.length:
             mean = DenseMean(mean.vector.values)
-        missing = []
-        if len(outs) < len(self.tensors):
-            missing = [tensor for tensor in self.tensors if tensor.name not in outs]
-        if not missing:
+        if len(outs) == len(self.tensors):
             return {}, mean.writer([*outs.values()])
+        missing = [tensor for tensor in self.tensors if tensor.name not in outs]
         # A tensor that is copied needs its values now.
         if any([tensor.is_copied for tensor in missing]):
             mean = DenseMean(mean.values())

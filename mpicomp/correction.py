@@ -82,9 +82,7 @@ class Correction(NamedTuple):
         """Return the values of a correction without a basis as a new vector."""
         if self.residual is None:
             return concatenated(self.parts)
-        values = np.empty_like(self.residual)
-        kernels_for(values).add_parts(self.residual, self.decay, self.parts, values)
-        return values
+        return self._replace(out=np.empty_like(self.residual)).add()
 
     def widened(self) -> "Correction":
         """Return itself; for values in float16, copies in float32, as coders take them."""

@@ -47,11 +47,6 @@ class FewBits:
             return np.dtype(np.float32)
         return np.dtype(np.float64)
 
-    @property
-    def blocks(self) -> int:
-        """The number of blocks."""
-        return -(-self.size // self.block)
-
 
 def coder(
     correction: Correction, bits: int, block: int, *, short: bool = False

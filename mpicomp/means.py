@@ -167,10 +167,8 @@ class SparseMean(_Mean):
         narrowed = _narrowed(vector.values, dtype, clips=clips)
         if narrowed is not vector.values:
             vector = vector.with_values(narrowed)
-        try:
-            vector.check_finite()
-        except ValueError:
-            raise out_of_range(_SUM, dtype) from None
+        if not vector.has_finite_values():
+            raise out_of_range(_SUM, dtype)
         return SparseMean(vector)
 
     def memory(self) -> Array:

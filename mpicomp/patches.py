@@ -114,8 +114,10 @@ class Patch:
             write_changes()
             for name, target in targets.items():
                 changed = hosts[firsts[name]]
-                if changed is not target:
-                    _copy_from_host(changed, target)
+                if on_device(target):
+                    target.set(changed)  # type: ignore[attr-defined]
+                elif changed is not target:
+                    target[...] = changed
 
         return write
 
@@ -206,11 +208,3 @@ def _digest(message: Buffer) -> int:
     """Return the digest of a message without its first field, which stores the digest."""
     rest = message[_DIGEST.size :]
     return kernels_for(rest).digest(rest)  # type: ignore[no-any-return]
-
-
-def _copy_from_host(source: Array, target: Array) -> None:
-    """Copy an array in host memory to another one of its dtype and shape, possibly on a device."""
-    if on_device(target):
-        target.set(source)  # type: ignore[attr-defined]
-    else:
-        target[...] = source

@@ -54,9 +54,9 @@ class Replica(Configured):
         self.velocity: Array | None = None
         if momentum:
             self.velocity = xp.zeros(length, accumulation_dtype(dtype))
-        # The memory of the parameters, and the same as vectors in C order: views where
-        # possible, else copies.
-        self._memory: list[Array] = []
+        # The memory of the parameters, as they were found last, and the same as vectors
+        # in C order: views where possible, else copies.
+        self.memory: list[Array] = []
         self._thetas: list[Array] = []
         self.find_parameters(parameters)
         self.take_anchor()
@@ -68,11 +68,11 @@ class Replica(Configured):
 
     def find_parameters(self, parameters: ByName) -> None:
         """Store the parameters' current memory; raises for an array that no longer fits."""
-        self._memory = [
+        self.memory = [
             tensor.writable(parameters[tensor.name], tensor.name, writable_memory)
             for tensor in self.tensors
         ]
-        self._thetas = [_vector(memory) for memory in self._memory]
+        self._thetas = [_vector(memory) for memory in self.memory]
 
     def send(self) -> dict[str, Array]:
         """Return the pseudo-gradients by tensor, which are part of the state until `receive`."""
@@ -82,11 +82,6 @@ class Replica(Configured):
     def receive(self) -> None:
         """End the exchange of what was sent, whatever became of it."""
         self._is_sent = False
-
-    @property
-    def memory(self) -> list[Array]:
-        """The parameters' own arrays, as they were found last."""
-        return self._memory
 
     @property
     def is_changed(self) -> bool:
@@ -113,9 +108,9 @@ class Replica(Configured):
         """Compute the pseudo-gradient, theta at the start - theta: the former is the anchor, rounded to bfloat16."""
         self.find_parameters(parameters)
         start = self.anchor
-        if any(memory.dtype == np.uint16 for memory in self._memory):
+        if any(memory.dtype == np.uint16 for memory in self.memory):
             start = start.copy()
-            for memory, span in zip(self._memory, self._spans, strict=True):
+            for memory, span in zip(self.memory, self._spans, strict=True):
                 start[span] = _rounded(start[span], memory)
         kernels_for(self.delta).add_parts(start, 1, self._thetas, self.delta, sign=-1)
 
@@ -129,7 +124,7 @@ class Replica(Configured):
             mean.writer(self._thetas, onto=(anchors, -rate))()
             self._write_thetas()
             return
-        parts = [*zip(self._memory, self._spans, self._thetas, strict=True)]
+        parts = [*zip(self.memory, self._spans, self._thetas, strict=True)]
         kernels = kernels_for(self.anchor)
         for memory, span, theta in parts if delayed else []:
             for piece in pieces_of(theta.size):
@@ -148,7 +143,7 @@ class Replica(Configured):
         self._write_thetas()
 
     def _write_thetas(self) -> None:
-        for memory, theta in zip(self._memory, self._thetas, strict=True):
+        for memory, theta in zip(self.memory, self._thetas, strict=True):
             _write(theta, memory)
 
     def write_anchor(self) -> None:
@@ -175,7 +170,7 @@ class Replica(Configured):
 
     def sample(self) -> Array:
         """Return up to 2,000 values of each parameter that was found last, as it is now, in host memory."""
-        return _sample(self._memory)
+        return _sample(self.memory)
 
     def sample_anchor(self) -> Array:
         """Return the same values of the anchor."""

@@ -217,7 +217,7 @@ def checked(
     name: str,
     like: Any,
     called: str,
-    limits: Range | None = None,
+    limits: Range,
 ) -> Any:
     """Return a copy of a value of a state, of the type of another one.
 
@@ -229,20 +229,17 @@ def checked(
     if like is None and array is None:
         return None
     expected, fits = _compared(array, like)
-    if limits is not None:
-        least, most = limits
-        expected += f" from {least} to {most}"
-        fits = fits and bool(
-            (np.isfinite(array) & (least <= array) & (array <= most)).all()
-        )
-    if not fits:
+    least, most = limits
+    if not fits or not (np.isfinite(array) & (least <= array) & (array <= most)).all():
         if array is None:
             got = "nothing"
         elif array.size == 1:
             got = repr(array)
         else:
             got = kind_of_array(array)
-        raise ValueError(f"{called} has {got} as {name}: expected {expected}")
+        raise ValueError(
+            f"{called} has {got} as {name}: expected {expected} from {least} to {most}"
+        )
     return type(like)(array) if isinstance(like, int | float) else array
 
 

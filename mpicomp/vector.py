@@ -114,7 +114,7 @@ class SparseVector:
         vector = SparseVector.trusted(self.indices, values, self.length)
         known = ["_device_ends", "_known_places"]
         if is_finite:
-            known.append("_facts")
+            known.append("facts")
         for name in known:
             if name in vars(self):
                 vars(vector)[name] = vars(self)[name]
@@ -126,7 +126,7 @@ class SparseVector:
         """Store what the kernel that filled arrays on a device knows: the results of `inspect` and of `places_of`."""
         fields = vars(self)
         fields["_known_places"] = list(bounds), list(places)
-        fields["_facts"] = facts
+        fields["facts"] = facts
         fields["_device_ends"] = facts[2:]
 
     @classmethod
@@ -192,7 +192,7 @@ class SparseVector:
                 f"got indices of shape {places.shape} and {len(checked)} values: expected as many of each"
             )
         if not places.size:
-            return cls(places.astype(np.int32), checked, length)
+            return cls(places, checked, length)
         order = np.argsort(places, kind="stable")
         ordered = places[order]
         is_first = np.append(True, ordered[1:] != ordered[:-1])
@@ -210,8 +210,8 @@ class SparseVector:
 
         Raises:
             TypeError: `out` is no array of NumPy, or of CuPy as the values are.
-            ValueError: `out` has another shape or dtype or shares the memory of the vector, or an
-                index is out of order or range. Nothing is written then.
+            ValueError: `out` has another shape or dtype, or is contiguous and shares the memory of
+                the vector, or an index is out of order or range. Nothing is written then.
         """
         shape = (self.length, *self.values.shape[1:])
         dtype = self.values.dtype
@@ -226,9 +226,13 @@ class SparseVector:
             raise ValueError(
                 f"out is {out.dtype} of shape {out.shape}: expected {dtype} of shape {shape}"
             )
-        elif out.flags.c_contiguous:
+        elif not out.flags.c_contiguous:
+            # It may share the memory of the vector.
+            out[...] = self.to_dense()
+            return out  # type: ignore[no-any-return]
+        else:
             check_apart([out, self.indices, self.values])
-        if self.width is None and out.flags.c_contiguous:
+        if self.width is None:
             self.writer([out], are_zero=is_new)()
             return out
         if not is_new:
@@ -307,7 +311,7 @@ class SparseVector:
     def check_order(self) -> None:
         """Raise ValueError unless the indices increase, and are in range."""
         if on_device(self.indices):
-            position = self._facts[0]
+            position = self.facts[0]
         else:
             position = kernels_for(self.indices).first_disorder(
                 self.indices, self.length
@@ -331,35 +335,28 @@ class SparseVector:
         if disorder >= 0:
             self.check_order()
         if not_finite >= 0:
-            self.check_finite()
-
-    def check_finite(self) -> None:
-        """Raise ValueError naming the first value that is not finite."""
-        if self._inspected()[1] >= 0:
             check_finite(self.values)
 
-    def validate_once(self) -> None:
-        """Validate, and remember the result until `forget`: nobody changes the arrays before."""
-        _ = self._facts
-        self.validate()
+    def has_finite_values(self) -> bool:
+        """Return whether all values are finite."""
+        return self._inspected()[1] < 0
 
     def forget(self) -> "SparseVector":
         """Return the vector, which its owner may change: in host memory `validate` looks at all entries again."""
         if not on_device(self.values):
-            vars(self).pop("_facts", None)
+            vars(self).pop("facts", None)
         return self
 
     def _inspected(self) -> Facts:
         """Return what `kernels.inspect` does; anew for arrays in host memory, which the owner may have changed."""
-        is_on_host = type(self.values) is np.ndarray
-        if "_facts" in vars(self) or (not is_on_host and on_device(self.values)):
-            return self._facts
+        if "facts" in vars(self) or on_device(self.values):
+            return self.facts
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @cached_property
     # The facts are cached, as on a device they take a kernel launch and a copy to the
     # host.
-    def _facts(self) -> Facts:
+    def facts(self) -> Facts:
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @property
@@ -373,7 +370,7 @@ class SparseVector:
 
     @cached_property
     def _device_ends(self) -> tuple[int, int]:
-        return self._facts[2:]
+        return self.facts[2:]
 
     @property
     def nnz(self) -> int:
@@ -672,10 +669,7 @@ _empty_on_host = lru_cache(maxsize=256, typed=True)(_new_empty)
 
 def _array(array_like: Any) -> Array:
     """Return an array from an input of `to_array`, a list or a number."""
-    is_known = (
-        on_device(array_like) or is_array(array_like) or sparse_remedy(array_like)
-    )
-    if not is_known:
+    if not (is_array(array_like) or sparse_remedy(array_like)):
         array_like = np.asarray(array_like)
     return to_array(array_like)
 

@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -139,15 +139,10 @@ def few_bits(case: Case, links: Links) -> float:
     return by_auto("quantised_allreduce", coded, links)
 
 
-def sparse(density: float) -> Callable[[Case, Links], float]:
-    """Return the prediction for the sum of a fraction of the entries, of two bits each."""
-
-    def messages(case: Case, links: Links) -> float:
-        entries = max(1.0, case.length * density)
-        coded = replace(case, entries=entries, bits=2)
-        return by_auto("sparse_allreduce", coded, links)
-
-    return messages
+def sparse(density: float, case: Case, links: Links) -> float:
+    """Return the seconds of a sum of a fraction of the entries, of two bits each."""
+    coded = replace(case, entries=max(1.0, case.length * density), bits=2)
+    return by_auto("sparse_allreduce", coded, links)
 
 
 def auto(collective: str, case: Case, links: Links) -> str:
@@ -168,8 +163,8 @@ MESSAGES: dict[str, Callable[[Case, Links], float]] = {
     SIXTEEN: sixteen_bits,
     POWERSGD: powersgd,
     FEW_BITS: few_bits,
-    IN_BASIS: sparse(8 / 256),
-    SPARSE: sparse(128 / 4096),
+    IN_BASIS: partial(sparse, 8 / 256),
+    SPARSE: partial(sparse, 128 / 4096),
     LOCAL: few_bits,
 }
 # Bytes of gradients in a bucket of DDP: by default, and in the lines of `recipes`.
@@ -281,11 +276,8 @@ def row(name: str, training: Training) -> Row:
     messages = of_round / every
     computed = compression(name, *about, every)
     alone = training.computing + computed
-    measurements = {
-        each: measured_of(name, training)[each]
-        for each in ("steps", "on_each", "rate", "trials", "seeds")
-    }
-    counted = max(1.0, measurements["steps"])
+    found = measured_of(name, training)
+    counted = max(1.0, found["steps"])
     return {
         "method": name,
         "step": alone + messages,
@@ -294,7 +286,10 @@ def row(name: str, training: Training) -> Row:
         "messages": messages,
         "seconds": counted * (alone + messages),
         "overlapped": counted * overlapped(name, alone, messages, training),
-        **measurements,
+        **{
+            each: found[each]
+            for each in ("steps", "on_each", "rate", "trials", "seeds")
+        },
     }
 
 

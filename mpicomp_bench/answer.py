@@ -106,8 +106,8 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
         notes.append(TOO_FAST.format(training=training, passes=PASSES))
     if training.nodes == training.ranks > 1:
         notes.append(ALONE_ON_NODES)
-    every = "" if chosen in NOT_OURS else outer_settings(chosen).get("every", 10)
-    if every not in ("", 10):
+    every = 10 if chosen in NOT_OURS else outer_settings(chosen).get("every", 10)
+    if every != 10:
         notes.append(OTHER_EVERY.format(every=every))
     if training.ranks not in (1, *measured()["ranks"]):
         notes.append(growth_of_steps(training.ranks))
@@ -115,18 +115,19 @@ def conditions(rows: list[Row], training: Training) -> list[str]:
     rival = min(THEIRS, key=hidden.__getitem__)
     least, own = hidden[rival], hidden[chosen]
     if chosen not in THEIRS and own * PAYS > least:
-        about = {"rival": rival, "least": least, "chosen": chosen, "seconds": own}
-        notes.append(OVERLAPS.format(**about))
+        notes.append(
+            OVERLAPS.format(rival=rival, least=least, chosen=chosen, seconds=own)
+        )
     return notes
 
 
 def growth_of_steps(ranks: int) -> str:
     """Return on how many ranks steps were measured, and how they grow."""
     on_map = measured()["map"]
-    far = MORE_RANKS.format(most=max(on_map["ranks"]))
-    about = {"small": f"{on_map['parameters']:.1g}", "yours": ranks}
-    far *= ranks > max(on_map["ranks"])
-    return OTHER_RANKS.format(**rests_on(), **about, far=far)
+    most = max(on_map["ranks"])
+    far = MORE_RANKS.format(most=most) if ranks > most else ""
+    small = f"{on_map['parameters']:.1g}"
+    return OTHER_RANKS.format(**rests_on(), small=small, yours=ranks, far=far)
 
 
 def gain_of_muon(training: Training) -> str:
@@ -208,7 +209,7 @@ def as_json(training: Training) -> str:
     """Return the same as JSON."""
     rows = ranked(training)
     chosen = recommended(rows, training)
-    about = {
+    found = {
         "take": chosen,
         "answer": answer(rows, training),
         "conditions": conditions(rows, training),
@@ -216,7 +217,7 @@ def as_json(training: Training) -> str:
         "rests_on": measured(),
         "rows": rows,
     }
-    return json.dumps(about, indent=1) + "\n"
+    return json.dumps(found, indent=1) + "\n"
 
 
 def span(numbers: list[int]) -> str:

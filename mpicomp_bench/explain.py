@@ -197,14 +197,16 @@ def refused(options: argparse.Namespace) -> str | None:
 
 def advise(options: argparse.Namespace, out: TextIO) -> int:
     """Print which method of training to take, and all of them, the fastest first."""
-    about = (
+    training = Training(
         options.ranks,
         options.parameters,
         options.step,
         options.network,
         options.per_node,
+        options.memory,
+        options.optimizer,
+        options.every,
     )
-    training = Training(*about, options.memory, options.optimizer, options.every)
     out.write(answer.as_json(training) if options.json else answer.report(training))
     return 0
 
@@ -221,15 +223,15 @@ def explain_sum(options: argparse.Namespace, out: TextIO) -> int:
     collectives = None if density else OF_ALL
     found = list(explained(case, links, options.step, collectives=collectives))
     if options.json:
-        union = case.union(case.ranks)
-        head = {
+        about = {
             "ranks": case.ranks,
             "nodes": case.nodes,
             "length": case.length,
             "entries": entries,
-            "union": union,
+            "union": case.union(case.ranks),
+            "rows": found,
         }
-        out.write(json.dumps({**head, "rows": found}, indent=1) + "\n")
+        out.write(json.dumps(about, indent=1) + "\n")
     else:
         out.write(table(case, found))
     return 0
@@ -322,14 +324,14 @@ def row(
     collective: str, algorithm: str, taken: float | None, cost: Cost, dense: float
 ) -> Row:
     """Return a row of the predictions; seconds are None for lower bounds. dense: seconds of a dense allreduce."""
-    speedup = dense / taken if taken else None
-    figures = {
+    return {
+        "operation": collective,
+        "algorithm": algorithm,
         "seconds": taken,
         "bytes": round(cost[2]),
         "rounds": round(cost[0]),
-        "speedup": speedup,
+        "speedup": dense / taken if taken else None,
     }
-    return {"operation": collective, "algorithm": algorithm, **figures}
 
 
 def compressed(case: Case) -> Cost:

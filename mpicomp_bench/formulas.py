@@ -235,10 +235,10 @@ def _node_lanes(case: Case, links: Links) -> OnNodes:
     inner = plus(
         split(node), gather(node, message(node, union / lanes, 1 / lanes), union)
     )
-    return inner, _sum_between(case, lanes, links), lanes
+    return inner, _sum_between(case, links), lanes
 
 
-def _sum_between(case: Case, lanes: int, links: Links) -> Cost:
+def _sum_between(case: Case, links: Links) -> Cost:
     """Return the cost of the fastest exact sum between the nodes, in each of several lanes."""
     between = case.of_nodes()
     sums = FORMULAS["sparse_allreduce"].items()
@@ -247,7 +247,7 @@ def _sum_between(case: Case, lanes: int, links: Links) -> Cost:
         for name, sum_of in sums
         if name != "dense_mpi"
     ]
-    return min(costs, key=lambda cost: seconds(cost, links.between(lanes)))
+    return min(costs, key=lambda cost: seconds(cost, links.between(case.per_node)))
 
 
 def _gtopk_node_leaders(case: Case, links: Links) -> OnNodes:

@@ -60,23 +60,20 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
     warning = singleton_warning(world.size, os.environ) or missing_probes(world)
     if world.rank == 0:
+        folder = cache_folder()
         found: dict[str, str | None] = {
             **versions,
             "MPI": library_and_version(MPI.Get_library_version()),
-        }
-        found |= {
             "ranks": f"{world.size} on {hosts} host{'s' if hosts > 1 else ''}",
             "launcher": launcher(world.size, os.environ),
             "progress": progress.described(),
             **device(),
             "bfloat16": bfloat16(CPUINFO),
+            "kernels": (
+                f"cached in {folder}" if folder else "not cached: set NUMBA_CACHE_DIR"
+            ),
+            "recovery": recovery(hosts),
         }
-        found["kernels"] = (
-            f"cached in {cache_folder()}"
-            if cache_folder()
-            else "not cached: set NUMBA_CACHE_DIR"
-        )
-        found["recovery"] = recovery(hosts)
         out.write(shown(found, warning, as_json=options.json))
     return 1 if warning else 0
 

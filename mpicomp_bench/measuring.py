@@ -121,15 +121,16 @@ def compare(
     rows = []
     for each, own in zip(named, figures, strict=False):
         for what, base in zip(baselines, figures[len(named) :], strict=False):
-            seconds = base["seconds"]
-            about = {
-                "baseline": what,
-                "baseline_seconds": seconds,
-                "floor": least,
-                "entries": entries,
-            }
             rows.append(
-                {"name": each.name, **own, **about, "speedup": seconds / own["seconds"]}
+                {
+                    "name": each.name,
+                    **own,
+                    "baseline": what,
+                    "baseline_seconds": base["seconds"],
+                    "floor": least,
+                    "entries": entries,
+                    "speedup": base["seconds"] / own["seconds"],
+                }
             )
     return rows
 

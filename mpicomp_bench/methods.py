@@ -125,6 +125,10 @@ def add(name: str, text: str, line: str, number: str = "", outer: str = "") -> N
     METHODS[name] = Method(text, line, number, outer)
 
 
+# A number, True, False or a word.
+_VALUE = re.compile(r"(\d+(\.\d+)?(e-?\d+)?|[^\W\d]\w*)\Z")
+
+
 def method(name: str) -> Method:
     """Return the method of a name, with its number and settings in the line.
 
@@ -136,7 +140,7 @@ def method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     stem, _, given = name.partition(":")
-    parts = re.fullmatch(r"(.+?)(?:-(\d[\d.]*))?", stem)
+    parts = re.fullmatch(r"(.+?)(?:-(\d+(?:\.\d+)?))?", stem)
     kind, number = parts.groups() if parts else ("", None)
     if kind not in METHODS or (number and not METHODS[kind].number):
         raise ValueError(
@@ -145,13 +149,12 @@ def method(name: str) -> Method:
     found = METHODS[kind]
     settings = dict(each.partition("=")[::2] for each in given.split(",") if each)
     for key, value in (({found.number: number} if number else {}) | settings).items():
-        if not re.search(rf"\b{key}=", found.line + found.outer) or not re.fullmatch(
-            r"\w[\w.]*", value
-        ):
+        in_line = rf"\b{re.escape(key)}="
+        if not (re.search(in_line, found.line + found.outer) and _VALUE.match(value)):
             raise ValueError(
                 f"method is {name!r}: expected settings such as density=0.1, of {found.line or 'none'}"
             )
-        old = rf'\b{key}=("?)\w[\w.]*'
+        old = rf'{in_line}("?)\w[\w.]*'
         new = rf"{key}=\g<1>{value}"
         found = found._replace(
             line=re.sub(old, new, found.line), outer=re.sub(old, new, found.outer)

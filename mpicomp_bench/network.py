@@ -75,7 +75,8 @@ class Network:
             for rank in self.rng.permutation(list(ranks)).tolist():
                 if self.complete(pending[rank]):
                     moved = True
-                    self.links[rank].end_step()
+                    link = self.links[rank]
+                    link.clock = max(link.clock, link.sent)
                     try:
                         pending[rank] = deque(next(ranks[rank]))
                     except StopIteration as end:
@@ -106,6 +107,7 @@ class SimulatedLink:
         self.nodes = nodes
         self.by_node = groups(nodes)
         self.traffic = Traffic()
+        self.tags = 1
         self.queue = list[int]()
         self.reduced = 0
         self.choice = network.choice
@@ -115,12 +117,8 @@ class SimulatedLink:
         self.clock = 0
         self.sent = 0
 
-    def end_step(self) -> None:
-        """Record that the rank no longer waits."""
-        self.clock = max(self.clock, self.sent)
-
-    def take_tag(self) -> int:
-        """Return the tag of the only operation."""
+    def take_number(self) -> int:
+        """Return the number of the only operation."""
         return 0
 
     def lines(self, buffers: Sequence[Buffer]) -> list[Buffer]:
@@ -175,10 +173,6 @@ class Message:
         self.answered = answered
         self.long = long
 
-    def left(self) -> bool:
-        """Return whether the message can be received."""
-        return self.answered is None or self.answered.known
-
     def test(self) -> bool:
         """See `Pending.test`."""
         return self.received or not self.long
@@ -202,8 +196,9 @@ class SimulatedArrival:
             if not self.known:
                 self.known = True
                 self.link.network.seen += 1
-            if self.box[0].left():
-                message = self.box.popleft()
+            message = self.box[0]
+            if message.answered is None or message.answered.known:
+                self.box.popleft()
                 self.link.network.seen += 1
                 message.received = True
                 self.buffer = message.buffer

@@ -98,11 +98,10 @@ def recipe(name: str, rate: float, optimizer: str) -> str:
     usual = MUON if optimizer == "muon" else ADAMW
     optimiser = (OF_SIGNS if "sign" in found.line else usual).format(rate=rate)
     exchange = wrapped(f"exchange = {found.line}")
-    if found.outer:
-        return LOCAL.format(
-            imports=imports, exchange=exchange, outer=found.outer, optimiser=optimiser
-        )
-    return EXCHANGE.format(imports=imports, exchange=exchange, optimiser=optimiser)
+    template = LOCAL if found.outer else EXCHANGE
+    return template.format(
+        imports=imports, exchange=exchange, outer=found.outer, optimiser=optimiser
+    )
 
 
 def wrapped(line: str) -> str:

@@ -122,7 +122,8 @@ class all_or_none:  # noqa: N801
             # The error, its traceback and this frame would form a reference cycle.
             error = None
         if not same:
-            _compare(operation, gather_objects(here[:2], comm, operation), here.remedy)
+            everyone = gather_objects(here[:2], comm, operation)
+            check_positions(operation, everyone, here.remedy)
 
 
 @collective()
@@ -150,7 +151,7 @@ def _agree(outcome: tuple[Exception | None, Position], group: Group) -> Steps[No
         group.fail(error)
     if group.size * square != linear * linear:
         everyone = yield from group.gather_objects(position[:2])
-        _compare(group.signature["operation"], everyone, position.remedy)
+        check_positions(group.signature["operation"], everyone, position.remedy)
 
 
 def catch_up(
@@ -169,9 +170,8 @@ def catch_up(
             if attempt == attempts - 1:
                 raise
     if any(failures):
-        causes = [error for error in errors if not isinstance(error, CollectiveError)]
-        cause = causes[0] if causes else None
-        gather_objects(cause, comm, operation)
+        causes = (one for one in errors if not isinstance(one, CollectiveError))
+        gather_objects(next(causes, None), comm, operation)
 
 
 def miss(error: Exception, attempts: int, comm: Any, operation: str) -> None:
@@ -184,12 +184,6 @@ def miss(error: Exception, attempts: int, comm: Any, operation: str) -> None:
 def _digest(position: Position) -> int:
     """Return 24 bits of a hash, so that the sum of squares over 2^14 ranks fits int64."""
     return zlib.crc32(f"{position.state} {position.digests}".encode()) >> 8
-
-
-def _compare(operation: str, everyone: list[list[Any]], remedy: str) -> None:
-    """Raise CollectiveError if ranks differ in states, or those with digests in digests."""
-    positions = [Position(state, digests, remedy) for state, digests in everyone]
-    check_positions(operation, positions)
 
 
 def contributed(error: BaseException) -> Exception:

@@ -80,13 +80,6 @@ class Prepared(NamedTuple):
     finish: Callable[[Any], Any] | None = None
     contributed: Callable[[], Any] | None = None
 
-    @classmethod
-    def of(
-        cls, vector: SparseVector, compared: Mapping[str, Any], **own: Any
-    ) -> "Prepared":
-        """Return what an algorithm of sparse vectors takes."""
-        return cls(vector, vector.values, vector.length, vector.width, compared, own)
-
 
 NOTHING = Prepared(None, SparseVector.empty(0).values)
 

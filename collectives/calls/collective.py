@@ -100,7 +100,6 @@ class Collective(Generic[P, T]):
         shown = signature(call)
         (result,) = get_args(shown.return_annotation) or (Any,)
         self.__signature__ = shown.replace(return_annotation=result)
-        self.nonblocking = self._nonblocking()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the collective to its end."""
@@ -115,7 +114,8 @@ class Collective(Generic[P, T]):
         """Start it, for a caller that waits at once, or calls `Request.in_background`."""
         return start(self, args, kwargs)
 
-    def _nonblocking(self) -> Callable[P, Request[T]]:
+    @cached_property
+    def nonblocking(self) -> Callable[P, Request[T]]:
         """Return the nonblocking form, a function with its own name and documentation."""
 
         def begin(*args: P.args, **kwargs: P.kwargs) -> Request[T]:

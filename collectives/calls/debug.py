@@ -42,7 +42,11 @@ def checked(
 def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
     group.join_queue()  # for `steps`
     try:
-        _compare_calls((yield from group.gather_objects(call)), _where(group))
+        calls = yield from group.gather_objects(call)
+        if len({name for name, _ in calls}) > 1:
+            who = differing(enumerate(f"{name} at {line}" for name, line in calls))
+            where = f"{_where(group)}must be the same operation on all ranks"
+            raise CheckError(f"{where}, got {who}")
         return (yield from run_or_notify(group, steps))
     finally:
         group.leave_queue()
@@ -72,13 +76,6 @@ def _audited(
 
 def _where(group: Group) -> str:
     return f"MPICOMP_CHECK: call {group.number} on this communicator, "
-
-
-def _compare_calls(calls: Sequence[Sequence[str]], where: str) -> None:
-    """Raise CheckError on all ranks if they call different operations. calls: name and line of each rank's call."""
-    if len({name for name, _ in calls}) > 1:
-        who = differing(enumerate(f"{name} at {line}" for name, line in calls))
-        raise CheckError(f"{where}must be the same operation on all ranks, got {who}")
 
 
 def _weighed(

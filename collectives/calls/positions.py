@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collectives.faults.errors import CollectiveError
 from collectives.faults.state import differing, named_ranks
@@ -21,20 +21,15 @@ class Position(NamedTuple):
     remedy: str = ""
 
 
-def check_positions(operation: str, positions: Sequence[Position]) -> None:
-    """Raise CollectiveError if the states of the ranks differ, or the digests of those that have any."""
-    states = [position.state for position in positions]
-    if apart := differing(enumerate(states)):
+def check_positions(operation: str, everyone: Sequence[Any], remedy: str) -> None:
+    """Raise CollectiveError if states of ranks differ, or digests of those that have any. everyone: pairs of both."""
+    if apart := differing(enumerate(state for state, _ in everyone)):
         raise CollectiveError(
             f"{operation}: ranks are out of step: {apart}: load states of one step on all ranks, call the same methods "
             "on all, and make and step exchanges in the same order on all"
         )
-    compared = {
-        rank: position.digests
-        for rank, position in enumerate(positions)
-        if position.digests
-    }
-    check_digests(f"{operation}: ", compared, positions[0].remedy)
+    compared = {rank: own for rank, (_, own) in enumerate(everyone) if own}
+    check_digests(f"{operation}: ", compared, remedy)
 
 
 def check_digests(

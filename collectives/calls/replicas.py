@@ -53,21 +53,14 @@ class Comparison:
         self._parameters = parameters
         self._every = to_integer("check_every", every)
         self._remedy = remedy
-        self._is_due = True
+        # Whether to compare at the next step, as after a state was loaded.
+        self.is_due = True
 
     def position(self, state: str, step: int) -> Position:
         """Return this rank's position before a step, with digests if they are compared in it."""
-        if not (self._is_due or step % self._every == 0):
+        if not (self.is_due or step % self._every == 0):
             return Position(state)
         return Position(state, digests_of(self._parameters()), self._remedy)
-
-    def end_step(self) -> None:
-        """End a step on which the ranks have agreed."""
-        self._is_due = False
-
-    def begin(self) -> None:
-        """Compare at the next step, such as after a state was loaded."""
-        self._is_due = True
 
 
 def digests_of(parameters: Any) -> dict[str, str]:

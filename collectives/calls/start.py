@@ -94,8 +94,8 @@ def _failed_call(
 ) -> Call[Any]:
     """Return a call that contributes the error of an unknown keyword or a missing argument; raise it without a comm."""
     error = unknown_keyword(collective.name, collective.call, kwargs) or error
-    communicators = [argument for argument in args if hasattr(argument, "Get_attr")]
-    comm = kwargs.get("comm", next(iter(communicators), None))
+    communicators = (argument for argument in args if hasattr(argument, "Get_attr"))
+    comm = kwargs.get("comm", next(communicators, None))
     if comm is None:
         raise error
     return Call(kept(error), comm)

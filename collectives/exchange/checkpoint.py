@@ -26,7 +26,7 @@ from collectives.exchange.names import canonical_names
 from mpicomp.arrays import Array, ByName
 from mpicomp.arrays.device import to_numpy
 from mpicomp.bucket import Bucket
-from mpicomp.compressors.base import restore
+from mpicomp.compressors.base import restore, snapshot
 from mpicomp.settings import OTHER_SETTINGS
 from mpicomp.state import (
     ONE,
@@ -39,6 +39,8 @@ from mpicomp.state import (
 )
 
 Header = dict[str, Any]
+# The arrays of each part of each tensor, by their names.
+Saved = dict[str, dict[str, ByName]]
 
 # Key of the header; no other key begins with it.
 HEADER = "header/json"
@@ -160,8 +162,13 @@ def check_state(
     place: Header,
     *,
     same_settings: bool,
-) -> dict[str, dict[str, ByName]]:
-    """Return the arrays of each part of each tensor of a `whole_state`; the errors are those of `load_whole_state`."""
+) -> Saved:
+    """Return the arrays of a `whole_state`.
+
+    place: as of `whole_state`. same_settings: also refuse a state with other settings.
+    Raises ValueError that names both for a state of another rank, number of ranks or
+    settings; TypeError for no state.
+    """
     header = header_of(state)
     if LOOP in header:
         raise ValueError(
@@ -199,20 +206,8 @@ def check_state(
     }
 
 
-def load_whole_state(
-    buckets: Sequence[Bucket],
-    state: ByName,
-    place: Header,
-    *,
-    same_settings: bool,
-) -> None:
-    """Load copies of a `whole_state`, all or nothing.
-
-    place: as of `whole_state`. same_settings: also refuse a state with other settings.
-    Raises ValueError that names both for a state of another rank, number of ranks or
-    settings, and ValueError for one that does not fit; TypeError for no state.
-    """
-    saved = check_state(buckets, state, place, same_settings=same_settings)
+def load_whole_state(buckets: Sequence[Bucket], saved: Saved) -> None:
+    """Load copies of what `check_state` returned, all or nothing; raises ValueError if it does not fit."""
     with restored_on_error(buckets):
         for bucket in buckets:
             for part, segments, spans, owner in _owners(bucket):
@@ -242,8 +237,7 @@ def restored_on_error(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Restore the states of buckets if the block raises."""
     before = []
     for bucket in buckets:
-        parts = bucket.feedback, *bucket.parts.values()
-        before += [(part, dict(vars(part))) for part in parts]
+        before += snapshot([bucket.feedback, *bucket.parts.values()])
         before += bucket.selection.snapshot()
     try:
         yield

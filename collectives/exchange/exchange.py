@@ -20,6 +20,7 @@ from collectives.calls.all_or_none import (
 from collectives.calls.positions import Position
 from collectives.calls.replicas import EVERY, REMEDY, Comparison
 from collectives.exchange.checkpoint import (
+    check_state,
     header_of,
     load_whole_state,
     restored_on_error,
@@ -255,7 +256,7 @@ class GradientExchange(CheckedKeywords):
         self._step.add(arrays, outs)
         results = "sparse" if sparse else "dense"
         step = self._run(form, results)
-        return in_form(form, step.results, arrays)
+        return in_form(form, step.results)
 
     @defer_interrupt
     def register(self, tensors: ByName) -> None:
@@ -413,7 +414,7 @@ class GradientExchange(CheckedKeywords):
             )
         for bucket in self.buckets:
             points |= bucket.ahead(points)
-        return in_form(form, points, points)
+        return in_form(form, points)
 
     def compare_replicas(
         self,
@@ -498,23 +499,20 @@ class GradientExchange(CheckedKeywords):
             RuntimeError: a step is in progress.
         """
         check_between_steps(self)
-        place = self._place()
+        saved = check_state(
+            self.buckets, state, self._place(), same_settings=same_settings
+        )
         try:
-            load_whole_state(self.buckets, state, place, same_settings=same_settings)
+            load_whole_state(self.buckets, saved)
         # Tensors of a bucket were held for different numbers of steps.
         except SharedStateError:
             held = {name for bucket in self._held for name in bucket.names}
             self._buckets, self._held = self._layout.rearranged(
-                self.buckets,
-                self._order,
-                held,
-                state,
-                place,
-                same_settings=same_settings,
+                self.buckets, self._order, held, saved
             )
         self.steps = header_of(state)["steps"]
         self._changes = ["load_state_dict"]
-        self._comparison.begin()
+        self._comparison.is_due = True
 
     @defer_interrupt
     def hold(self, names: Iterable[str], changed: Iterable[str] = ()) -> set[str]:
@@ -567,9 +565,8 @@ class GradientExchange(CheckedKeywords):
         with all_or_none(self.comm, OPERATION):
             place = self._place()
             state = whole_state(self.buckets, place)
-            rearranged = self._layout.rearranged(
-                self.buckets, self._order, held, state, place, same_settings=False
-            )
+            saved = check_state(self.buckets, state, place, same_settings=False)
+            rearranged = self._layout.rearranged(self.buckets, self._order, held, saved)
         self._buckets, self._held = rearranged
         self._names = {
             name for bucket in self._buckets for name in bucket.names_of_tensors
@@ -676,7 +673,7 @@ class GradientExchange(CheckedKeywords):
             # The error and this frame would form a reference cycle.
             error = None
         self._step = None
-        self._comparison.end_step()
+        self._comparison.is_due = False
         self.finite = step.is_kept
         if step.is_kept:
             self.steps += 1

@@ -21,11 +21,11 @@ def by_name(gradient: Any) -> tuple[Form, dict[str, Any]]:
     return ARRAY, {ALONE: gradient}
 
 
-def in_form(form: Form, results: dict[str, Any], names: ByName) -> Any:
-    """Return results by name in a form; a list in the order of `names`."""
+def in_form(form: Form, results: dict[str, Any]) -> Any:
+    """Return results by name in a form; a list in their order."""
     if form == DICT:
         return results
-    return [results[name] for name in names] if form == LIST else results[ALONE]
+    return [*results.values()] if form == LIST else results[ALONE]
 
 
 def check_same_form(

@@ -32,9 +32,8 @@ from collectives.calls.all_or_none import (
 from collectives.calls.first_call import link_of
 from collectives.exchange.checkpoint import (
     COMPRESSOR,
-    Header,
+    Saved,
     called,
-    check_state,
     load_whole_state,
 )
 from collectives.exchange.reduction import CONTRIBUTORS, OPERATION, Reduction
@@ -256,21 +255,17 @@ class Layout:
         buckets: Sequence[Bucket],
         order: Sequence[str],
         held: Collection[str],
-        state: ByName,
-        place: Header,
-        *,
-        same_settings: bool,
+        saved: Saved,
     ) -> tuple[list[Bucket], list[Bucket]]:
         """Return new buckets of the tensors that are not held, and of those that are, with a state that was saved.
 
-        buckets: those until now. order: the names of their tensors. state, place,
-        same_settings: as of `load_whole_state`, whose errors are raised.
+        buckets: those until now. order: the names of their tensors. Raises the errors of
+        `load_whole_state`.
         """
         if len(held) == len(order):
             raise ValueError(
                 "no named tensor is left to exchange: expected one at least"
             )
-        saved = check_state(buckets, state, place, same_settings=same_settings)
         tensors = {
             tensor.name: tensor for bucket in buckets for tensor in bucket.tensors
         }
@@ -284,7 +279,7 @@ class Layout:
             parts[name] = tensors[name], own
         left = self.named([parts[name] for name in order if name not in held])
         out = self.named([parts[name] for name in order if name in held])
-        load_whole_state([*left, *out], state, place, same_settings=same_settings)
+        load_whole_state([*left, *out], saved)
         return left, out
 
     def _bucket(self, members: _Members) -> Bucket:

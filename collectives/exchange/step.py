@@ -10,7 +10,6 @@ instead.
 
 from collections.abc import Sequence
 from functools import partial, reduce
-from itertools import chain
 from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -236,7 +235,7 @@ class Step:
             if reduction.is_own:
                 sent.forget()  # The user's function may change it.
         except ValueError:
-            bucket.check_corrected(self.arrays, correction.out)
+            bucket.check_corrected(self.arrays, correction.add())
             raise
         return Contribution(correction, sent, share, buffers)
 
@@ -270,8 +269,7 @@ class Step:
             self._is_apart = False
         for fault in faults:
             raise fault
-        written = [started.written for started in self.started]
-        check_apart([*chain(*written)])
+        check_apart([array for one in self.started for array in one.written])
         if errors:
             self.why_skipped = str(errors[0])
             return False
@@ -298,6 +296,7 @@ class Step:
         dtype = correction.out.dtype
         sent = contribution.sent
         received = reduction.received(outcome, bucket.length, dtype)
+        results: dict[str, Any] = {}  # none for "vectors"
         try:
             mean = reduction.mean(
                 received, dtype, self._size, bucket.selection.dense_ranges
@@ -307,8 +306,8 @@ class Step:
                     mean, contribution.buffers, is_sign=reduction.average == SIGN
                 )
                 self._writes.append(write)
-            else:
-                results = _sparse_results(started, mean, kind)
+            elif kind == "sparse":
+                results = _sparse_results(started, mean, contribution.buffers)
         except OverflowError as error:
             if not self._skips:
                 raise
@@ -400,24 +399,20 @@ class Step:
         )
 
 
-def _sparse_results(started: Started, mean: Written, kind: str) -> dict[str, Any]:
-    """Return sparse means by tensor name, or nothing for "vectors"; raises ValueError for dense ones, and buffers."""
+def _sparse_results(started: Started, mean: Written, buffers: ByName) -> dict[str, Any]:
+    """Return sparse means by tensor name; raises ValueError for dense ones, and for buffers."""
     bucket = started.bucket
-    if kind == "sparse" and (
-        bucket.basis is not None or started.reduction.declared.takes is Correction
-    ):
+    if bucket.basis is not None or started.reduction.declared.takes is Correction:
         what = "the mean of dense arrays"
         if bucket.basis:
             what = f"in the basis {bucket.basis!r} a mean"
         raise ValueError(
             f"got sparse=True, and {what} has all values: expected sparse=False"
         )
-    if started.contribution and started.contribution.buffers:
+    if buffers:
         raise ValueError(
             "got out= and sparse=True: a sparse mean is returned, and not written to an array"
         )
-    if kind == "vectors":
-        return {}
     if started.reduction.average == SIGN:
         mean = mean.signs()
     parts = split(mean.entries(), bucket.bounds)

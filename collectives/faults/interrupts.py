@@ -15,18 +15,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _MAIN = main_thread().ident  # thread in which Python runs handlers
-# Signals after which a program cannot go on, or that no program can handle.
-_FATAL = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+# Signals after which a program cannot go on.
+_FATAL = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
 # Looking at every signal takes a tenth of a short collective.
 FREQUENT = tuple(
     int(Signals[name])
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 )
 _INTERRUPT = int(SIGINT)  # A call converts an enumeration in 0.2 us.
-EVERY = (
-    *FREQUENT,
-    *(valid_signals() - {Signals[name] for name in _FATAL} - {*FREQUENT}),
-)
+EVERY = tuple(map(int, valid_signals() - {Signals[name] for name in _FATAL}))
 
 
 class Deferred:
@@ -48,9 +45,9 @@ class Deferred:
         interrupt = _signal.getsignal(_INTERRUPT)
         if getattr(interrupt, "__func__", None) is Deferred._defer:
             return self
-        handlers = map(_signal.getsignal, self._numbers)
         try:
-            for number, handler in zip(self._numbers, handlers, strict=True):
+            for number in self._numbers:
+                handler = _signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
                     _signal.signal(number, self._defer)

@@ -234,12 +234,11 @@ def disagreement(
             "the result: the next operation on the communicator raises on all ranks"
         )
     for name in {name: None for call in sound.values() for name in call}:
-        who = differing((rank, call.get(name)) for rank, call in sound.items())
-        if who:
+        if who := differing((rank, call.get(name)) for rank, call in sound.items()):
             faults.append(f"{name} must be the same on all ranks, got {who}")
-        if who and name == "operation":
-            faults[-1] += _SAME_ORDER
-            break
+            if name == "operation":
+                faults[-1] += _SAME_ORDER
+                break
     text = (
         f"{operation} raised on all {len(reports)} ranks, nothing was changed. "
         + ". ".join(faults)

@@ -42,9 +42,7 @@ def survives() -> bool:
         return False
     from mpi4py import MPI
 
-    return MPI.Get_library_version().startswith("Open MPI") and hasattr(
-        MPI.Comm, "Shrink"
-    )
+    return MPI.Get_library_version().startswith("Open MPI")
 
 
 def is_on(name: str, environment: Mapping[str, str]) -> bool:
@@ -107,11 +105,9 @@ def is_failure(error: BaseException, comm: "MPI.Intracomm | None" = None) -> boo
 
     if not (isinstance(error, MPI.Exception) and survives()):
         return False
-    names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
-    # Versions of mpi4py before 4.0.1 do not have these classes.
-    classes = {getattr(MPI, name, None) for name in names} - {None}
     got = error.Get_error_class()
-    return got in classes or (
+    failed = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+    return got in failed or (
         got == MPI.ERR_INTERN
         and comm is not None
         and (comm.Is_revoked() or bool(known_dead(comm)))

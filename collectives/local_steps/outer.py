@@ -55,7 +55,7 @@ from collectives.exchange.checkpoint import (
     pack,
 )
 from collectives.exchange.forms import by_name, in_form
-from collectives.exchange.names import canonical
+from collectives.exchange.names import canonical_names
 from collectives.faults.errors import CollectiveError
 from collectives.faults.interrupts import defer_interrupt
 from collectives.local_steps.redistribution import IN_FLIGHT, PROGRESS
@@ -63,7 +63,6 @@ from collectives.runtime import staging
 from mpicomp.arrays import Array, ByName
 from mpicomp.arrays.frameworks import to_array
 from mpicomp.arrays.memory import read_only
-from mpicomp.bucket import Bucket
 from mpicomp.digests import joint_digest
 from mpicomp.errors import warn
 from mpicomp.replica import (
@@ -228,12 +227,10 @@ class OuterLoop(CheckedKeywords):
 
     def _register(self) -> None:
         """Register the parameters; compare them between the ranks, now and in later rounds."""
-
-        def new_replica(bucket: Bucket) -> Replica:
-            return Replica(bucket.tensors, self._named_parameters(), self.momentum)
-
         current = self._named_parameters()
-        self.exchange.parts[LOOP] = new_replica
+        self.exchange.parts[LOOP] = lambda bucket: Replica(
+            bucket.tensors, self._named_parameters(), self.momentum
+        )
         # Pseudo-gradients are arrays of NumPy or CuPy, whatever the parameters are.
         untied_ones = {
             name: to_array(current[name])
@@ -265,7 +262,7 @@ class OuterLoop(CheckedKeywords):
         """
         anchors = self._anchors()
         views = {name: read_only(anchors[first]) for name, first in self._first.items()}
-        return in_form(self._form, views, views)
+        return in_form(self._form, views)
 
     @defer_interrupt
     def step(self) -> bool:
@@ -357,7 +354,8 @@ class OuterLoop(CheckedKeywords):
         """
         state: dict[str, NDArray[Any]] = self.exchange.state_dict()
         facts = {name: getattr(self, name) for name in FACTS}
-        held = sorted(canonical(name) for name in self._held)
+        names = canonical_names(self._first)
+        held = sorted(names[name] for name in self._held)
         loop = {**facts, "held": held, "settings": self._settings()}
         state[HEADER] = pack({**header_of(state), LOOP: loop})
         return state
@@ -411,7 +409,8 @@ class OuterLoop(CheckedKeywords):
 
         try:
             check_same("saved state", self._gather(load_own))
-            held = {name for name in self._trained if canonical(name) in loaded["held"]}
+            names = canonical_names(self._first)
+            held = {name for name in self._trained if names[name] in loaded["held"]}
             self._held = self.exchange.hold(held)
         except Exception:
             if before:

@@ -143,8 +143,12 @@ def _check_same_step(
     facts = {name: header.get(name) for name in ("steps", LOOP)}
     check_saved(f"the state of rank {source}", theirs, facts, remedy)
     parts = roles(header)
-    is_same = parts == roles(theirs)
-    for key, role in parts.items() if is_same else []:
+    if parts != roles(theirs):
+        raise ValueError(
+            f"the states of ranks {rank} and {source} have different arrays: {remedy}"
+        )
+    for key, role in parts.items():
+        is_same = True
         if role == SUM:
             is_same = state[key].shape == other[key].shape
         if role == SAME:
@@ -153,7 +157,3 @@ def _check_same_step(
             raise ValueError(
                 f"{key} differs between the states of ranks {rank} and {source}: {remedy}"
             )
-    if not is_same:
-        raise ValueError(
-            f"the states of ranks {rank} and {source} have different arrays: {remedy}"
-        )

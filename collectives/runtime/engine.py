@@ -370,7 +370,8 @@ class Engine:
 
         def watch(waited: float) -> None:
             signals.deliver()
-            self._watch(link.faults, waits, waited, listens=self._listens(link))
+            if self._listens(link):
+                self._watch(link.faults, waits, waited)
 
         self.poll_until(
             lambda: request.done or (not polls and self._is_alone(request)), watch
@@ -406,8 +407,8 @@ class Engine:
             if waited > _LONG and warning:
                 warn(f"{warning}; MPICOMP_TIMEOUT ends such a wait", depth=9)
                 warning = ""
-            listens = self.timeout is not None
-            self._watch(faults, lambda: waits, waited, listens=listens)
+            if self.timeout is not None:
+                self._watch(faults, lambda: waits, waited)
 
         self.poll_until(lambda: faults.finished or pending.test(), watch)
         if not faults.finished:
@@ -454,21 +455,13 @@ class Engine:
     def _is_late(self, waited: float) -> bool:
         return self.timeout is not None and waited > self.timeout
 
-    def _watch(
-        self,
-        faults: Faults,
-        waits: Callable[[], Waits],
-        waited: float,
-        *,
-        listens: bool,
-    ) -> None:
-        """Give up if the deadline has passed, or, where this rank listens, another rank has given up."""
-        is_late = self._is_late(waited)
-        if is_late or (listens and deadline.has_notice(faults)):
-            if not is_late:
-                waited = 0.0
+    def _watch(self, faults: Faults, waits: Callable[[], Waits], waited: float) -> None:
+        """Give up if the deadline has passed or another rank has given up; else answer other ranks."""
+        if self._is_late(waited):
             self.give_up(faults, waits(), waited=waited)
-        elif listens:
+        elif deadline.has_notice(faults):
+            self.give_up(faults, waits())
+        else:
             self._answer(faults, waits)
 
     def give_up(self, faults: Faults, waits: Waits, **why: Any) -> None:
@@ -555,14 +548,12 @@ class Engine:
 
     def look(self) -> Look:
         """Advance the operations in flight that need no call; on the thread of `progress`, so it raises nothing."""
-        unattended = [
-            request for request in self._in_flight if request.unattended_from < math.inf
-        ]
-        if not unattended:
+        times = [request.unattended_from for request in self._in_flight]
+        first = min(times, default=math.inf)
+        if first == math.inf:
             return Look.NOTHING_IN_FLIGHT
         now = time.monotonic()
-        is_early = all([request.unattended_from > now for request in unattended])
-        if is_early or self._one_thread.locked() or not self._turn.acquire(False):
+        if first > now or self._one_thread.locked() or not self._turn.acquire(False):
             return Look.LATER
         try:
             moved = self.advance(now)

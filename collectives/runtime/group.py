@@ -116,7 +116,8 @@ class Group:
         self.reports: dict[int, dict[str, Any]] = {}
         # The number of the operation on the communicator, which is the same on all
         # ranks.
-        self.number = self._tag = link.take_tag()
+        self.number = link.take_number()
+        self._tag = self.number % link.tags
         self._digest = _digest(tuple(signature), tuple(signature.values()))
         self.rank = link.rank
         self.size = link.size
@@ -124,15 +125,11 @@ class Group:
         self._nodes = link.nodes
         self.by_node = link.by_node
 
-    def note_choice(self, algorithm: str) -> None:
-        """Note the algorithm that "auto" chose."""
-        self.algorithm = algorithm
-
     def coding(self, vector: SparseVector) -> Coding:
         """Return the formats in which a message of this operation has a vector."""
         if self.codec != "auto":
             return CODECS[self.codec](vector)
-        if vector.indices.nbytes + vector.values.nbytes <= SHORT_NBYTES:
+        if vector.nbytes <= SHORT_NBYTES:
             return plain(vector)
         return smallest(vector) if len(self.by_node) > 1 else quick(vector)
 
@@ -198,7 +195,7 @@ class Group:
 
     def send_report(self, report: str) -> list[Sending]:
         """Send an error notification to every other rank, as the last message to it; waits for none."""
-        message = self._pack_text(report, ERROR)
+        message = self._pack_bytes(report.encode(), ERROR)
         return [
             self._sending(message, rank)
             for rank in range(self.size)
@@ -283,7 +280,7 @@ class Group:
     def gather_objects(self, value: Any) -> Steps[list[Any]]:
         """Return every rank's value, serialisable as JSON, in rank order: ceil(lg P) rounds."""
         messages = yield from self._gather_messages(
-            self._pack_text(json.dumps(value), TEXT)
+            self._pack_bytes(json.dumps(value).encode(), TEXT)
         )
         return [self._object(message) for message in messages]
 
@@ -453,9 +450,6 @@ class Group:
         # The list `held` starts with this rank's own message.
         own = self.size - self.rank
         return held[own:] + held[:own]
-
-    def _pack_text(self, text: str, kind: int) -> Buffer:
-        return self._pack_bytes(text.encode(), kind)
 
     def _pack_bytes(self, contents: bytes | Buffer, kind: int) -> Buffer:
         message = np.zeros(_padded(HEADER_NBYTES + len(contents)), np.uint8)

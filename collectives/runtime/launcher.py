@@ -19,7 +19,7 @@ REMEDY = "use the mpirun that belongs to this MPI (under Slurm, the --mpi plugin
 def singleton_warning(size: int, environment: Mapping[str, str]) -> str | None:
     """Return a warning if the launcher started another number of ranks than MPI sees; else None."""
     name = next(
-        (name for name in LAUNCHER_SIZES if environment.get(name, "").isdigit()), None
+        (name for name in LAUNCHER_SIZES if environment.get(name, "").isdecimal()), None
     )
     if name is None or int(environment[name]) == size:
         return torchrun_warning(size, environment)
@@ -33,7 +33,7 @@ def lone_warning(size: int, environment: Mapping[str, str]) -> str | None:
     if size > 1 or environment.get(ALONE, "0") not in ("", "0"):
         return None
     wrong = singleton_warning(size, environment)
-    if wrong is None and environment.get(PMIX_RANK, "0").strip("0").isdigit():
+    if wrong is None and environment.get(PMIX_RANK, "0").strip("0").isdecimal():
         wrong = f"the launcher says {PMIX_RANK}={environment[PMIX_RANK]}, and MPI sees one rank: {REMEDY}"
     return (
         wrong
@@ -44,7 +44,7 @@ def lone_warning(size: int, environment: Mapping[str, str]) -> str | None:
 def torchrun_warning(size: int, environment: Mapping[str, str]) -> str | None:
     """Return a warning if WORLD_SIZE, which torchrun sets, is not the number of ranks that MPI sees; else None."""
     stated = environment.get("WORLD_SIZE", "")
-    if not stated.isdigit() or int(stated) == size:
+    if not stated.isdecimal() or int(stated) == size:
         return None
     return (
         f"torchrun says WORLD_SIZE={stated}, and MPI sees {size}: each process would train alone; in place of "

@@ -52,10 +52,11 @@ class Traffic:
     nbytes: int = 0
 
 
+@dataclass(eq=False)
 class Link:
     """The library's own duplicate of a communicator, made at its first use, cached on it and freed with it.
 
-    duplicate: the library's. nodes: for each rank, the first rank on its node. choice:
+    comm: the duplicate. nodes: for each rank, the first rank on its node. choice:
     by which "auto" chooses. backs_off: this rank polls, and sleeps in between. direct:
     MPI accepts device pointers. checked: the debug mode is on. on_free: called before
     the duplicate is freed. taken: the algorithm of the last sum on this rank, by kinds of
@@ -63,34 +64,26 @@ class Link:
     error on one of them, and a resumed run does.
     """
 
-    def __init__(
-        self,
-        duplicate: "MPI.Intracomm",
-        nodes: tuple[int, ...],
-        choice: Any,
-        *,
-        backs_off: bool,
-        direct: bool,
-        checked: bool,
-        on_free: "Callable[[Link], None]",
-    ) -> None:
-        self.comm = duplicate
-        self.rank = duplicate.rank
-        self.size = duplicate.size
-        self.nodes = nodes
-        self.by_node = groups(nodes)
-        self.choice = choice
-        self.backs_off = backs_off
-        self.direct = direct
-        self.checked = checked
-        self.on_free = on_free
+    comm: "MPI.Intracomm"
+    nodes: tuple[int, ...]
+    choice: Any
+    backs_off: bool
+    direct: bool
+    checked: bool
+    on_free: "Callable[[Link], None]"
+
+    def __post_init__(self) -> None:
+        self.rank = self.comm.rank
+        self.size = self.comm.size
+        self.by_node = groups(self.nodes)
         self.taken: dict[tuple[Any, ...], str] = {}
         self.traffic = Traffic()
         # Numbers of the operations that are to call MPI's own collectives, in order.
         self.queue: list[int] = []
-        self._tags = notice_tag()
-        self._next_tag = 0
-        self.faults = Faults(self.rank, self.size, duplicate)
+        # Tags of operations, which begin again after the last one.
+        self.tags = notice_tag()
+        self._number = 0
+        self.faults = Faults(self.rank, self.size, self.comm)
         # At most one text, see `lose`. It is in a list, as several threads may take it,
         # and `pop` is atomic.
         self.lost: list[str] = []
@@ -104,11 +97,11 @@ class Link:
         """Return the text of `lose`, once: the next operation then raises on all ranks; empty if nothing was lost."""
         return self.lost.pop() if self.lost else ""
 
-    def take_tag(self) -> int:
-        """Return the tag of the next operation; all ranks start operations in the same order, so their tags agree."""
-        tag = self._next_tag
-        self._next_tag = (self._next_tag + 1) % self._tags
-        return tag
+    def take_number(self) -> int:
+        """Return the number of the next operation; all ranks start operations in the same order, so theirs agree."""
+        number = self._number
+        self._number += 1
+        return number
 
     def lines(self, buffers: Sequence[Buffer]) -> list[Buffer]:
         """Return the first line of each buffer if MPI takes them from a device's memory, after one wait for its stream.
@@ -136,8 +129,8 @@ class Link:
         self.traffic.nbytes += buffer.size
         if buffer.size <= messages.BIDIRECTIONAL and not on_device(buffer):
             return Sending(self.comm.Isend(in_bytes(buffer), dest, tag))
-        if self.direct and on_device(buffer) and not line.size:
-            (line,) = staging.first_lines([buffer])
+        if not line.size:
+            (line,) = self.lines([buffer])
         header = partial(send_size, self.comm, buffer.size, line, dest, tag)
         start = partial(
             messages.send_pieces, self.comm, buffer, dest, tag, direct=self.direct

@@ -217,10 +217,7 @@ def send_pieces(
 
 def pieces(nbytes: int) -> list[slice]:
     """Return the slices of a message that are sent as pieces; one if it is short."""
-    return [
-        slice(start, min(start + PIECE, nbytes))
-        for start in range(0, max(nbytes, 1), PIECE)
-    ]
+    return [slice(start, start + PIECE) for start in range(0, max(nbytes, 1), PIECE)]
 
 
 def in_bytes(buffer: Buffer) -> list[Any]:

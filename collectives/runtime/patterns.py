@@ -52,11 +52,7 @@ def doubling(part: Part, group: Group, combine: Combine) -> Steps[Part]:
 
 def compare_by_doubling(group: Group) -> Steps[None]:
     """Compare the call signatures as recursive doubling, the default, does, to detect ranks with another algorithm."""
-
-    def received(ours: Part, theirs: Part, block: int) -> Part:
-        return ours
-
-    yield from doubling((group.nothing, 0), group, received)
+    yield from doubling((group.nothing, 0), group, lambda ours, theirs, block: ours)
 
 
 def reduce_up(part: Part, group: Group, combine: Combine, root: int = 0) -> Steps[Part]:

@@ -77,6 +77,4 @@ def crowding(masks: list[int]) -> float:
 
 def cores() -> int:
     """Return the affinity mask of this process, as an integer."""
-    if not hasattr(os, "sched_getaffinity"):  # as on macOS
-        return (1 << (os.cpu_count() or 1)) - 1
     return sum(1 << core for core in os.sched_getaffinity(0))

@@ -32,19 +32,22 @@ __all__ = [
 ]
 
 _FILES = {
-    "common": ("Handle", "to_arrays", "to_tensors"),
-    "ddp": ("DDPHandle", "attach"),
-    "fsdp": ("FSDPHandle", "attach_fsdp"),
-    "local_steps": ("outer_loop",),
-    "start": ("init_process_group",),
+    "DDPHandle": "ddp",
+    "FSDPHandle": "fsdp",
+    "Handle": "common",
+    "attach": "ddp",
+    "attach_fsdp": "fsdp",
+    "init_process_group": "start",
+    "outer_loop": "local_steps",
+    "to_arrays": "common",
+    "to_tensors": "common",
 }
 
 
 def __getattr__(name: str) -> Any:
-    for file, names in _FILES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{file}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -113,9 +113,9 @@ def attach(
 
     def check() -> dict[str, Any]:
         ddp = _check_ddp(model)
-        remedy = ", the largest norm of a gradient, or None"
         limit = clip
         if clip is not None:
+            remedy = ", the largest norm of a gradient, or None"
             limit = to_number("clip", clip, above=0, remedy=remedy)
         settings = check_settings(exchange, scaler, check_every)
         return {
@@ -419,10 +419,10 @@ class DDPHandle(Handle):
         The bits do not depend on the buckets.
         """
         gradients = {name: part for *_, parts in buckets for name, _, part in parts}
-        names = [name for name in self._names.values() if name in gradients]
         norms = [
             torch.linalg.vector_norm(gradients[name], dtype=torch.float64)
-            for name in names
+            for name in self._names.values()
+            if name in gradients
         ]
         # The norms are copied to the host together.
         together = [norm.to(norms[0].device) for norm in norms]

@@ -19,6 +19,7 @@ MPICOMP_TIMEOUT has passed.
 """
 
 import atexit
+import math
 import os
 import socket
 import sys
@@ -112,7 +113,7 @@ def _wait_for_others(ended: "MPI.Intracomm") -> None:
     Each rank tells all others; one that waits for a message of them cannot.
     """
     timeout = initial_timeout()
-    patience = min(_PATIENCE, (timeout or _PATIENCE) / 2)
+    patience = min(_PATIENCE, (timeout or math.inf) / 2)
     began = time.monotonic()
     nothing = np.empty(0, np.uint8)
     others = {*range(ended.size)} - {ended.rank}

@@ -112,7 +112,12 @@ class _Hooks:
         self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
         # The module of the first parameter gets a hook too, as DDP may have only a part
         # of the model.
-        for module in {model, *owners(model, parameters[:1])}:
+        owners = {
+            module
+            for module in model.modules()
+            if any(one is parameters[0] for one in module.parameters(recurse=False))
+        }
+        for module in {model, *owners}:
             self._hooks.append(module.register_forward_pre_hook(self, prepend=True))
         if not self._is_sharded:
             for parameter in parameters:
@@ -193,16 +198,6 @@ def _check(model: Any, comm: Any) -> dict[str, Any]:
         "shard": check_fsdp(model, comm) if parts_of(model, FSDPModule) else {},
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "groups": [*map(ranks_of, parts_of(model, DistributedDataParallel))],
-    }
-
-
-def owners(model: torch.nn.Module, parameters: list[Any]) -> set[torch.nn.Module]:
-    """Return the modules that have one of the parameters themselves."""
-    wanted = {*map(id, parameters)}
-    return {
-        module
-        for module in model.modules()
-        if not wanted.isdisjoint(map(id, module.parameters(recurse=False)))
     }
 
 

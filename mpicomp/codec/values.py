@@ -146,12 +146,16 @@ def _of_each(
     like: Array,
 ) -> Array:
     """Return a column of a table of runs, repeated for each of `count` values; of a single run, its one number."""
-    xp = namespace(like)
     bits = table[:, column].astype(keys)
     if bits.size == 1:
         return bits[0]  # type: ignore[no-any-return]
-    counts = np.diff(table[:, 0], append=count)
-    return _repeated(xp.asarray(bits), xp.asarray(counts), count)
+    if not on_device(like):
+        return np.repeat(bits, np.diff(table[:, 0], append=count))
+    # CuPy's `repeat` takes no array of counts.
+    xp = namespace(like)
+    later = xp.asarray(table[1:, 0])
+    places = np.searchsorted(later, xp.arange(count), side="right")
+    return xp.asarray(bits)[places]  # type: ignore[no-any-return]
 
 
 def table_of_runs(values: Array, most: int) -> NDArray[np.int64] | None:
@@ -309,15 +313,3 @@ def _sample(values: Array) -> NDArray[Any]:
     ).astype(np.int64)
     places = np.minimum(firsts[:, None] + _WINDOW, values.size - 1)
     return to_numpy(_bits(values)[namespace(values).asarray(places)])
-
-
-def _repeated(values: Array, counts: Array, total: int) -> Array:
-    """Return each value, repeated as often as its count; `total` is the sum of the counts."""
-    if not on_device(values):
-        return np.repeat(values, counts)
-    # CuPy's `repeat` takes no array of counts.
-    places = np.searchsorted(
-        counts.cumsum(dtype=np.int64), namespace(values).arange(total), side="right"
-    )
-    result: Array = values[places]
-    return result

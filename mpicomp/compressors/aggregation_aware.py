@@ -92,8 +92,7 @@ class AggregationAware(TopK):
         """
         # A sum that was filled has zeros where no rank sent an entry.
         seen = without_zeros(aggregate)
-        ones = np.ones_like(seen.values, np.float32)
-        self._aggregate = SparseVector.trusted(seen.indices, ones, aggregate.length)
+        self._aggregate = seen.with_values(np.ones_like(seen.values, np.float32))
 
     def reset(self) -> None:
         """Clear the stored aggregate."""

@@ -123,11 +123,10 @@ class SegmentedCompressor(Compressor):
     def compress(self, corrected: Any, *, gradient: Any = None) -> SparseVector:
         """Return the entries that `select` returns for one segment; see `Compressor.compress`."""
         dense = to_vector(corrected)
-        if gradient is None:
-            correction = Correction([dense], dense)
-        else:
+        part = dense
+        if gradient is not None:
             part = to_vector(gradient).astype(dense.dtype, copy=False)
-            correction = Correction([part], dense, shows_gradient=True)
+        correction = Correction([part], dense, shows_gradient=gradient is not None)
         return self.select(correction, [0, dense.size]).forget()
 
     def select(self, correction: Correction, bounds: Sequence[int]) -> SparseVector:
@@ -209,7 +208,7 @@ def _shared_settings(part: Compressor) -> list[Any] | None:
 @contextmanager
 def set_back(snapshots: Sequence[Snapshot]) -> Iterator[None]:
     """Set compressors to their snapshots within a block; the last snapshot of a compressor counts."""
-    now = [(compressor, dict(vars(compressor))) for compressor, _ in snapshots]
+    now = snapshot([compressor for compressor, _ in snapshots])
     restore(snapshots)
     try:
         yield

@@ -42,10 +42,10 @@ class ChunkedTopK(TopK):
     """
 
     varying = "k", "chunk"
+    k: int
 
     def __init__(self, k: int = 64, chunk: int = 4096) -> None:
         super().__init__(k=k)
-        self.k: int = to_integer("k", k)
         self.chunk = to_integer("chunk", chunk)
         if k > chunk:
             raise ValueError(

@@ -356,27 +356,20 @@ class Feedback(Configured):
         vector = adjacent(gradient)
         if vector is not None:
             return vector
-        first = gradient[0]
-        buffer = self._buffer("gradient", first, self._bounds[-1], first.dtype)
+        buffer = self._buffer("gradient", gradient[0], self._bounds[-1])
         return concatenated(gradient, buffer)
 
     def _spare(self, name: str) -> Array:
         """Return the buffer for the next `name`."""
         array = self._arrays[name]
-        held = self._spares.get(name)
-        if held is not None and type(held) is type(array):
-            return held
-        return self._buffer(name, array, array.size, array.dtype)
+        return self._buffer(name, array, array.size)
 
-    def _buffer(self, name: str, like: Array, size: int, dtype: Dtype) -> Array:
-        """Return the buffer of a name, on the device of another array."""
+    def _buffer(self, name: str, like: Array, size: int) -> Array:
+        """Return the buffer of a name, on the device of another array, and of its dtype."""
         held = self._spares.get(name)
-        if (
-            held is None
-            or (held.size, held.dtype) != (size, dtype)
-            or on_device(held) != on_device(like)
-        ):
-            held = self._spares[name] = new_vector(namespace(like), size, dtype)
+        # `_stage` clears the buffers where size or dtype change.
+        if type(held) is not type(like):
+            held = self._spares[name] = new_vector(namespace(like), size, like.dtype)
         return held
 
     def _check_staged(self, size: int, *vectors: SparseVector | None) -> None:

@@ -6,15 +6,12 @@ units of updates; the decay: "Communication efficient LLM pre-training with Spar
 2025 (arXiv 2508.15706). Invariant: docs/feedback.md, "What is conserved".
 """
 
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array, Dtype, Write
 from mpicomp.arrays.device import kernels_for
-from mpicomp.arrays.memory import sizes_of
-from mpicomp.arrays.values import negated
 from mpicomp.bases import Basis
 from mpicomp.correction import Correction
 from mpicomp.feedback.base import Dtypes, Feedback
@@ -103,17 +100,22 @@ class InPlaceErrorFeedback(ErrorFeedback):
         rejected: SparseVector | None = None,
     ) -> Write:
         """Prepare to subtract from the gradients what was sent, and to add what was rejected."""
-        gradients = correction.parts
-        bounds = [0, *accumulate(sizes_of(gradients))]
+        if rejected is None:
+            rejected = SparseVector.empty(sent.length, sent.dtype, like=sent.values)
+        self._check_changes(correction.out, sent, rejected)
         changes = [
-            (vector, part)
-            for change in self._checked_changes(correction.out, sent, rejected)
-            for vector, part in zip(gradients, split(change, bounds), strict=True)
+            (vector, part, sign)
+            for change, sign in ((sent, -1), (rejected, 1))
+            for vector, part in zip(
+                correction.parts, split(change, self._bounds), strict=True
+            )
+            if part.nnz
         ]
 
         def write() -> None:
-            for vector, part in changes:
-                kernels_for(vector).scatter_add(vector, part.indices, part.values)
+            for vector, part, sign in changes:
+                add = kernels_for(vector).scatter_add
+                add(vector, part.indices, part.values, sign=sign)
 
         return write
 
@@ -142,22 +144,17 @@ class InPlaceErrorFeedback(ErrorFeedback):
     def dtypes(self, dtype: Dtype) -> Dtypes:
         return {}
 
-    def _checked_changes(
-        self, gradient: Array, sent: SparseVector, rejected: SparseVector | None
-    ) -> list[SparseVector]:
-        """Return the vectors to add to the gradient: -sent, then rejected."""
+    def _check_changes(
+        self, gradient: Array, sent: SparseVector, rejected: SparseVector
+    ) -> None:
+        """Raise an error unless gradient - sent + rejected can be written."""
         self._check_staged(gradient.size, sent, rejected)
-        back = rejected
-        if back is None:
-            back = SparseVector.empty(sent.length, sent.dtype, like=sent.values)
-        if not (_is_small(sent.values) and _is_small(back.values)):
-            indices = merge(sent, back).indices
+        if not (_is_small(sent.values) and _is_small(rejected.values)):
+            indices = merge(sent, rejected).indices
             after = kernels_for(gradient).gather(gradient, indices)
             after[np.searchsorted(indices, sent.indices)] -= sent.values
-            after[np.searchsorted(indices, back.indices)] += back.values
+            after[np.searchsorted(indices, rejected.indices)] += rejected.values
             check_range(after, "residual")
-        removed = sent.with_values(negated(sent.values))
-        return [removed, back] if back.nnz else [removed]
 
 
 def _is_small(values: Array) -> bool:

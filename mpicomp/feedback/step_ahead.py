@@ -75,18 +75,16 @@ class StepAhead(Feedback):
         x: the model, n values in an array of any shape; raises ValueError for another
         number of values.
         """
-        values = to_values(x)
-        if not self._begun:
-            return like(values.copy(), x)
-        residual = to_device_of(self._arrays["residual"], values)
-        if values.size != residual.size:
-            raise ValueError(
-                f"x has {values.size} values: expected {residual.size} as in the gradients"
+        point = to_values(x).copy()
+        if self._begun:
+            residual = to_device_of(self._arrays["residual"], point)
+            if point.size != residual.size:
+                raise ValueError(
+                    f"x has {point.size} values: expected {residual.size} as in the gradients"
+                )
+            kernels_for(point).add_scaled(
+                point, 1, residual.reshape(point.shape), point, sign=-1
             )
-        point = values.copy()
-        kernels_for(point).add_scaled(
-            point, 1, residual.reshape(point.shape), point, sign=-1
-        )
         return like(point, x)
 
     def correct(self, *gradient: Array, basis: Basis | None = None) -> Correction:

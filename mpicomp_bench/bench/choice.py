@@ -94,33 +94,25 @@ def measured(
         for name, own in zip(calls, times, strict=True)
     }
     best = min(names, key=seconds.__getitem__)
-    found = {
+    return {
+        "collective": collective,
+        **place,
         "best": best,
         "best_seconds": seconds[best],
         "ratio": seconds[AUTO] / seconds[best],
         "seconds": seconds,
     }
-    return {"collective": collective, **place, **found}
-
-
-def near_best(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
-    """Return for each collective in how many places "auto" is within 15 % of the best algorithm, and of how many."""
-    ratios = {
-        name: [row["ratio"] for row in rows if row["collective"] == name]
-        for name in CHOOSING
-    }
-    return {
-        name: (sum(ratio <= NEAR for ratio in own), len(own))
-        for name, own in ratios.items()
-    }
 
 
 def report(options: Options, rows: Sequence[Row]) -> str:
     """Return a line for each collective."""
-    lines = [
-        f'{name:22}"auto" is within 15 % of the best algorithm in {near} of {count} places'
-        for name, (near, count) in near_best(rows).items()
-    ]
+    lines = []
+    for name in CHOOSING:
+        ratios = [row["ratio"] for row in rows if row["collective"] == name]
+        near = sum(ratio <= NEAR for ratio in ratios)
+        lines.append(
+            f'{name:22}"auto" is within 15 % of the best algorithm in {near} of {len(ratios)} places'
+        )
     lines += [
         f"{name:22}has one algorithm" for name in COLLECTIVES if name not in CHOOSING
     ]

@@ -176,15 +176,16 @@ def contestants(
     def own() -> SparseVector:
         return vector if gradient is None else compressor.compress(gradient)
 
-    def contestant(
+    found: list[Contestant] = []
+
+    def add(
         algorithm: str, codec: str, call: Call, nbytes: float | None = None
-    ) -> Contestant:
-        return Contestant((algorithm, codec), call, before=call, nbytes=nbytes)
+    ) -> None:
+        found.append(Contestant((algorithm, codec), call, before=call, nbytes=nbytes))
 
     def calling(subject: str, **how: Any) -> Call:
         return lambda: COLLECTIVES[subject](own(), comm, **how)
 
-    found = []
     subject = options.subject
     second = TopK(k=math.ceil(case["entries"] / comm.size))
     terms = {"compressed": {"compressor": second}, "gtopk": {"k": case["entries"]}}.get(
@@ -193,33 +194,21 @@ def contestants(
     if "dense" in options.baselines:
         found.append(dense(options, comm, case, place, gradient))
     if "tree" in options.baselines:
-        found.append(
-            contestant(
-                "gTop-k tree, as published",
-                "plain",
-                calling("gtopk", algorithm="tree", codec="plain"),
-            )
-        )
+        tree = calling("gtopk", algorithm="tree", codec="plain")
+        add("gTop-k tree, as published", "plain", tree)
     if "allgather" in options.baselines and not on_gpu:
         sent = (comm.size - 1) * own().nbytes
-        found.append(
-            contestant(
-                "MPI_Allgatherv",
-                "plain",
-                lambda: by_allgather(subject, own(), comm),
-                sent,
-            )
+        add(
+            "MPI_Allgatherv",
+            "plain",
+            lambda: by_allgather(subject, own(), comm),
+            sent,
         )
     if gradient is not None:
-        found.append(contestant(SELECTION, "-", own, 0.0))
+        add(SELECTION, "-", own, 0.0)
     for algorithm, codec in itertools.product(options.algorithms, options.codecs):
-        found.append(
-            contestant(
-                algorithm,
-                codec,
-                calling(subject, algorithm=algorithm, codec=codec, **terms),
-            )
-        )
+        call = calling(subject, algorithm=algorithm, codec=codec, **terms)
+        add(algorithm, codec, call)
     if gradient is not None and subject in EXCHANGED:
         algorithm = options.algorithms[0]
         codec = options.codecs[0]
@@ -227,13 +216,8 @@ def contestants(
         exchange = GradientExchange(comm, compressor, collective=run)
         # MPI's dense sum has an array for its result, too.
         into = namespace(gradient).empty_like(gradient)
-        found.append(
-            contestant(
-                f"GradientExchange {algorithm}",
-                codec,
-                partial(exchange, gradient, out=into),
-            )
-        )
+        step = partial(exchange, gradient, out=into)
+        add(f"GradientExchange {algorithm}", codec, step)
     if on_gpu:
         found = [each._replace(call=until_done(each.call)) for each in found]
     return found
@@ -262,17 +246,13 @@ def dense(
         if gradient is None
         else gradient.astype(dtype, copy=False)
     )
-    sent = dense_nbytes(
-        comm.size,
-        case["length"],
-        dtype.itemsize,
-        scattered=options.subject == "reduce_scatter",
-    )
+    sent = dense_nbytes(comm.size, case["length"], dtype.itemsize, scattered=scatter)
+    call: Call
+    before = None
     if on_gpu:
         name = "dense_allreduce"
-        call = partial(dense_allreduce, values, comm)
-        return Contestant((name, "-"), call, before=call, every=every, nbytes=sent)
-    if scatter:
+        call = before = partial(dense_allreduce, values, comm)
+    elif scatter:
         counts = [len(part) for part in np.array_split(values, comm.size)]
         into = np.empty(counts[comm.rank], values.dtype)
         name = "MPI_Reduce_scatter"
@@ -280,7 +260,7 @@ def dense(
     else:
         name = "MPI_Allreduce"
         call = partial(comm.Allreduce, values, np.empty_like(values))
-    return Contestant((name, "-"), call, every=every, nbytes=sent)
+    return Contestant((name, "-"), call, before=before, every=every, nbytes=sent)
 
 
 def by_allgather(subject: str, vector: SparseVector, comm: Any) -> Any:

@@ -41,9 +41,7 @@ EXCHANGES = [
 ]
 
 
-def gpt_shapes(
-    width: int = 256, blocks: int = 4, vocabulary: int = 65, context: int = 128
-) -> dict[str, Shape]:
+def gpt_shapes(width: int) -> dict[str, Shape]:
     """Return the shapes of the tensors of a small GPT by name, in the order of the model: 54, with 3.2e6 values."""
     layers = {
         "norm1": (width,),
@@ -54,10 +52,10 @@ def gpt_shapes(
         "mlp.projection": (width, 4 * width),
     }
     shapes: dict[str, Shape] = {
-        "token_embedding": (vocabulary, width),
-        "position_embedding": (context, width),
+        "token_embedding": (65, width),  # characters
+        "position_embedding": (128, width),
     }
-    for block in range(blocks):
+    for block in range(4):
         for name, shape in layers.items():
             shapes |= {
                 f"block{block}.{name}.weight": shape,
@@ -66,13 +64,13 @@ def gpt_shapes(
     head = {
         "norm.weight": (width,),
         "norm.bias": (width,),
-        "head.weight": (vocabulary, width),
+        "head.weight": (65, width),
     }
-    return {**shapes, **head, "head.bias": (vocabulary,)}
+    return {**shapes, **head, "head.bias": (65,)}
 
 
 # Shapes of the tensors of two models, of 3.2e6 and 25e6 parameters.
-TENSORS = {"gpt": gpt_shapes(), "wide-gpt": gpt_shapes(width=718)}
+TENSORS = {"gpt": gpt_shapes(256), "wide-gpt": gpt_shapes(718)}
 
 
 def length_of(tensors: str) -> int:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from collectives.calls.positions import Position, check_digests, check_positions
+from collectives.calls.positions import check_digests, check_positions
 from collectives.calls.replicas import Comparison, digests_of
 from collectives.faults.errors import CollectiveError
 
@@ -34,9 +34,9 @@ def test_the_first_step_and_every_nth_are_compared(every):
     for step in range(2, 12):
         if comparison.position("", step).digests:
             compared.append(step)
-        comparison.end_step()
+        comparison.is_due = False
     assert compared == [2, *(step for step in range(3, 12) if step % every == 0)]
-    comparison.begin()
+    comparison.is_due = True
     assert comparison.position("", 13).digests
 
 
@@ -64,7 +64,7 @@ def test_the_minority_and_the_first_tensor_are_named():
 
 
 def test_ranks_without_digests_are_not_compared():
-    with_digests = Position("step 1", {"a": "1"})
-    check_positions("exchange", [with_digests, Position("step 1"), with_digests])
+    with_digests = "step 1", {"a": "1"}
+    check_positions("exchange", [with_digests, ("step 1", {}), with_digests], "")
     with pytest.raises(CollectiveError, match="out of step: step 1 on rank 0; step 2"):
-        check_positions("exchange", [with_digests, Position("step 2")])
+        check_positions("exchange", [with_digests, ("step 2", {})], "")

@@ -316,6 +316,28 @@ def test_a_rank_without_memory_between_two_rounds_keeps_nobody_waiting(
 
 
 @pytest.mark.at_least(2)
+def test_tags_that_begin_again_do_not_meet_an_operation_that_broke_off(
+    comm, fresh, monkeypatch
+):
+    vector = SparseVector(np.arange(9), np.ones(9), 9)
+    call = partial(sparse_allreduce, vector, fresh, algorithm="split_allgather")
+    call()
+    monkeypatch.setattr(link_of(fresh), "tags", 2)
+
+    def failing(group, arrival):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        # It is the second operation, with the last tag.
+        if fresh.rank == 0:
+            patched.setattr(Group, "_received", failing)
+        outcome(call)
+    assert outcome(call) == CollectiveError
+    for _ in range(4):
+        assert (call().values == fresh.size).all()
+
+
+@pytest.mark.at_least(2)
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_long_messages_of_an_operation_that_broke_off_are_received(
     comm, fresh, monkeypatch, error

@@ -437,6 +437,35 @@ def test_a_loop_that_was_saved_with_a_frozen_parameter_is_resumed_with_a_warm_up
     assert goes_on(resumed, again) == goes_on(parameters, loop)
 
 
+def test_a_loop_holds_what_it_held_when_it_was_saved_whatever_the_names(comm):
+    """One name is the other with what a wrapper adds; the frozen one is held while an exchange is in flight."""
+
+    def new():
+        parameters = {
+            name: np.ones(600, np.float32).view(Trained) for name in ("a", "module.a")
+        }
+        return made(comm, parameters=parameters, every=2, delay=1)
+
+    def goes_on(parameters, loop):
+        parameters["module.a"].requires_grad = False
+        for step in range(5, 8):
+            progress(comm, parameters, ["a"], step)
+            loop.step()
+        return {name: array.tobytes() for name, array in loop.anchor.items()}
+
+    parameters, loop = new()
+    parameters["module.a"].requires_grad = False
+    for step in range(4):
+        progress(comm, parameters, ["a"], step)
+        loop.step()
+    assert loop.in_flight
+    resumed, again = new()
+    again.load_state_dict(loop.state_dict())
+    for name, array in parameters.items():
+        resumed[name][...] = array
+    assert goes_on(resumed, again) == goes_on(parameters, loop)
+
+
 def progress(comm, parameters, names, step):
     """Another step on each rank, of the named parameters."""
     for name in names:

@@ -239,6 +239,35 @@ def test_a_sum_that_is_the_own_vector_is_validated_by_its_owner_again(comm):
         mean.validate()
 
 
+class Refusing(TopK):
+    """TopK that refuses a first value of 7."""
+
+    def select(self, correction, bounds):
+        if correction.add()[0] == 7:
+            raise ValueError("got a seven")
+        return super().select(correction, bounds)
+
+
+def test_the_error_of_a_compressor_is_its_own_after_a_step_that_failed(comm):
+    """What that step has left in the buffers of other tensors is no value of this one."""
+
+    def choose(name, shape):
+        return Refusing(k=1) if name == "a" else TopK(k=1)
+
+    exchange = GradientExchange(comm, choose, small=0)
+    good = {name: np.ones(9, np.float32) for name in "ab"}
+    exchange(good)
+    with pytest.raises(ValueError, match="nan"):
+        exchange({**good, "b": np.full(9, np.nan, np.float32)})
+    with pytest.raises(ValueError, match="got a seven"):
+        exchange({**good, "a": np.full(9, 7, np.float32) - exchange_residual(exchange)})
+
+
+def exchange_residual(exchange):
+    """Return the residual of the first tensor."""
+    return exchange.state_dict()["a/feedback/residual"]
+
+
 class Changing(Wrapper):
     """A wrapper that takes another inner compressor in its second call."""
 

@@ -204,6 +204,12 @@ def test_to_dense_is_not_written_into_the_vector_itself(width):
     np.testing.assert_array_equal(vector.values, values)
 
 
+def test_to_dense_is_right_where_an_array_with_gaps_shares_the_memory():
+    memory = np.array([1.0, 2.0, 3.0, 4.0])
+    vector = SparseVector([0, 1], memory[:2], 2)
+    np.testing.assert_array_equal(vector.to_dense(out=memory[::2]), [1, 2])
+
+
 @given(st.data(), st.sampled_from([None, 0, 1, 3]))
 def test_merge_is_the_dense_sum_and_commutative_to_the_bit(data, width):
     a = data.draw(sparse_vectors(width=width))

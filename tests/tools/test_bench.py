@@ -172,7 +172,9 @@ def test_whole_steps_are_compared_by_their_method(bench, given):
     consistent(rows)
 
 
-@pytest.mark.parametrize("name", ["few-bit-4", "fp16", "dense"])
+@pytest.mark.parametrize(
+    "name", ["few-bit-4", "fp16", "dense", "topk:(=3", "topk-0..5"]
+)
 def test_a_method_that_is_no_exchange_is_refused(name, capsys):
     status, error = left(["bench", "exchange", "--methods", name], capsys)
     assert status == 2

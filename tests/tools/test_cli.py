@@ -141,6 +141,7 @@ def test_the_innermost_launcher_is_believed():
 def test_torchrun_is_noticed(monkeypatch):
     """Its processes are ranks of torch, and each of them is alone for MPI."""
     assert launcher.torchrun_warning(2, {"WORLD_SIZE": "2"}) is None
+    assert launcher.torchrun_warning(1, {"WORLD_SIZE": "²"}) is None
     monkeypatch.setenv("WORLD_SIZE", "2")
     out = io.StringIO()
     assert info.run(argparse.Namespace(json=False, recovery=False), out) == 1
