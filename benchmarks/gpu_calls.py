@@ -43,6 +43,7 @@ from mpicomp import (  # noqa: E402
 from mpicomp.codec import CODECS, decode, encode, few_bits_message  # noqa: E402
 from mpicomp.correction import Correction  # noqa: E402
 from mpicomp.few_bits import BITS, coder  # noqa: E402
+from mpicomp.kernels import Summands  # noqa: E402
 from mpicomp.means import CodedMean  # noqa: E402
 
 Call = Callable[[], Any]
@@ -175,7 +176,9 @@ def selections(cupy: Any, values: Any, density: float) -> Rows:
     yield "largest", nbytes, lambda: partial(kernels.largest, values, k)
     out = cupy.empty_like(values)
     other = values[::-1].copy()
-    adding = partial(kernels.add_largest, values, other, out, k)
+    rows = [0, values.size], [k], [values.size], [k]
+    both = Summands(values, 1.0, [other])
+    adding = partial(kernels.largest_in_segments, out, *rows, summands=both)
     yield "add_largest", 3 * nbytes, lambda: adding
     few = max(1, round(CHUNK * density))
     chunked = ChunkedTopK(few, CHUNK)

@@ -24,7 +24,7 @@ from mpicomp.codec.values import offsets_of
 from mpicomp.compressors import TopK
 from mpicomp.correction import Correction
 from mpicomp.few_bits import BITS, coder
-from mpicomp.kernels import host
+from mpicomp.kernels import Summands, host
 from mpicomp.means import CodedMean
 from mpicomp.vector import SparseVector
 from mpicomp_bench.bench.data import FAMILIES
@@ -159,10 +159,10 @@ def of_a_long_vector(
             against,
             values,
         )
-        ours, add = (
-            partial(kernels.add_largest, values, values, out, k),
-            partial(np.add, values, values, out=out),
-        )
+        rows = [0, length], [k], [length], [k]
+        both = Summands(values, 1.0, [values])
+        ours = partial(kernels.largest_in_segments, out, *rows, summands=both)
+        add = partial(np.add, values, values, out=out)
         yield f"add_largest {size} k/n={density}", ours, {"cupy.add": add}, values
 
 
@@ -193,11 +193,6 @@ def passes(xp: Any, kernels: Any, rng: np.random.Generator, length: int) -> Comp
             ),
         }
     else:
-        calls["sides"] = (
-            partial(kernels.sides, values, 1.0),
-            "sum",
-            partial(xp.sum, values),
-        )
         other = values.copy()
         calls["hadamard of 256"] = (
             partial(kernels.hadamard, values, other, 256),

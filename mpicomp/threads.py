@@ -114,7 +114,12 @@ def in_pieces(
         _started(pool, partial(work, start, min(start + length, size)))
         for start in starts
     ]
-    return [work(0, min(length, size)), *(result() for result in others)]
+    try:
+        own = work(0, min(length, size))
+    finally:
+        # They write to the caller's arrays, also if the first piece has raised.
+        rest = [result() for result in others]
+    return [own, *rest]
 
 
 def number_of_pieces(size: int, threads: int | None = None) -> int:

@@ -71,7 +71,7 @@ class AdaComp(SegmentedCompressor):
                 )
         kernels = kernels_for(corrected)
         bins = np.broadcast_to(self.bin_size, sizes.shape).tolist()
-        entries, _ = kernels.entries_in_bins(
+        entries = kernels.entries_in_bins(
             corrected,
             parts,
             bounds,

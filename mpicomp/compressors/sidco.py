@@ -41,15 +41,13 @@ from mpicomp.compressors.base import (
 )
 from mpicomp.compressors.common import counts_of, to_density
 from mpicomp.correction import Correction
-from mpicomp.kernels import Selected
+from mpicomp.kernels import FIRST, PLAN, Selected
 from mpicomp.settings import to_choice, to_integer
 from mpicomp.vector import SparseVector
 
 DISTRIBUTIONS = "exponential", "gamma", "pareto"
 ADAPTATIONS = "control", "published", None
 
-# Share of the magnitudes that exceeds the threshold of the first of several stages.
-_FIRST_SHARE = 0.25
 # Values of a sample: the least, the most, and the most where counts correct no error.
 _SAMPLE = 1 << 12, 1 << 15, 1 << 20
 
@@ -137,9 +135,8 @@ class SIDCo(SegmentedCompressor):
             correction.add()
         else:
             summands = correction.summands()
-        kernels = kernels_for(corrected)
-        plans = self._plans(np.diff(bounds), kernels.PLAN)
-        entries = kernels.select_by_fits(
+        plans = self._plans(np.diff(bounds))
+        entries = kernels_for(corrected).select_by_fits(
             corrected,
             bounds,
             plans,
@@ -156,15 +153,15 @@ class SIDCo(SegmentedCompressor):
         self._adapt(plans)
         return known(corrected.size, bounds, entries)
 
-    def _plans(self, sizes: Array, dtype: Any) -> Any:
-        plans = np.zeros(sizes.size, dtype)
+    def _plans(self, sizes: Array) -> Any:
+        plans = np.zeros(sizes.size, PLAN)
         plans["size"] = sizes
         plans["wanted"] = sizes * (self.density * self.correction)
         plans["stages"] = self.current_stages
         least, most, alone = _SAMPLE
         some = np.minimum(sizes, alone)
         if self.adaptation == "control":
-            is_staged = plans["wanted"] < _FIRST_SHARE * sizes
+            is_staged = plans["wanted"] < FIRST * sizes
             is_staged &= plans["stages"] > 1
             few = np.clip(sizes // 1024 * 16, least, most)
             some = np.where(is_staged, np.minimum(sizes, few), some)
@@ -182,8 +179,8 @@ class SIDCo(SegmentedCompressor):
         """Replace entries of segments by the exact selection, and set the plans; raises if a value is not finite."""
         sizes = plans["size"]
         k = np.where(is_exact, np.minimum(self.counts(sizes), sizes), 0)
-        kernels = kernels_for(corrected)
-        found = kernels.largest_in_segments(corrected, bounds, k, sizes.clip(1), k)
+        largest_in_segments = kernels_for(corrected).largest_in_segments
+        found = largest_in_segments(corrected, bounds, k, sizes.clip(1), k)
         magnitudes = np.abs(to_numpy(found.values))
         if not np.isfinite(magnitudes).all():
             check_finite(corrected)

@@ -4,7 +4,7 @@
 :func:`mpicomp.arrays.device.kernels_for` returns the module for an array.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +17,32 @@ Facts = tuple[int, int, int, int]
 
 # The facts of a vector without entries.
 NOTHING: Facts = -1, -1, 0, -1
+
+
+# Share of the magnitudes that exceeds the threshold of the first of several stages.
+FIRST = 0.25
+
+PLAN = np.dtype(
+    [
+        ("size", np.int64),  # of the segment
+        ("sample", np.int64),  # values: `size`, or a multiple of 16 below it
+        ("wanted", np.float64),  # entries that are to exceed the last threshold
+        ("stages", np.int64),  # in: at most; out: in use
+        # Out: the threshold before the last one; NaN if the sample gives none.
+        ("start", np.float64),
+        # Share of the magnitudes above the first threshold that exceed the last one; 1
+        # for one stage. NaN stands for wanted / above of the threshold before the last.
+        ("share", np.float64),
+        ("nonzeros", np.float64),  # values that are not zero, by the sample
+        # Room for the values above `start`, enough unless the sample misleads.
+        ("room", np.int64),
+        ("total", np.float64),  # of the excess over `start`
+        ("threshold", np.float64),  # the last one
+        ("above", np.int64),  # magnitudes above `start`
+        ("kept", np.int64),  # entries above `threshold`
+    ]
+)
+"""What is known of a segment: the first four fields before it is fitted."""
 
 
 class Summands(NamedTuple):
@@ -46,6 +72,16 @@ class Selected(NamedTuple):
     values: Array
     places: list[int]
     facts: Facts | None = None
+
+    def filled(self, bounds: Array, select: Callable[..., "Selected"]) -> "Selected":
+        """Return the entries, and the largest value of each segment that has none; select: by `largest_in_segments`."""
+        sizes = np.diff(bounds)
+        is_empty = (np.diff(self.places) == 0) & (sizes > 0)
+        if not is_empty.any():
+            return self
+        k = is_empty.astype(int).tolist()
+        found = select(bounds.tolist(), k, sizes.clip(1).tolist(), k)
+        return self.replaced(found, is_empty)
 
     def replaced(self, other: "Selected", rows: Array) -> "Selected":
         """Return the entries, in the segments where `rows` (bool) is true those of another selection."""

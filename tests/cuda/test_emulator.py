@@ -48,7 +48,6 @@ RUNS = {
     "statistics.cu": (
         [COMMON, SELECTION, "statistics.cu"],
         [
-            comparisons.sides_of_thresholds,
             comparisons.magnitudes_in_segments,
             comparisons.magnitudes_of_many_tiles,
         ],

@@ -349,7 +349,7 @@ def test_where_a_sample_misleads_the_selection_is_exact(distribution, stages, se
         laplace(np.random.default_rng(9), 1 << 20),
         SIDCo(0.001, distribution, stages),
     )
-    (plan,) = compressor._plans(np.array([values.size]), fitting.PLAN)
+    (plan,) = compressor._plans(np.array([values.size]))
     values[
         fitting.sample(
             np.arange(values.size, dtype=np.float64), [0, values.size], plan["sample"]

@@ -67,10 +67,10 @@ def dense_calls(values, other, number):
         yield total.copy(), plans
         if np.isfinite(values).all():
             bins = bounds, [9, 70, 3]
-            yield from host.entries_in_bins(
+            yield host.entries_in_bins(
                 room, parts, *bins, residual=values, decay=0.3, **options
             )
-            yield from host.entries_in_bins(values, parts, *bins, **options)
+            yield host.entries_in_bins(values, parts, *bins, **options)
             yield total.copy()
         yield host.add_parts(values, 0.3, parts, room, long=0, **options)
         yield total.copy()

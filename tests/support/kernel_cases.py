@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpicomp.kernels import host
+from mpicomp.kernels import PLAN
 
 
 def expected_top_k(values, k):
@@ -60,7 +60,7 @@ def draw_sparse(rng, size, among, index_dtype, shape=(), dtype=np.float32):
 
 def plans_of(bounds, share, stages=4, sample=None):
     """Return the plans of segments of which a share is wanted, by samples of at most so many values."""
-    plans = np.zeros(len(bounds) - 1, host.PLAN)
+    plans = np.zeros(len(bounds) - 1, PLAN)
     plans["size"] = np.diff(bounds)
     plans["sample"] = (
         plans["size"] if sample is None else plans["size"].clip(max=sample)

@@ -15,6 +15,7 @@ from devices import counted, has_cupy_wheel, real_cupy
 
 from mpicomp import AdaComp, AggregationAware, ChunkedTopK, Quantised, SIDCo, TopK
 from mpicomp.correction import Correction
+from mpicomp.kernels import Summands
 
 TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(
@@ -114,6 +115,7 @@ def test_aggregation_takes_as_many_launches_for_any_number_of_tensors(cupy, tens
 def test_a_selection_takes_five_launches_and_waits_once(cupy):
     from mpicomp.kernels import device
 
+    rows = [0, 100_000], [1000], [100_000], [1000]
     a, b = (
         cupy.asarray(
             np.random.default_rng(seed).laplace(size=100_000).astype(np.float32)
@@ -122,7 +124,9 @@ def test_a_selection_takes_five_launches_and_waits_once(cupy):
     )
     for select in (
         lambda: device.largest(a, 1000),
-        lambda: device.add_largest(a, b, cupy.empty_like(a), 1000),
+        lambda: device.largest_in_segments(
+            cupy.empty_like(a), *rows, summands=Summands(b, 1.0, [a])
+        ),
     ):
         with counted(cupy) as found:
             select()

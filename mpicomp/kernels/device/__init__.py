@@ -51,27 +51,17 @@ from mpicomp.kernels.device.merging import (
     sparse_writer,
 )
 from mpicomp.kernels.device.segments import (
-    add_largest,
     divide_largest,
     largest,
     largest_in_segments,
 )
 from mpicomp.kernels.device.selection import all_below, raise_not_finite
-from mpicomp.kernels.device.statistics import (
-    checksum,
-    sides,
-    with_magnitudes,
-)
+from mpicomp.kernels.device.statistics import checksum, with_magnitudes
 from mpicomp.kernels.device.transforms import hadamard, hadamard_writer, signs
-from mpicomp.kernels.host.fitting import PLAN
-from mpicomp.kernels.host.statistics import Sides
 
 __all__ = [
-    "PLAN",
-    "Sides",
     "accumulate",
     "add",
-    "add_largest",
     "add_parts",
     "add_scaled",
     "all_below",
@@ -101,7 +91,6 @@ __all__ = [
     "raise_not_finite",
     "scatter_add",
     "select_by_fits",
-    "sides",
     "signs",
     "sparse_writer",
     "to_bitmap",

@@ -7,16 +7,17 @@ import numpy as np
 
 from mpicomp.arrays.memory import addresses
 from mpicomp.arrays.values import index_dtype
-from mpicomp.kernels import NOTHING, Selected, Summands
+from mpicomp.kernels import NOTHING, Selected
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
     THREADS,
     Array,
+    bits_of,
     in_tiles,
     launch,
     zeros,
 )
-from mpicomp.kernels.device.segments import Column, Vector, running_totals, table_of
+from mpicomp.kernels.device.segments import Column, running_totals, table_of
 from mpicomp.kernels.device.selection import raise_not_finite
 from mpicomp.kernels.device.statistics import SUM_TILE, SUMS
 from mpicomp.kernels.host.bits import FORMATS
@@ -36,20 +37,18 @@ def entries_in_bins(
     residual: Array | None = None,
     decay: float = 1.0,
     threads: int | None = None,
-) -> tuple[Selected, Column]:
+) -> Selected:
     """Return the entries of bins, as `mpicomp.kernels.host.entries_in_bins` does; the magnitudes in host memory.
 
     threads: ignored. Four launches and one wait, whatever the number of segments.
     """
     form = FORMATS[values.dtype]
     edges = np.asarray(bounds, np.int64)
-    sizes = np.diff(edges)
-    some = np.flatnonzero(sizes)
-    scales = np.zeros(sizes.size, values.dtype)
+    some = np.flatnonzero(np.diff(edges))
     index = index_dtype(values.size)
     if not some.size:
         nothing = cupy.empty(0, index), values[:0].copy()
-        return Selected(*nothing, [0] * edges.size, NOTHING), scales
+        return Selected(*nothing, [0] * edges.size, NOTHING)
     table, (total, words, tiles) = _table(edges, some, np.asarray(bins), parts)
     count = some.size
     turn = _TURN if max(bins) <= _MARKED else 1
@@ -63,23 +62,20 @@ def entries_in_bins(
     largest = cupy.empty(total, form.keys)
     marks = cupy.empty(words, np.uint64)
     shares = cupy.empty(blocks * _WARPS, np.uint32)
-    summands = None
+    sums = values, 0, None
     if residual is not None:
-        summands = Summands(residual, decay, parts)
-    vector = Vector.of(values, summands)
-    sums = vector.source, vector.factor, vector.out
+        sums = residual, bits_of(decay, values.dtype), values
     marking = table, count, share, largest, marks, shares, selected, report
     launch("mark_in_bins", [form.keys], blocks, *sums, *marking)
     mask = int(form.mask)
     averaging = values, table, count, mask, largest, marks, share, shares, *mean
     launch("mean_of_bins", [form.keys], tiles, *averaging, magnitudes, selected, report)
-    said = whole[: 3 + 2 * count].get()
+    said = whole[: 3 + count].get()
     if said[0]:
         for each in (values, *parts):
             raise_not_finite(each)
-    scales[some] = said[3 + count :].view(values.dtype)[:count]
     ends = np.zeros(edges.size, np.int64)
-    ends[some + 1] = said[3 : 3 + count]
+    ends[some + 1] = said[3:]
     places = np.cumsum(ends).tolist()
     positions = cupy.empty(places[-1], index)
     found = cupy.empty(places[-1], values.dtype)
@@ -88,7 +84,7 @@ def entries_in_bins(
         facts = -1, -1, int(~said[1]), int(said[2])
         writing = table, count, share, marks, shares, magnitudes, positions, found
         launch("entries_of_bins", [index, form.keys], blocks, *writing)
-    return Selected(positions, found, places, facts), scales
+    return Selected(positions, found, places, facts)
 
 
 def _table(

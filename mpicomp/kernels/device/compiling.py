@@ -44,13 +44,13 @@ _KERNELS = "// Kernels\n"
 _MOST = 24  # arguments of a kernel
 
 
-def source(files: Sequence[str] = FILES, kernels_of: str | None = None) -> str:
+def source(kernels_of: str | None = None) -> str:
     """Return the text of CUDA files as one: CuPy's cache of compiled code ignores changes of included files.
 
     kernels_of: the file whose kernels are wanted, with what it needs of the others; by default all.
     """
     texts = []
-    for name in files:
+    for name in FILES:
         text = _text(name)
         if kernels_of not in (None, name):
             text = text.partition(_KERNELS)[0]
@@ -195,6 +195,11 @@ def _uploaded(stream: Any, shape: Any, dtype: Any, content: bytes) -> Array:
 def stream_of_now() -> tuple[int, int, int]:
     """Return what names the current stream: a device, a stream's address, and a thread, as each has a default one."""
     return runtime.getDevice(), cupy.cuda.get_current_stream().ptr, get_ident()
+
+
+def bits_of(factor: float, dtype: np.dtype[Any]) -> int:
+    """Return the bits of a factor as a float64, rounded to a dtype."""
+    return int(np.float64(dtype.type(factor)).view(np.uint64))
 
 
 def in_tiles(size: Any, tile: Any) -> Any:

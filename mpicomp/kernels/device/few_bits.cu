@@ -128,16 +128,16 @@ __device__ inline void scale_lane(T (&values)[LANE_VALUES], T factor) {
     for (int k = 0; k < LANE_VALUES; ++k) values[k] = factor * values[k];
 }
 
-// What a vector is made of: decay * residual + scale * values, and coded terms.
+// What a vector is made of: decay * residual + values, and coded terms.
 template <typename T>
 struct Sum {
     const T* residual;
-    T decay, scale;
+    T decay;
     const i64* terms;
     i64 count;
 
     __device__ T own(T residual_there, T value) const {
-        return residual ? decay * residual_there + scale * value : scale * value;
+        return residual ? decay * residual_there + value : value;
     }
 };
 
@@ -365,7 +365,6 @@ __device__ inline void quantise_in_registers(
     const bool is_whole = c.size == block && ((u64)from | (u64)before | (u64)rejected) % 16 == 0;
     T values[LANE_VALUES];
     read_lane(from, size, quarter, is_whole, values);
-    scale_lane(values, sum.scale);
     if (before) {
         T residual[LANE_VALUES];
         read_lane(before, size, quarter, is_whole, residual);
@@ -696,7 +695,7 @@ __device__ inline void dequantise(
 #define FEW_BITS(dtype, T, Key, Scale)                                                                              \
     QUANTISER quantise_long_##dtype(                                                                                \
         const i64* table, i64 rows, i64 terms, T* values, i64 size, i64 first, i64 last, i64 block,                 \
-        const T* residual, u64 decay, u64 scale, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,    \
+        const T* residual, u64 decay, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,    \
         u8* codes, Scale* scales, T* rejected, i64 bits) {                                                          \
         SUMMED(T, Key)                                                                                              \
         quantise_long(segments, (int)bits, (i32)block, sum, rounding, number_of((Key)offset), target);              \
@@ -709,14 +708,14 @@ __device__ inline void dequantise(
 #define SUMMED(T, Key)                                                                                              \
     const Segments<T> segments = {table, rows, values, size};                                                       \
     const Sum<T> sum = {                                                                                            \
-        residual, number_of((Key)decay), number_of((Key)scale), table + 3 * rows + 2, terms};                       \
+        residual, number_of((Key)decay), table + 3 * rows + 2, terms};                                              \
     const Rounding<T> rounding = {cut, (Key)step, (Key)coarse, (Key)least, (Key)most};                              \
     const Target<T> target = {codes, scales, rejected, first, last};
 
 #define OF_BITS(dtype, T, Key, Scale, BITS)                                                                         \
     QUANTISER quantise_##BITS##_##dtype(                                                                            \
         const i64* table, i64 rows, i64 terms, T* values, i64 size, i64 first, i64 last, i64 block,                 \
-        const T* residual, u64 decay, u64 scale, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,    \
+        const T* residual, u64 decay, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,    \
         u8* codes, Scale* scales, T* rejected) {                                                                    \
         SUMMED(T, Key)                                                                                              \
         if (block == 256) quantise_in_registers<T, BITS, 256>(segments, 0, sum, rounding, number_of((Key)offset), target); \

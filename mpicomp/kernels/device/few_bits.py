@@ -34,7 +34,6 @@ def encoder(
     rejected: Array,
     *,
     decay: float = 1.0,
-    scale: float = 1.0,
     short: bool = False,
     threads: int | None = None,
 ) -> Callable[..., None]:
@@ -44,8 +43,7 @@ def encoder(
     """
     dtype = rejected.dtype
     form = rounding(dtype, bits, short=short)
-    numbers = decay, scale, *form[1:], offset_of(dtype, bits)
-    decay_bits, scale_bits, *limits = _bits_of(dtype, *numbers)
+    decay_bits, *limits = _bits_of(dtype, decay, *form[1:], offset_of(dtype, bits))
 
     def encode(
         codes: Array,
@@ -59,7 +57,7 @@ def encoder(
         first, last = blocks or (0, last)
         table, rows, *only = segments
         args = [table, rows, len(terms), *only, first, last, block]
-        args += [residual, decay_bits, scale_bits, form.cut, *limits]
+        args += [residual, decay_bits, form.cut, *limits]
         args += [room, scales, rejected]
         if first == last:
             return

@@ -1,12 +1,13 @@
 """Thresholds of fitted distributions: fits to samples and to what exceeds their threshold, on the device."""
 
+from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 
 from mpicomp.arrays.values import index_dtype
-from mpicomp.kernels import NOTHING, Selected, Summands
+from mpicomp.kernels import FIRST, NOTHING, Selected, Summands
 from mpicomp.kernels.device.compiling import (
     Array,
     in_tiles,
@@ -14,15 +15,14 @@ from mpicomp.kernels.device.compiling import (
     zeros,
 )
 from mpicomp.kernels.device.segments import (
-    TILES,
     Candidates,
     Vector,
     largest_in_segments,
     running_totals,
     table_of,
 )
+from mpicomp.kernels.device.selection import TILES
 from mpicomp.kernels.device.statistics import SUM_TILE, SUMS
-from mpicomp.kernels.host.fitting import FIRST
 
 _SAID = 3  # words: of a selection
 _FIT = slice(3, 10)  # fields of a plan that are computed on the device
@@ -83,13 +83,8 @@ def select_by_fits(
     facts = (-1, -1, int(report[1]), int(report[2])) if entries and is_finite else None
     kept_values = found[1][:entries].view(values.dtype)
     selected = Selected(found[0][:entries], kept_values, places, facts)
-    is_empty = (plans["kept"] == 0) & (plans["size"] > 0)
-    if is_empty.any():
-        k = is_empty.astype(np.int64)
-        sizes = plans["size"].clip(1)
-        largest = largest_in_segments(values, bounds, k, sizes, k)
-        selected = selected.replaced(largest, is_empty)
-        plans["kept"] = np.diff(selected.places)
+    selected = selected.filled(edges, partial(largest_in_segments, values))
+    plans["kept"] = np.diff(selected.places)
     return selected
 
 

@@ -215,8 +215,7 @@ __device__ inline void combine(const A* a, u64 factor, i64 operation, const B* b
     Wide left = (Wide)widened(scaled);
     if (b || operation == OVER) {
         const Wide right = b ? (Wide)widened(b[place]) : (Wide)number;
-        left = operation == PLUS ? left + right : operation == MINUS ? left - right
-             : operation == TIMES ? left * right : left / right;
+        left = operation == PLUS ? left + right : operation == MINUS ? left - right : left / right;
     }
     Result result;
     narrow(left, result);

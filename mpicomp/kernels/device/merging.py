@@ -10,11 +10,12 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpicomp.kernels import Facts
+from mpicomp.kernels import NOTHING, Facts
 from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
     THREADS,
     Array,
+    bits_of,
     in_tiles,
     launch,
     segments_of,
@@ -130,7 +131,7 @@ def gather_scores(
     values = cupy.empty(indices.size, dense.dtype)
     scores = cupy.empty(indices.size, bonus.dtype)
     if indices.size:
-        number = int(np.float64(factor).view(np.uint64))
+        number = bits_of(factor, bonus.dtype)
         blocks = in_tiles(indices.size, THREADS)
         args = dense, indices, bonus, number, indices.size, values, scores
         launch("gather_scores", [indices.dtype, dense.dtype], blocks, *args)
@@ -178,9 +179,8 @@ def add_parts(
     """
     if {part.dtype for part in parts} == {a.dtype} == {out.dtype}:
         segments, blocks = segments_of(parts, (), _CLEARED)
-        factor = np.float64(a.dtype.type(scale)).view(np.uint64)
         if blocks:
-            args = a, factor, sign, *segments, blocks, out
+            args = a, bits_of(scale, a.dtype), sign, *segments, blocks, out
             launch("add_segments", [a.dtype], blocks, *args)
         return
     end = 0
@@ -194,10 +194,9 @@ def add_scaled(a: Array, factor: float, b: Array, out: Array, *, sign: int = 1) 
     _combine(a, factor, "+" if sign == 1 else "-", b, out)
 
 
-def multiply(a: Array, by: Array | float, out: Array) -> None:
+def multiply(a: Array, by: float, out: Array) -> None:
     """Write ``a * by`` to `out`, as `mpicomp.kernels.host.multiply` does."""
-    other = by if isinstance(by, cupy.ndarray) else None
-    _combine(a, by if other is None else 1, "*", other, out)
+    _combine(a, by, "*", None, out)
 
 
 def quotient(a: Array, by: Array | float, out: Array) -> None:
@@ -212,9 +211,8 @@ def _combine(
     """Write ``factor * a operator b`` to `out`: CuPy's own operators flush subnormal numbers of float32 to zero."""
     if not out.size:
         return
-    number = np.float64(a.dtype.type(factor)).view(np.uint64)
     dtypes = [a.dtype, a.dtype if b is None else b.dtype, out.dtype]
-    args = a, number, _OPERATORS.index(operator), b, out.size, out
+    args = a, bits_of(factor, a.dtype), _OPERATORS.index(operator), b, out.size, out
     launch("combine", dtypes, in_tiles(out.size, THREADS), *args)
 
 
@@ -243,17 +241,16 @@ def first_disorder(indices: Array, length: int) -> int:
     return inspect(indices, cupy.empty(0, np.float32), length)[0]
 
 
-def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, int]:
+def inspect(indices: Array, values: Array, length: int) -> Facts:
     """Return the result of `mpicomp.kernels.host.inspect`, with one copy to the host."""
     if not indices.size:
-        return -1, -1, 0, -1
+        return NOTHING
     found, form = cupy.full(4, -1, np.int64), FORMATS[values.dtype]
     keys, infinity = values.reshape(-1).view(form.keys), int(form.infinity)
     args = indices, indices.size, length, keys, keys.size, form.mask, infinity, found
     blocks = min(MOST_BLOCKS, in_tiles(max(indices.size, keys.size), THREADS))
     launch("inspect", [indices.dtype, keys.dtype], blocks, *args)
-    disorder, not_finite, first, last = found.get().tolist()
-    return disorder, not_finite, first, last
+    return tuple(found.get().tolist())
 
 
 def _key_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

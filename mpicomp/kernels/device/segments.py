@@ -22,6 +22,7 @@ from mpicomp.kernels.device.compiling import (
     MOST_BLOCKS,
     THREADS,
     Array,
+    bits_of,
     in_tiles,
     launch,
     stream_of_now,
@@ -30,6 +31,7 @@ from mpicomp.kernels.device.compiling import (
     zeros,
 )
 from mpicomp.kernels.device.merging import divide
+from mpicomp.kernels.device.selection import TILES
 from mpicomp.kernels.host.bits import FORMATS, Format
 from mpicomp.kernels.host.selection import Found
 
@@ -51,8 +53,6 @@ _SAMPLERS = 1024
 _SELECTORS = 512
 _SIGMAS = 4
 _DIGIT = 11
-# Values that a block of 256 threads reads at a time, by their size in bytes.
-TILES = {2: 4096, 4: 4096, 8: 2048}
 _NO_ADDENDS = np.zeros(1, np.int64)
 _SAID = 3  # words: whether a value is not finite, the first position, the last one
 
@@ -62,24 +62,8 @@ def largest(values: Array, k: int, *, threads: int | None = None) -> Found:
 
     The same as `mpicomp.kernels.host.largest`. threads: ignored.
     """
-    found = _largest(Vector.of(values), k)
-    return found.indices, found.values
-
-
-def add_largest(
-    a: Array,
-    b: Array,
-    out: Array,
-    k: int,
-    *,
-    scale: float = 1.0,
-    threads: int | None = None,
-) -> Found:
-    """Write ``scale * a + b`` to `out`, and return ``largest(out, k)``, in one pass over `a` and `b`.
-
-    The same as `mpicomp.kernels.host.add_largest`. threads: ignored.
-    """
-    found = _largest(Vector.of(out, Summands(a, scale, [b])), k)
+    layout = layout_of([0, values.size], [k], [values.size], [k])
+    found = _in_segments(Vector.of(values), layout, np.dtype(np.intp))
     return found.indices, found.values
 
 
@@ -129,7 +113,7 @@ class Vector(NamedTuple):
         if summands is None:
             return cls(form, values, values, None, 0, (0,))
         addends = tuple(addresses(summands.parts))
-        factor = bits_of(summands.decay, form)
+        factor = bits_of(summands.decay, values.dtype)
         return cls(form, values, summands.residual, values, factor, addends)
 
     def addends_of(self, rows: Column, count: int) -> Column:
@@ -210,12 +194,6 @@ _layout = lru_cache(maxsize=256)(Layout)
 def layout_of(bounds: Any, k: Any, chunk: Any, last: Any) -> Layout:
     """Return the layout for arguments of `largest_in_segments`."""
     return _layout(tuple(bounds), tuple(k), tuple(chunk), tuple(last))
-
-
-def _largest(vector: Vector, k: int) -> Selected:
-    size = vector.values.size
-    layout = layout_of([0, size], [k], [size], [k])
-    return _in_segments(vector, layout, np.dtype(np.intp))
 
 
 def _in_segments(vector: Vector, layout: Layout, index: np.dtype[Any]) -> Selected:
@@ -451,9 +429,3 @@ def rows_of(*columns: Column) -> Column:
 def table_of(*columns: Column) -> Array:
     """Return `rows_of` columns on the device."""
     return table_on_device(rows_of(*columns))
-
-
-@lru_cache(maxsize=64)
-def bits_of(factor: float, form: Format) -> int:
-    """Return the bits of a factor as a float64, rounded to a format."""
-    return int(np.float64(form.floating.type(factor)).view(np.uint64))

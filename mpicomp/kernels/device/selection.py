@@ -7,10 +7,8 @@ from mpicomp.kernels.device.compiling import MOST_BLOCKS, Array, in_tiles, launc
 from mpicomp.kernels.host.bits import FORMATS
 from mpicomp.kernels.host.selection import not_finite_error
 
-Found = tuple[Array, Array]
-
 # Values that a block reads at a time, by their size in bytes.
-_TILES = {2: 4096, 4: 4096, 8: 2048}
+TILES = {2: 4096, 4: 4096, 8: 2048}
 
 
 def raise_not_finite(values: Array) -> None:
@@ -38,7 +36,7 @@ def _first_reaching(bits: Array, mask: int, floor: int) -> int:
     # The kernel finds the largest complement of a position, from zeros, which are
     # cleared without a launch.
     found = cupy.zeros(1, np.int64)
-    blocks = min(MOST_BLOCKS, in_tiles(bits.size, _TILES[bits.itemsize]))
+    blocks = min(MOST_BLOCKS, in_tiles(bits.size, TILES[bits.itemsize]))
     if blocks:
         args = bits, bits.size, mask, floor, found
         launch("first_reaching", [bits.dtype], blocks, *args)

@@ -112,15 +112,6 @@ __device__ inline void add_up(Sides& shared, const double* sums, i64 tiles) {
     __syncthreads();
 }
 
-// Write the sums of each tile.
-template <typename Key>
-__device__ inline void block_sides(const Key* values, i64 size, u64 threshold, double* rows) {
-    SHARED(Sides, shared);
-    const i64 tile = blockIdx.x, first = tile * SUM_TILE;
-    add_tile(shared, values + first, size - first, __longlong_as_double((i64)threshold));
-    if (threadIdx.x == 0) write_sums(shared, rows + tile * SUMS);
-}
-
 // The mean and the largest magnitude of a segment, Lloyd's two magnitudes, and the threshold between them.
 struct Levels {
     double mean, largest, low, high, threshold;
@@ -239,24 +230,15 @@ __device__ inline void with_magnitudes(
 
 // Kernels
 
-#define SIDES(name, Key)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4) block_sides_##name(                                    \
-        const Key* values, i64 size, u64 threshold, double* rows) {                                                 \
-        block_sides(values, size, threshold, rows);                                                                 \
-    }                                                                                                               \
+#define MAGNITUDES(name, Key)                                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) magnitudes_##name(                                     \
         const Key* values, const Tiled* parts, Lloyd* rows, i64 count, i64 rounds, double* sums) {                  \
         magnitudes(values, parts, rows, count, rounds, sums);                                                       \
-    }
-IF_2(SIDES(f2, u16))
-IF_4(SIDES(f4, u32))
-IF_8(SIDES(f8, u64))
-
-#define WITH_MAGNITUDES(name, Key)                                                                                  \
-    KERNEL name(                                                                                                    \
+    }                                                                                                               \
+    KERNEL with_magnitudes_##name(                                                                                  \
         const Key* values, const Tiled* parts, const Lloyd* rows, i64 count, u64 mask, Key* signed_magnitudes) {    \
         with_magnitudes(values, parts, rows, count, mask, signed_magnitudes);                                       \
     }
-IF_2(WITH_MAGNITUDES(with_magnitudes_u2, u16))
-IF_4(WITH_MAGNITUDES(with_magnitudes_u4, u32))
-IF_8(WITH_MAGNITUDES(with_magnitudes_u8, u64))
+IF_2(MAGNITUDES(u2, u16))
+IF_4(MAGNITUDES(u4, u32))
+IF_8(MAGNITUDES(u8, u64))

@@ -18,14 +18,7 @@ from mpicomp.kernels.device.compiling import (
 )
 from mpicomp.kernels.device.segments import running_totals
 from mpicomp.kernels.host.bits import FORMATS
-from mpicomp.kernels.host.statistics import (
-    HALF,
-    LLOYD_ROUNDS,
-    LOW,
-    STEP,
-    Sides,
-    added_sides,
-)
+from mpicomp.kernels.host.statistics import HALF, LLOYD_ROUNDS, LOW, STEP
 
 SUM_TILE = 16384  # values that a block of threads adds up
 SUMS = 4  # of a tile
@@ -35,22 +28,6 @@ _WORDS = 1 << 24
 # Words of a segment, the struct `Lloyd` in statistics.cu; the levels follow two other
 # words.
 _FOUND = 10
-
-
-def sides(values: Array, threshold: float) -> Sides:
-    """Return the sums over the magnitudes up to a threshold and above it, as `mpicomp.kernels.host.sides` does."""
-    blocks = values.size // SUM_TILE + 1
-    rows = cupy.empty((blocks, SUMS))
-    launch(
-        "block_sides",
-        [values.dtype],
-        blocks,
-        values,
-        values.size,
-        _bits(threshold),
-        rows,
-    )
-    return added_sides(values.size, rows.get())
 
 
 def checksum(words: Array) -> int:
@@ -83,7 +60,7 @@ def with_magnitudes(
         sums = cupy.empty((tiles, SUMS))
         jobs = tiles + rounds * several
         args = values, table, rows, count, rounds, sums
-        launch("magnitudes", [values.dtype], jobs, *args)
+        launch("magnitudes", [form.keys], jobs, *args)
         blocks = min(MOST_BLOCKS, in_tiles(values.size, THREADS))
         given = values, table, rows, count, form.mask, signed
         launch("with_magnitudes", [form.keys], blocks, *given)
@@ -101,7 +78,3 @@ def _parts(bounds: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], int, int]:
     several = running_totals(np.where(tiles > 1, tiles, 0))
     rows = np.stack([edges, np.append(edges[1:], 0), before, several], axis=1)
     return rows, int(before[-1]), int(several[-1])
-
-
-def _bits(number: float) -> int:
-    return int(np.float64(number).view(np.int64))

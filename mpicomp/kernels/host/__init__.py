@@ -36,7 +36,7 @@ from mpicomp.kernels.host.coding import (
     to_offsets,
 )
 from mpicomp.kernels.host.few_bits import decoder, encoder
-from mpicomp.kernels.host.fitting import PLAN, select_by_fits
+from mpicomp.kernels.host.fitting import select_by_fits
 from mpicomp.kernels.host.fused import add_largest
 from mpicomp.kernels.host.merging import (
     accumulate,
@@ -59,7 +59,6 @@ from mpicomp.kernels.host.selection import (
     raise_not_finite,
 )
 from mpicomp.kernels.host.statistics import (
-    Sides,
     checksum,
     sides,
     with_magnitudes,
@@ -75,8 +74,6 @@ from mpicomp.kernels.host.streaming import (
 from mpicomp.kernels.host.transforms import hadamard, hadamard_writer, signs
 
 __all__ = [
-    "PLAN",
-    "Sides",
     "accumulate",
     "add",
     "add_largest",

@@ -58,7 +58,7 @@ def entries_in_bins(
     residual: Array | None = None,
     decay: float = 1.0,
     threads: int | None = None,
-) -> tuple[Selected, Array]:
+) -> Selected:
     """Return the positions where |values + parts| reaches the maximum of |values| in a bin, with signed magnitudes.
 
     values: 1-d contiguous float16, float32 or float64. parts: 1-d contiguous, of that
@@ -91,13 +91,12 @@ def entries_in_bins(
     if first_not_finite(largest) >= 0 or any(bad[0] for *_, bad in found):
         for each in (values, *parts):
             raise_not_finite(each)
-    means = _means(largest, places, dtype)
-    scales = means.astype(values.dtype)
+    scales = _means(largest, places, dtype).astype(values.dtype)
     ends = np.cumsum(sum(entries for _, entries, _ in found))
     marks = [piece for pieces, *_ in found for piece in pieces]
     positions, signed = _signed(marks, ends, scales)
     entries = _with_largest(positions, signed, ends, scales, values, bounds)
-    return entries._replace(values=entries.values.astype(dtype, copy=False)), means
+    return entries._replace(values=entries.values.astype(dtype, copy=False))
 
 
 def _sums(values: Array, residual: Array | None, decay: float) -> tuple[Any, ...]:

@@ -76,8 +76,8 @@ def as_writable(array: Array) -> Array:
     return np.asarray(SimpleNamespace(array=array, __array_interface__=writable))
 
 
-def empty_together(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
-    """Return an array of `room` values of each dtype, the widest dtypes first, in one allocation.
+def empty_entries(room: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return arrays of `room` positions (intp) and of `room` values of a dtype, in one allocation.
 
     The GNU C library returns memory to the system when twice the largest block that was
     freed, up to 32 MiB, is unused. Its pages are then cleared and mapped again in the
@@ -86,14 +86,11 @@ def empty_together(room: int, *dtypes: np.dtype[Any]) -> list[Array]:
     pages that are not written take no memory.
     """
     if room < _FEW:
-        return [np.empty(room, dtype) for dtype in dtypes]
-    ends = np.cumsum([room * dtype.itemsize for dtype in dtypes])
-    size = int(ends[-1])
-    whole = np.empty(2 * size if 2 * size <= _LONGEST_KEPT else size, np.uint8)[:size]
-    return [
-        part.view(dtype)
-        for part, dtype in zip(np.split(whole, ends[:-1]), dtypes, strict=True)
-    ]
+        return np.empty(room, np.intp), np.empty(room, dtype)
+    first = room * np.intp().itemsize
+    size = first + room * dtype.itemsize
+    whole = np.empty(2 * size if 2 * size <= _LONGEST_KEPT else size, np.uint8)
+    return whole[:first].view(np.intp), whole[first:size].view(dtype)
 
 
 def magnitude_range(values: Array) -> tuple[int, int]:

@@ -117,12 +117,11 @@ def encoder(
     rejected: Array,
     *,
     decay: float = 1.0,
-    scale: float = 1.0,
     short: bool = False,
     threads: int | None = None,
     long: int = LONG,
 ) -> Callable[..., None]:
-    """Return a function that codes ``decay * residual + scale * parts`` and others, in one pass.
+    """Return a function that codes ``decay * residual + parts`` and others, in one pass.
 
     Its arguments: codes and scales, which it writes; others, codes and scales of as
     many values, in as many bits, which it adds in order; and the first of the blocks,
@@ -134,8 +133,8 @@ def encoder(
     the same, and without a residual `rejected` may be the memory of the parts. bits: 8,
     4, 2 or 1. block: a power of two, at least 32. codes: uint8, block * bits / 8 for
     each block, the last one of a segment padded; scales: uint16 (uint32 for float64),
-    one for each block, two for 2 bits. decay, scale: rounded to the dtype; the products
-    are rounded before they are added. short: round scales so that decoded values are
+    one for each block, two for 2 bits. decay: rounded to the dtype; the product is
+    rounded before it is added. short: round scales so that decoded values are
     float16 numbers. threads: the most threads; None for `threads.count`. long: the
     least bytes of `rejected` for stores that bypass the cache.
 
@@ -148,7 +147,6 @@ def encoder(
         np.full(block, -0.0, dtype) if residual is None else as_writable(residual),
         np.int64(residual is not None),
         dtype.type(decay),
-        dtype.type(scale),
     )
     numbers = tuple(dtype.type(number) for number in form[1:])
     # If `rejected` overwrites an input, its memory was just read and is in the cache:
@@ -296,8 +294,8 @@ def _buffers(work, block):  # type: ignore[no-untyped-def]
 
 
 @lanewise(2, 1, reduce=True)
-def _add_scaled(a, b, factor, scale):  # type: ignore[no-untyped-def]
-    total = factor * a + scale * b
+def _add_scaled(a, b, factor):  # type: ignore[no-untyped-def]
+    total = factor * a + b
     return total, magnitude_bits(total)
 
 
@@ -423,8 +421,8 @@ def _quantise(  # type: ignore[no-untyped-def]
 @single
 def _add_own(own, at, part, begin, size, out, place):  # type: ignore[no-untyped-def]
     """Write the sums of own values and residuals to `out`, and return the bits of the largest magnitude."""
-    a, step, decay, scale = own
-    return _add_scaled(size, a, at * step, part, begin, out, place, decay, scale)
+    a, step, decay = own
+    return _add_scaled(size, a, at * step, part, begin, out, place, decay)
 
 
 @single

@@ -10,14 +10,15 @@ device has the same bits.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.arrays.values import index_dtype
-from mpicomp.kernels import Selected, Summands
-from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
+from mpicomp.arrays.values import index_dtype, widened_values
+from mpicomp.kernels import FIRST, Selected, Summands
+from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_entries
 from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.instructions import WORD, array_at, larger, smaller, view
 from mpicomp.kernels.host.segments import as_vector, largest_in_segments
@@ -31,8 +32,6 @@ _ROWS = _LANES * _AT_ONCE
 _BLOCK = 64 * _LANES
 RUN = 16  # consecutive values of a sample
 
-# Share of the magnitudes that exceeds the threshold of the first of several stages.
-FIRST = 0.25
 # Relative variance, and difference of logarithms, below which they may be rounding
 # errors of the sums.
 _NO_SPREAD = 1e-5
@@ -40,28 +39,6 @@ _LN2 = math.log(2)
 _LOG_SQRT_2_PI = math.log(2 * math.pi) / 2
 # The least share s whose log(1 - s) differs enough from 0.
 _LEAST_SHARE = 1e-12
-
-PLAN = np.dtype(
-    [
-        ("size", np.int64),  # of the segment
-        ("sample", np.int64),  # values: `size`, or a multiple of 16 below it
-        ("wanted", np.float64),  # entries that are to exceed the last threshold
-        ("stages", np.int64),  # in: at most; out: in use
-        # Out: the threshold before the last one; NaN if the sample gives none.
-        ("start", np.float64),
-        # Share of the magnitudes above the first threshold that exceed the last one; 1
-        # for one stage. NaN stands for wanted / above of the threshold before the last.
-        ("share", np.float64),
-        ("nonzeros", np.float64),  # values that are not zero, by the sample
-        # Room for the values above `start`, enough unless the sample misleads.
-        ("room", np.int64),
-        ("total", np.float64),  # of the excess over `start`
-        ("threshold", np.float64),  # the last one
-        ("above", np.int64),  # magnitudes above `start`
-        ("kept", np.int64),  # entries above `threshold`
-    ]
-)
-"""What is known of a segment: the first four fields before it is fitted."""
 
 
 def select_by_fits(
@@ -114,7 +91,7 @@ def select_by_fits(
     indices = positions[chosen].astype(index_dtype(values.size), copy=False)
     places = np.searchsorted(chosen, ends).tolist()
     entries = Selected(indices, kept.view(values.dtype), places)
-    entries = _with_largest(entries, values, edges)
+    entries = entries.filled(edges, partial(largest_in_segments, values))
     plans["kept"] = np.diff(entries.places)
     return entries
 
@@ -136,9 +113,7 @@ def sample(
     taken = np.empty(int(ends[-1]), given.dtype)
     factor = given.dtype.type(summands.decay)
     _take(given, factor, addresses(summands.parts), edges, ends, taken)
-    return taken.view(values.dtype).astype(
-        np.promote_types(values.dtype, np.float32), copy=False
-    )
+    return widened_values(taken.view(values.dtype))
 
 
 def _reaching(
@@ -158,7 +133,7 @@ def _reaching(
     pieces: list[Found] = []
     while start < end or not pieces:
         size = min(room, end - start) + WORD
-        positions, found = empty_together(size, np.dtype(np.intp), signed)
+        positions, found = empty_entries(size, signed)
         is_real = vector.values.itemsize == signed.itemsize
         kept = found.view(vector.values.dtype) if is_real else vector.values
         count, done = _exceeding(
@@ -167,18 +142,6 @@ def _reaching(
         pieces.append((positions[: int(count)], found[: int(count)]))
         start, room = int(done), 4 * room
     return joined(pieces)
-
-
-def _with_largest(entries: Selected, values: Array, edges: Array) -> Selected:
-    """Return the entries, and the largest value of each segment without one."""
-    sizes = np.diff(edges)
-    is_empty = (np.diff(entries.places) == 0) & (sizes > 0)
-    if not is_empty.any():
-        return entries
-    k = is_empty.astype(int).tolist()
-    chunks = sizes.clip(1).tolist()
-    found = largest_in_segments(values, edges.tolist(), k, chunks, k)
-    return entries.replaced(found, is_empty)
 
 
 def keys_above(thresholds: Array, dtype: np.dtype[Any]) -> Array:

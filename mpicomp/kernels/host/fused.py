@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_together
+from mpicomp.kernels.host.bits import FORMATS, Format, as_writable, empty_entries
 from mpicomp.kernels.host.instructions import WORD
 from mpicomp.kernels.host.selection import (
     Found,
@@ -148,7 +148,7 @@ def _add_compacted(
     Some sums are left, and not written, if more than `room` were found.
     """
     room = min(room, out.size) + WORD
-    positions, sums = empty_together(room, np.dtype(np.intp), out.dtype)
+    positions, sums = empty_entries(room, out.dtype)
     kinds = out.view(form.signed), form.mask, form.signed.type(floor)
     count, done = add_and_compact(a, factor, b, out, *kinds, first, positions, sums)
     return positions[: int(count)], sums[: int(count)], out.size - int(done)

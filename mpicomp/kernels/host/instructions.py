@@ -210,22 +210,23 @@ def larger(one, other):  # type: ignore[no-untyped-def]
 def in_kernels(function: Any) -> Callable[[Any], Any]:
     """Return a decorator: compiled kernels replace calls of `function` by what the decorated one generates.
 
-    It takes a typing context and types, and returns a signature and a generator of
-    code, as for `numba.extending.intrinsic`, or None. An overload, which is a compiled
-    function of its own, takes ten times as long to compile.
+    It takes a typing context and types, of contiguous arrays, and returns a signature
+    and a generator of code, as for `numba.extending.intrinsic`. An overload, which is a
+    compiled function of its own, takes ten times as long to compile.
     """
 
     def declare(definition: Any) -> Any:
         @type_callable(function)
         def typed(context: Any) -> Any:
             def signature_of(*arguments: Any) -> Any:
-                found = definition(context, *arguments)
+                if not all([getattr(each, "is_contig", True) for each in arguments]):
+                    return None
                 places = [
                     Parameter(f"argument_{place}", Parameter.POSITIONAL_ONLY)
                     for place in range(len(arguments))
                 ]
                 signature_of.pysig = Signature(places)  # type: ignore[attr-defined]
-                return found and found[0]
+                return definition(context, *arguments)[0]
 
             return signature_of
 
@@ -254,8 +255,7 @@ def _reaching(typing: Any, bits: Any, first: Any, mask: Any, floor: Any) -> Any:
         )
 
     key = types.Integer.from_bitwidth(bits.dtype.bitwidth)
-    given = bits, types.intp, key, key
-    return (types.uint64(*given), _compared(flags)) if bits.is_contig else None
+    return types.uint64(bits, types.intp, key, key), _compared(flags)
 
 
 @in_kernels(nonzero)
@@ -265,9 +265,7 @@ def _nonzero(typing: Any, words: Any, first: Any) -> Any:
         bits = builder.bitcast(values, keys)
         return builder.icmp_unsigned("!=", bits, ir.Constant(keys, None))
 
-    return (
-        (types.uint64(words, types.intp), _compared(flags)) if words.is_contig else None
-    )
+    return types.uint64(words, types.intp), _compared(flags)
 
 
 @in_kernels(differing)
@@ -277,8 +275,7 @@ def _differing(typing: Any, one: Any, other: Any, first: Any) -> Any:
         flags = builder.icmp_unsigned("!=", load(0), load(1))
         return builder.bitcast(flags, ir.IntType(WORD))
 
-    contiguous = one.is_contig and other.is_contig
-    return (types.uint64(one, other, types.intp), code) if contiguous else None
+    return types.uint64(one, other, types.intp), code
 
 
 @in_kernels(word_sum)
@@ -291,12 +288,9 @@ def _word_sum(typing: Any, bits: Any, first: Any) -> Any:
         upper = builder.lshr(words, ir.Constant(kind, [32] * count))
         weights = ir.Constant(kind, WEIGHTS[:count].tolist())
         products = builder.mul(builder.xor(words, upper), weights)
-        name = f"llvm.vector.reduce.add.v{count}i64"
-        total = ir.FunctionType(ir.IntType(64), [kind])
-        add = cgutils.get_or_insert_function(builder.module, total, name)
-        return builder.call(add, [products])
+        return reduced(builder, "add", products)
 
-    return (types.uint64(bits, types.intp), code) if bits.is_contig else None
+    return types.uint64(bits, types.intp), code
 
 
 @in_kernels(store_sum)
@@ -313,12 +307,7 @@ def _store_sum(
         stream(builder.fadd(one, other), 4)
         return context.get_dummy_value()
 
-    contiguous = a.is_contig and b.is_contig and out.is_contig
-    return (
-        (types.void(a, out.dtype, b, out.dtype, out, types.intp), code)
-        if contiguous
-        else None
-    )
+    return types.void(a, out.dtype, b, out.dtype, out, types.intp), code
 
 
 @in_kernels(store_line)
@@ -330,8 +319,7 @@ def _store_line(typing: Any, values: Any, place: Any, out: Any, first: Any) -> A
         stream(load(0), 2)
         return context.get_dummy_value()
 
-    given = values, types.intp, out, types.intp
-    return (types.void(*given), code) if values.is_contig and out.is_contig else None
+    return types.void(values, types.intp, out, types.intp), code
 
 
 @in_kernels(prefetch)
@@ -376,12 +364,7 @@ def _store_sum_reaching(
         )
 
     key = types.Integer.from_bitwidth(out.dtype.bitwidth)
-    contiguous = a.is_contig and b.is_contig and out.is_contig
-    return (
-        (types.uint64(a, out.dtype, b, out, types.intp, key, key), code)
-        if contiguous
-        else None
-    )
+    return types.uint64(a, out.dtype, b, out, types.intp, key, key), code
 
 
 @in_kernels(largest_sum)
@@ -400,18 +383,11 @@ def _largest_sum(
             magnitudes,
             ir.Constant(keys, None),
         )
-        kind, name = (
-            ir.FunctionType(keys.element, [keys]),
-            f"v{WORD}i{keys.element.width}",
-        )
-        reduce = cgutils.get_or_insert_function(
-            builder.module, kind, f"llvm.vector.reduce.smax.{name}"
-        )
-        return builder.call(reduce, [counted])
+        return reduced(builder, "smax", counted)
 
     key = types.Integer.from_bitwidth(a.dtype.bitwidth)
     given = a, a.dtype, b, key, types.intp, types.intp
-    return (key(*given), code) if a.is_contig and b.is_contig else None
+    return key(*given), code
 
 
 @in_kernels(sums_reaching)
@@ -456,11 +432,7 @@ def _sums_reaching(
 
     key = types.Integer.from_bitwidth(a.dtype.bitwidth)
     given = a, a.dtype, b, key, types.intp, key
-    return (
-        (types.UniTuple(types.uint64, 3)(*given), code)
-        if a.is_contig and b.is_contig
-        else None
-    )
+    return types.UniTuple(types.uint64, 3)(*given), code
 
 
 @in_kernels(array_at)
@@ -485,8 +457,7 @@ def _view(typing: Any, values: Any, first: Any, end: Any) -> Any:
         size = builder.sub(arguments[2], arguments[1])
         return _array(context, builder, kind, data, size)
 
-    contiguous = values.layout == "C" and values.ndim == 1
-    return (kind(values, types.intp, types.intp), code) if contiguous else None
+    return kind(values, types.intp, types.intp), code
 
 
 @in_kernels(smaller)
@@ -502,12 +473,8 @@ def _larger(typing: Any, one: Any, other: Any) -> Any:
 @in_kernels(butterflies)
 def _butterflies(typing: Any, values: Any, out: Any, first: Any, scale: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        given, written = (
-            vector_at(context, builder, array, each, arguments[2], WORD)
-            for array, each in zip(signature.args[:2], arguments[:2], strict=True)
-        )
-        align = signature.args[0].dtype.bitwidth // 8
-        word = builder.load(given, align=align)
+        load, _ = _accesses(context, builder, signature, arguments, WORD, first=2)
+        word = load(0)
         for stride in STRIDES:
             partners = _shuffled(
                 builder, word, word, [place ^ stride for place in range(WORD)]
@@ -522,18 +489,12 @@ def _butterflies(typing: Any, values: Any, out: Any, first: Any, scale: Any) -> 
                 differences,
                 [place + WORD * bool(place & stride) for place in range(WORD)],
             )
-        builder.store(
-            builder.fmul(word, in_all_places(builder, arguments[3], word.type)),
-            written,
-            align=align,
-        )
+        place = vector_at(context, builder, out, arguments[1], arguments[2], WORD)
+        word = _scaled(builder, arguments[3], word)
+        builder.store(word, place, align=out.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
-    return (
-        (types.void(values, out, types.intp, out.dtype), code)
-        if values.is_contig and out.is_contig
-        else None
-    )
+    return types.void(values, out, types.intp, out.dtype), code
 
 
 @in_kernels(sum_up_to)
@@ -633,10 +594,8 @@ def _compared(flags: Callable[[Any, Any, Any], Any]) -> Any:
     """Return the code generator that loads 64 values at once, and packs the result of a comparison into a word."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = signature.args[0]
-        place = vector_at(context, builder, array, arguments[0], arguments[1], WORD)
-        values = builder.load(place, align=array.dtype.bitwidth // 8)
-        return builder.bitcast(flags(builder, values, arguments), ir.IntType(WORD))
+        load, _ = _accesses(context, builder, signature, arguments, WORD, first=1)
+        return builder.bitcast(flags(builder, load(0), arguments), ir.IntType(WORD))
 
     return code
 
@@ -688,20 +647,8 @@ def _sums_of(
     context: Any, builder: Any, signature: Any, arguments: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Return vectors of the sums of `largest_sum`, and of b; the type of their bits, and the mask of magnitudes."""
-    a, b = (
-        builder.load(
-            vector_at(
-                context,
-                builder,
-                signature.args[place],
-                arguments[place],
-                arguments[4],
-                WORD,
-            ),
-            align=signature.args[place].dtype.bitwidth // 8,
-        )
-        for place in (0, 2)
-    )
+    load, _ = _accesses(context, builder, signature, arguments, WORD, first=4)
+    a, b = load(0), load(2)
     keys = ir.VectorType(context.get_value_type(signature.args[3]), WORD)
     kept = builder.and_(
         builder.bitcast(b, keys), in_all_places(builder, arguments[3], keys)
@@ -755,6 +702,15 @@ def _shuffled(builder: Any, one: Any, other: Any, places: list[int]) -> Any:
         [ir.Constant(index, place) for place in places],
     )
     return builder.shuffle_vector(one, other, wanted)
+
+
+def reduced(builder: Any, how: str, vector: Any) -> Any:
+    """Return what LLVM reduces a vector of integers to: "add", or "smax", the largest."""
+    kind = vector.type
+    name = f"llvm.vector.reduce.{how}.v{kind.count}i{kind.element.width}"
+    function = ir.FunctionType(kind.element, [kind])
+    reduce = cgutils.get_or_insert_function(builder.module, function, name)
+    return builder.call(reduce, [vector])
 
 
 def in_all_places(builder: Any, value: Any, vector: Any) -> Any:

@@ -20,7 +20,12 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from mpicomp.kernels.host.instructions import in_all_places, in_kernels, vector_at
+from mpicomp.kernels.host.instructions import (
+    in_all_places,
+    in_kernels,
+    reduced,
+    vector_at,
+)
 
 LANES = 32
 
@@ -187,10 +192,11 @@ def _code_of(formula: Any, reads: int, arrays: int, reduce: bool) -> Any:
                     Lanes(builder, builder.load(*address))
                     for address in addresses[:reads]
                 ]
-                vectors += [
-                    Lanes(builder, _repeated(builder, number, lanes))
-                    for number in arguments[2 * arrays + 1 :]
-                ]
+                for number in arguments[2 * arrays + 1 :]:
+                    vector = ir.VectorType(number.type, lanes)
+                    vectors.append(
+                        Lanes(builder, in_all_places(builder, number, vector))
+                    )
                 results = formula(*vectors)
                 for result, address in zip(results, addresses[reads:], strict=False):
                     place, _, align = address
@@ -222,16 +228,9 @@ def _address_of(
     return address, "", array.dtype.bitwidth // 8
 
 
-def _repeated(builder: Any, number: Any, lanes: int) -> Any:
-    return in_all_places(builder, number, ir.VectorType(number.type, lanes))
-
-
 def _maximum(builder: Any, many: Any, one: Any) -> Any:
     """Return the largest lane of two vectors, the second of one lane."""
-    name = f"llvm.vector.reduce.smax.v{many.type.count}i{many.type.element.width}"
-    kind = ir.FunctionType(many.type.element, [many.type])
-    reduce = cgutils.get_or_insert_function(builder.module, kind, name)
-    first = builder.call(reduce, [many])
+    first = reduced(builder, "smax", many)
     other = builder.extract_element(one, ir.Constant(ir.IntType(32), 0))
     larger = builder.icmp_signed(">", first, other)
     return builder.select(larger, first, other)

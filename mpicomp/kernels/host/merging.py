@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 
 from mpicomp.arrays import Array
 from mpicomp.arrays.memory import sizes_of
-from mpicomp.kernels import NOTHING
+from mpicomp.kernels import NOTHING, Facts
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, single
 from mpicomp.kernels.host.instructions import (
@@ -117,14 +117,8 @@ def divide(
     chosen, rest = positions.size, indices.size - positions.size
     # Each has one more element: every entry is written to both, and the position of one
     # of them is incremented.
-    one = (
-        np.empty(chosen + 1, indices.dtype),
-        np.empty((chosen + 1, *values.shape[1:]), values.dtype),
-    )
-    other = (
-        np.empty(rest + 1, indices.dtype),
-        np.empty((rest + 1, *values.shape[1:]), values.dtype),
-    )
+    one = np.empty(chosen + 1, indices.dtype), np.empty(chosen + 1, values.dtype)
+    other = np.empty(rest + 1, indices.dtype), np.empty(rest + 1, values.dtype)
     given = as_writable(indices), _keys(as_writable(values)), as_writable(positions)
     _divide(*given, one[0], _keys(one[1]), other[0], _keys(other[1]))
     return one[0][:chosen], one[1][:chosen], other[0][:rest], other[1][:rest]
@@ -237,7 +231,7 @@ def first_disorder(indices: Array, length: int) -> int:
     return int(_first_disorder(places, length))
 
 
-def inspect(indices: Array, values: Array, length: int) -> tuple[int, int, int, int]:
+def inspect(indices: Array, values: Array, length: int) -> Facts:
     """Return the positions of the first bad index and the first value that is not finite, and the end indices.
 
     values: of any shape. An index is bad if it is out of order or range. The positions
@@ -488,7 +482,6 @@ def _divide(indices, values, positions, indices_a, values_a, indices_b, values_b
         here = a < positions.size and positions[a] == i
         a += here
         b += not here
-    return a
 
 
 @jit

@@ -139,17 +139,17 @@ def change_writer(changes: Array, arrays: Sequence[Array]) -> Callable[[], None]
 
 def _section(pairs: Sequence[tuple[Array, Array]], dtype: np.dtype[Any]) -> Array:
     """Return the changes between pairs of vectors of whole words, of the bits of one dtype."""
-    classes = _Classes(dtype)
+    classes = _classes(dtype)
     lengths = np.zeros((CLASSES, _LENGTHS), np.int64)
     for old, new in pairs:
-        _survey(old, new, *classes.given, lengths)
-    head, room = _plan(classes.members(), lengths)
+        _survey(old, new, *classes, lengths)
+    head, room = _plan(-np.diff(classes[2].astype(np.int64)), lengths)
     starts = _firsts(room)
     words = np.zeros(int(room.sum()) + 1, np.uint64)
-    classes = _Classes(dtype)
+    classes = _classes(dtype)
     state = np.stack([np.zeros_like(starts), starts])
     for old, new in pairs:
-        _encode(old, new, *classes.given, head, state, words)
+        _encode(old, new, *classes, head, state, words)
     used = _words_for(state[1] - starts)
     head[3] = _firsts(used) + state[1] - starts
     firsts = (starts // np.uint64(WORD)).tolist()
@@ -176,14 +176,14 @@ def _section_writer(
     parts = [(array.reshape(-1), _words_of(array)) for array in arrays]
 
     def write() -> None:
-        classes = _Classes(dtype)
+        classes = _classes(dtype)[:3]
         state = np.stack([np.zeros_like(starts), starts, head[0]])
         is_cut = _begin(head, state, words)
         for array, words_of_it in parts:
             for part in words_of_it:
                 # After a truncated stream the place of the next change is unknown.
                 if not is_cut:
-                    is_cut = _apply(part, *classes.given[:3], head, state, words)
+                    is_cut = _apply(part, *classes, head, state, words)
             rest = array.size % WORD
             if rest:
                 array[-rest:] = words_of_it[-1][:rest].view(dtype)
@@ -193,32 +193,25 @@ def _section_writer(
     return write
 
 
-class _Classes:
-    """The classes of the weights of a dtype, as kernels count them.
+def _classes(dtype: np.dtype[Any]) -> tuple[Any, ...]:
+    """Return what kernels know of the classes of the weights of a dtype, and have counted of them.
 
-    given: to kernels: floors, the least magnitude of each class but the first, in bits;
-    masks, which of the last 64 weights reach each class, with all weights before and no
-    weight after those; totals, how many weights so far reach each; the bits of the
-    fraction, and the exponent of the lowest class.
+    Floors, the least magnitude of each class but the first, in bits; masks, which of the
+    last 64 weights reach each class, with all weights before and no weight after those;
+    totals, how many weights so far reach each; the bits of the fraction, and the
+    exponent of the lowest class.
     """
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        fraction, least = FORMS[dtype]
-        floors = (least + np.arange(1, CLASSES)) << fraction
-        masks = np.zeros(CLASSES + 1, np.uint64)
-        masks[0] = np.iinfo(np.uint64).max
-        self.totals = np.zeros(CLASSES + 1, np.uint64)
-        self.given = (
-            floors.astype(f"i{dtype.itemsize}"),
-            masks,
-            self.totals,
-            np.uint64(fraction),
-            np.int64(least),
-        )
-
-    def members(self) -> Array:
-        """Return how many weights so far are in each class."""
-        return (self.totals[:-1] - self.totals[1:]).astype(np.int64)
+    fraction, least = FORMS[dtype]
+    floors = (least + np.arange(1, CLASSES)) << fraction
+    masks = np.zeros(CLASSES + 1, np.uint64)
+    masks[0] = np.iinfo(np.uint64).max
+    return (
+        floors.astype(f"i{dtype.itemsize}"),
+        masks,
+        np.zeros_like(masks),
+        np.uint64(fraction),
+        np.int64(least),
+    )
 
 
 def _words_of(array: Array) -> list[Array]:

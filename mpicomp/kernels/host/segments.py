@@ -280,7 +280,7 @@ def _largest(vector, segments, start, end, slack, buffers, positions, kept):  # 
             if found > k:
                 threshold, ties = _kth_largest(entries[1], mask, width, k, keys)
             kth = mask, integer(threshold), ties
-            count, _ = keep_at(*entries, *kth, positions, kept, count)
+            count = keep_at(*entries, *kth, positions, kept, count)
             floor = integer(larger(1, np.int64(threshold) - margin))
             safe = integer(larger(1, np.int64(threshold) - slack))
     return count

@@ -15,7 +15,7 @@ from mpicomp.kernels.host.bits import (
     FORMATS,
     Format,
     as_writable,
-    empty_together,
+    empty_entries,
     extremes,
 )
 from mpicomp.kernels.host.compiled import jit, single
@@ -69,21 +69,13 @@ def largest_of(parts: Sequence[Found], form: Format, k: int) -> Found:
 
     parts: (positions, bits), one part or more, in the order of the positions.
     """
-    if entries(parts) <= k:
-        return joined(parts)
-    bits = (
-        parts[0][1]
-        if len(parts) == 1
-        else np.concatenate([found for _, found in parts])
-    )
-    threshold, ties = _threshold(bits, form, k)
+    places, bits = joined(parts)
+    if places.size <= k:
+        return places, bits
+    kth = _threshold(bits, form, k)
     # There is one more element, which `keep_at` may write.
     positions, found = np.empty(k + 1, np.intp), np.empty(k + 1, bits.dtype)
-    count: Any = np.uint64(0)
-    for part in parts:
-        count, ties = keep_at(
-            *part, form.mask, threshold, ties, positions, found, np.uint64(count)
-        )
+    keep_at(places, bits, form.mask, *kth, positions, found, np.uint64(0))
     return positions[:k], found[:k]
 
 
@@ -278,7 +270,7 @@ def _compacted(
     memory.
     """
     room = min(room, bits.size) + WORD
-    positions, found = empty_together(room, np.dtype(np.intp), bits.dtype)
+    positions, found = empty_entries(room, bits.dtype)
     count, seen = compact(
         bits, form.mask, form.signed.type(floor), first, positions, found
     )
@@ -406,7 +398,7 @@ def _bin_of_kth(counts, k):  # type: ignore[no-untyped-def]
 
 @jit
 def keep_at(positions, bits, mask, threshold, ties, kept_positions, kept, count):  # type: ignore[no-untyped-def]
-    """Append the entries above `threshold` and the first `ties` that are equal to it; return the count, and ties left.
+    """Append the entries above `threshold` and the first `ties` that are equal to it; return the count.
 
     Every entry is written, and the count incremented for those that are kept: so there
     is one more element.
@@ -418,7 +410,7 @@ def keep_at(positions, bits, mask, threshold, ties, kept_positions, kept, count)
         ties -= equal
         kept_positions[count], kept[count] = positions[i], bits[i]
         count += np.uint64(here)
-    return count, ties
+    return count
 
 
 @jit

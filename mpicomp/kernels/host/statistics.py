@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpicomp.arrays import Array
-from mpicomp.arrays.values import converted
+from mpicomp.arrays.values import converted, widened_values
 from mpicomp.kernels.host.bits import FORMATS, as_writable
 from mpicomp.kernels.host.compiled import inner, jit, loop
 from mpicomp.kernels.host.instructions import larger, smaller, view
@@ -58,7 +58,11 @@ def sides(values: Array, threshold: float, *, threads: int | None = None) -> Sid
         threads,
         step=_BLOCK,
     )
-    return added_sides(values.size, np.concatenate(parts))
+    rows = np.concatenate(parts)
+    with np.errstate(over="ignore"):
+        below, beyond, _, _ = np.add.accumulate(rows)[-1].tolist()
+    above = int(rows[:, 3].sum())
+    return Sides(values.size - above, above, below, beyond, float(rows[:, 2].max()))
 
 
 def checksum(words: Array, *, threads: int | None = None) -> int:
@@ -116,12 +120,9 @@ def magnitudes_in_segments(values: Array, bounds: Sequence[int], *, two: bool) -
         parts = (values[first:end] for first, end in pairwise(bounds))
         rows = [_by_sides(part, two=two) if part.size else [0] * 5 for part in parts]
         return np.array(rows, np.float64)
-    wide = as_writable(
-        values.astype(np.promote_types(values.dtype, np.float32), copy=False)
-    )
     found = np.zeros((len(bounds) - 1, 5))
     _magnitudes(
-        wide,
+        as_writable(widened_values(values)),
         np.asarray(bounds, np.int64),
         LLOYD_ROUNDS if two else 0,
         np.empty((3, _LANES)),
@@ -155,14 +156,6 @@ def with_magnitudes(
     return signed, levels
 
 
-def added_sides(size: int, rows: Array) -> Sides:
-    """Add up the rows of the blocks of `size` values: sums up to the threshold and above it, the largest, the count."""
-    with np.errstate(over="ignore"):
-        below, beyond, _, _ = np.add.accumulate(rows)[-1].tolist()
-    entries = int(rows[:, 3].sum())
-    return Sides(size - entries, entries, below, beyond, float(rows[:, 2].max()))
-
-
 def _by_sides(values: Array, *, two: bool) -> tuple[float, ...]:
     """Return the row of `magnitudes_in_segments` for one segment, which is not empty."""
     sums = sides(values, math.inf)
@@ -175,13 +168,9 @@ def _by_sides(values: Array, *, two: bool) -> tuple[float, ...]:
 
 def _sides_of_blocks(values: Array, threshold: np.float64) -> Array:
     """Return a row for every block; float16 is converted to float32, in pieces that fit the cache."""
-    wide, rows = (
-        np.promote_types(values.dtype, np.float32),
-        np.zeros((values.size // _BLOCK + 1, 4)),
-    )
-    piece = values.size + 1 if values.dtype == wide else _PIECE
-    for start in range(0, values.size, piece):
-        part = values[start : start + piece].astype(wide, copy=False)
+    rows = np.zeros((values.size // _BLOCK + 1, 4))
+    for start in range(0, values.size, _PIECE):
+        part = widened_values(values[start : start + _PIECE])
         _add_sides(part, threshold, np.empty((3, _LANES)), rows[start // _BLOCK :])
     return rows
 

@@ -95,8 +95,8 @@ def add_scaled(a: Array, factor: float, b: Array, out: Array, *, sign: int = 1) 
     operate(scaled, b, out=out, casting="same_kind")
 
 
-def multiply(a: Array, by: Array | float, out: Array) -> None:
-    """Write ``a * by`` to `out`, which may be `a`; `by` is a number of the dtype of `a`, or an array of its shape.
+def multiply(a: Array, by: float, out: Array) -> None:
+    """Write ``a * by`` to `out`, which may be `a`; `by` is a number of the dtype of `a`.
 
     With 1 it converts to the dtype of `out`.
     """

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpicomp.arrays import Array, Dtype
 from mpicomp.arrays.memory import address
-from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_together
+from mpicomp.kernels.host.bits import FORMATS, as_writable, empty_entries
 from mpicomp.kernels.host.compiled import inner, jit, loop, single
 from mpicomp.kernels.host.instructions import (
     LINE,
@@ -191,7 +191,7 @@ def _scales(dtype: Dtype) -> Array:
 def _room(out: Array, floor: int, most: int) -> tuple[Any, ...]:
     """Return a floor and the mask of magnitudes, the bits of `out`, and room for positions and values of `most`."""
     form = FORMATS[out.dtype]
-    room = empty_together(most + WORD, np.dtype(np.intp), out.dtype)
+    room = empty_entries(most + WORD, out.dtype)
     return form.signed.type(floor), form.mask, out.view(form.signed), *room
 
 
