@@ -354,9 +354,8 @@ class SparseVector:
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @cached_property
-    # The facts are cached, as on a device they take a kernel launch and a copy to the
-    # host.
     def facts(self) -> Facts:
+        """What `kernels.inspect` returns, kept until `forget`: on a device it takes a launch and a copy to the host."""
         return kernels_for(self.values).inspect(self.indices, self.values, self.length)  # type: ignore[no-any-return]
 
     @property

@@ -28,7 +28,7 @@ BOXES = [  # x, y, width, height, name, contents, colour
      "OuterLoop: local steps between two exchanges\n"
      "GradientExchange: correct, compress, sum, keep the rest", "ranks"),
     (0, 8.2, 12.4, 1.2, "collectives/",
-     "gtopk  allreduce  allgather  reduce_scatter  rooted\ndense  compressed  quantised  plan:  a collective a file",
+     "gtopk, allreduce, quantised, ...: a collective a file\njax: gradients of a pytree",
      "ranks"),
     (0, 6.3, 12.4, 1.5, "collectives/calls/", "collective: declares one;  start: checks and starts a call\n"
      "notification, all_or_none, recovery: all ranks raise, or none\nfirst_call; debug: the debug mode", "ranks"),
@@ -45,8 +45,8 @@ BOXES = [  # x, y, width, height, name, contents, colour
 ]  # fmt: skip
 COLOURS = {"tool": "#efe6d8", "ranks": "#dbe7f3", "fault": "#f6dcd8", "rank": "#dcefdc"}
 ARROWS = [  # x, from y, to y
-    *((4.6, 8.7, 8.3), (4.6, 7.1, 6.7), (4.6, 1.9, 1.5)),
-    *((4.6, 5.5, 5.1), (4.6, 3.9, 3.5)),
+    *((4.6, 11.4, 11.0), (4.6, 9.8, 9.4), (4.6, 8.2, 7.8), (4.6, 6.3, 5.9)),
+    *((4.6, 4.4, 4.0), (4.6, 1.9, 1.5), (9.2, 4.4, 4.0), (9.2, 1.9, 1.5)),
 ]
 
 # of a gradient: the name, what happens, the file, and whether all ranks take part

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 from cases import (
+    LOSSY,
     RandomK,
     compressed_sum,
     compressors,
@@ -54,7 +55,7 @@ COMPRESSORS = {
 # send magnitudes that are no integers, whose sums are rounded
 INEXACT = "AdaComp", "Quantised-two_bit"
 LOSSLESS = {
-    **feedbacks_but("none", "decay"),
+    **feedbacks_but(*LOSSY),
     "step ahead without momentum": partial(StepAhead, 0.5),
 }
 FORMS = "array", "list", "dict"

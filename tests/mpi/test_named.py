@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cases import FEEDBACKS, RandomK, integers, state_of
+from cases import FEEDBACKS, RandomK, compressors, integers, state_of
 
 from collectives import (
     CollectiveError,
@@ -23,16 +23,13 @@ from collectives import (
 )
 from mpicomp import (
     AdaComp,
-    AggregationAware,
     ChunkedTopK,
     Compressor,
-    Dense,
     ErrorFeedback,
     Feedback,
     Hadamard,
     NoFeedback,
     Quantised,
-    SIDCo,
     SparseVector,
     TopK,
     WarmUp,
@@ -63,17 +60,14 @@ def residuals(exchange):
 
 
 EVERY_FEEDBACK = [make() for make in FEEDBACKS.values()]
-COMPRESSORS = [
-    TopK(density=0.05),
-    ChunkedTopK(k=2, chunk=37),
-    Dense(),
-    Quantised(TopK(k=9), "sign"),
-    Quantised(ChunkedTopK(k=2, chunk=64), "two_bit"),
-    WarmUp(TopK(density=0.5), [0.5, 0.25]),
-    AdaComp(40),
-    AggregationAware(density=0.05),
-    SIDCo(density=0.05),
-]
+# functions of the density
+MAKERS = {
+    **compressors(chunk=37),
+    "AdaComp": lambda density: AdaComp(40),
+    "Quantised-two_bit": lambda density: Quantised(ChunkedTopK(2, 64), "two_bit"),
+    "WarmUp": lambda density: WarmUp(TopK(0.5), [0.5, 0.25]),
+}
+COMPRESSORS = [make(0.05) for make in MAKERS.values()]
 ADACOMP_WORKS_WITH = [
     repr(each) for each in (ErrorFeedback(), ErrorFeedback(decay=0.5), NoFeedback())
 ]

@@ -39,6 +39,10 @@ FEEDBACKS = {
 }
 
 
+# Those that forget some of what was not sent.
+LOSSY = "none", "decay"
+
+
 def feedbacks_but(*names):
     """Return all feedbacks but those with these names."""
     return {name: make for name, make in FEEDBACKS.items() if name not in names}
