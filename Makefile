@@ -8,6 +8,9 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 include tests/openmpi.env
 export $(shell sed -n 's/^\([A-Z].*\)=.*/\1/p' tests/openmpi.env)
 
+# Tests start hundreds of processes, which read the bytecode of the packages.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Versions that pip is held to: make test CONSTRAINTS=tests/locked.txt installs those of the last release's tests.
 CONSTRAINTS ?=
 

@@ -135,7 +135,7 @@ def selecting(
     """
     count = vector.nnz if k is None else k
     kept = vector
-    collected = [group.nothing]
+    collected = [SparseVector.empty(vector.length, vector.dtype, like=vector.values)]
     if vector.nnz > count:
         kept, *collected = top_k(vector, count)
 

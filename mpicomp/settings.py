@@ -25,6 +25,9 @@ class CheckedKeywords:
     """Base class whose constructor says what is wrong with its arguments by the name of the class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A copy, of which each of thousands of tensors may have one, is made without.
+        if not (args or kwargs):
+            return super().__new__(cls)
         name, function = cls.__name__, cls.__init__
         if error := unknown_keyword(name, function, kwargs):
             raise error
