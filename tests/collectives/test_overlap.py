@@ -68,7 +68,7 @@ def test_the_union_is_known_within_some_per_cent(size, share, density):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("density", [0.01, 0.3])
+@pytest.mark.parametrize("density", [0.01, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_independent_supports_are_taken_for_independent(size, density):
     """Sums of a step that are alike take one algorithm, which decides what they send first in the next step."""
     entries = 10_000

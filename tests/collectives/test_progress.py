@@ -251,7 +251,17 @@ print("alone" if alone else "in calls", reason_off())
 """
 
 
-@pytest.mark.parametrize("level", ["single", "funneled", "serialized", "multiple"])
+@pytest.mark.parametrize(
+    "level",
+    [
+        "single",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("funneled", "serialized")
+        ),
+        "multiple",
+    ],
+)
 def test_thread_levels_of_mpi(tmp_path, level):
     """The variable of the environment differs between ranks: rank 0 has it off where the level allows progress."""
     (tmp_path / "job.py").write_text(LEVELS)

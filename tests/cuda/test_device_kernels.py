@@ -72,24 +72,12 @@ def test_the_bits_are_those_of_the_host(
     comparison(device, cupy)
 
 
-# The longest of these, with one format in make test.
-LONGEST = [
-    comparisons.largest_in_long_segments,
-    comparisons.largest_of_sums_in_segments,
-    comparisons.selections_by_a_grid,
-    comparisons.sums_sampled,
-    comparisons.top_k_at_the_edges_of_tiles,
-    comparisons.top_k_by_a_sample,
-]
-
-
 def drawn():
-    """Yield the long comparisons with all formats, marked slow, and with one or two in turn."""
+    """Yield the long comparisons with all formats, marked slow, and with one in turn."""
     for place, comparison in enumerate(LONG):
         name, slow = named(comparison), () if real_cupy() else pytest.mark.slow
         if slow and comparison is not comparisons.every_k_by_a_grid:
-            count = 1 if comparison in LONGEST else 2
-            some = comparisons.DTYPES[place % (4 - count) :][:count]
+            some = [comparisons.DTYPES[place % 3]]
             yield pytest.param(comparison, some, id=f"{name}-some")
         yield pytest.param(comparison, comparisons.DTYPES, marks=slow, id=f"{name}-all")
 

@@ -5,10 +5,8 @@ from itertools import count
 import numpy as np
 import pytest
 from cases import (
-    FEEDBACKS,
     RandomK,
     compressed_sum,
-    compressors,
     for_each,
     state_of,
     through_a_file,
@@ -17,15 +15,12 @@ from cases import (
 
 from collectives import (
     GradientExchange,
-    dense_allreduce,
     gtopk_allreduce,
     sparse_allreduce,
 )
 from mpicomp import (
     AggregationAware,
-    Dense,
     ErrorFeedback,
-    Hadamard,
     MomentumCorrection,
     Quantised,
     SIDCo,
@@ -102,63 +97,6 @@ def test_a_run_that_is_taken_up_again_continues_bit_for_bit(comm, maker, named):
     second.load_state_dict(state)
     for step in range(4, 8):
         assert bits(whole, step) == bits(second, step)
-
-
-METHODS = {
-    **{name: {"compressor": make(0.2)} for name, make in compressors(chunk=50).items()},
-    "warm-up": {"compressor": WarmUp(TopK(0.1), [0.5, 0.1], calls=2)},
-    "4 bits": {"bits": 4},
-    "1 bit": {"bits": 1},
-    "dense": {"compressor": Dense(), "collective": dense_allreduce},
-    "two-way": {
-        "compressor": AggregationAware(0.2),
-        "collective": compressed_sum(TopK(0.2)),
-    },
-}
-
-
-@pytest.mark.exactly(1)
-@pytest.mark.parametrize("basis", [None, Hadamard(chunk=16)])
-@pytest.mark.parametrize("feedback", FEEDBACKS)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_states_of_all_methods_load_bit_for_bit(comm, dtype, feedback, basis):
-    """Into a new exchange and into the one that saved, with the settings that go together; and after `hold`."""
-    tried = 0
-    for method in METHODS.values():
-
-        def made(method=method):
-            exchange = GradientExchange(
-                comm, feedback=FEEDBACKS[feedback](), basis=basis, small=10, **method
-            )
-            exchange.register({name: given(0)[name] for name in SHAPES})
-            return exchange
-
-        def given(step):
-            arrays = {name: gradient(comm.rank, step, name) for name in SHAPES}
-            return {name: array.astype(dtype) for name, array in arrays.items()}
-
-        def bits(means):
-            return {name: mean.tobytes() for name, mean in means.items()}
-
-        try:
-            whole = made()
-            whole(given(0))
-        except ValueError:  # a feedback, and what does not go with it
-            continue
-        tried += 1
-        whole(given(1))
-        state = through_a_file(whole.state_dict())
-        other = made()
-        for exchange in whole, other:
-            exchange.load_state_dict(state)
-            np.testing.assert_equal(exchange.state_dict(), state)
-        assert bits(whole(given(2))) == bits(other(given(2)))
-        before = whole.state_dict()
-        whole.hold(["weight"])
-        np.testing.assert_equal(whole.state_dict(), before)
-        whole.load_state_dict(before)
-        np.testing.assert_equal(whole.state_dict(), before)
-    assert tried > 3 or (basis is not None and feedback != "error feedback")
 
 
 def test_a_state_that_does_not_fit_changes_nothing(comm):

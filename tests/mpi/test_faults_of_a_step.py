@@ -159,7 +159,11 @@ def limit_restored():
 
 @pytest.mark.exactly(2)
 @pytest.mark.parametrize(
-    "feedback", [ErrorFeedback, partial(ErrorFeedback, in_place=True)]
+    "feedback",
+    [
+        ErrorFeedback,
+        pytest.param(partial(ErrorFeedback, in_place=True), marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_without_memory_for_its_result(comm, feedback):
     """From before the step on, and after the sum arrived; an output buffer or a sparse mean needs no such memory."""

@@ -98,9 +98,9 @@ def test_buckets_of_what_is_not_known_before_are_those_inside_a_node(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"bits": 8},
+        pytest.param({"bits": 8}, marks=pytest.mark.slow),
         {"bits": 4},
-        {"bits": 2},
+        pytest.param({"bits": 2}, marks=pytest.mark.slow),
         {"bits": 1},
         {"compressor": TopK(0.1)},
         {"compressor": TopK(0.3), "average": "contributors"},

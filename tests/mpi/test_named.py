@@ -761,7 +761,9 @@ def test_an_interrupt_leaves_all_as_it_was(comm):
     [each for each in EVERY_FEEDBACK if not getattr(each, "in_place", False)],
     ids=repr,
 )
-@pytest.mark.parametrize(("before", "after"), [(6000, 1), (1, 2**25)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(6000, 1), pytest.param(1, 2**25, marks=pytest.mark.slow)]
+)
 def test_a_state_fits_other_buckets(comm, feedback, before, after):
     for compressor in compressors_with(feedback, before == 1, 2):
         one, other = (

@@ -268,7 +268,10 @@ def test_an_optimiser_that_trains_copies_is_noticed_in_the_first_round(
 
 
 @every_exchange
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "rate",
+    [0.1, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.5, 0.7)), 1.0],
+)
 @pytest.mark.parametrize("every", [1, 2, 4, 10])
 def test_steps_towards_an_optimum_of_each_rank_are_no_copies(
     comm, exchange, rate, every
