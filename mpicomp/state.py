@@ -223,7 +223,7 @@ def checked(
 
     like: a number; or an array, also for dtype and shape; None for any vector, and if
     the value is missing. called: the state, in errors. Raises ValueError for another
-    type, and unless all values are finite and in the range, if there is one.
+    type, and unless all values are finite and in the range.
     """
     array: Any = np.array(to_numpy(state[name])) if name in state else None
     if like is None and array is None:

@@ -11,7 +11,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -110,16 +110,17 @@ def in_pieces(
     length = -(-size // (pieces * step)) * step
     starts = range(length, size, length)
     pool = _ready_pool()
-    others = [
-        _started(pool, partial(work, start, min(start + length, size)))
-        for start in starts
-    ]
+    others = [partial(work, start, min(start + length, size)) for start in starts]
+    started = [_started(pool, other) for other in others]
     try:
         own = work(0, min(length, size))
     finally:
-        # They write to the caller's arrays, also if the first piece has raised.
-        rest = [result() for result in others]
-    return [own, *rest]
+        # They write to the caller's arrays, also if a piece has raised.
+        wait([one for one in started if not one.cancelled()])
+    results = [own]
+    for other, one in zip(others, started, strict=True):
+        results.append(other() if one.cancelled() else one.result())
+    return results
 
 
 def number_of_pieces(size: int, threads: int | None = None) -> int:
@@ -132,13 +133,11 @@ def number_of_pieces(size: int, threads: int | None = None) -> int:
     return min(pieces, threads)
 
 
-def _started(
-    pool: ThreadPoolExecutor, work: Callable[[], Result]
-) -> Callable[[], Result]:
-    """Return a function that returns the result of the work, which a thread of the pool does; the caller if none can.
+def _started(pool: ThreadPoolExecutor, work: Callable[[], Result]) -> "Future[Result]":
+    """Return the future of work that a thread of the pool does; cancelled if none can be started.
 
-    If no thread can be started, the work stays in the queue of the pool: it is
-    cancelled there, as another thread could do it as well.
+    The work then stays in the queue of the pool, where another thread could do it as
+    well.
     """
     done = Future[Result]()
 
@@ -158,8 +157,7 @@ def _started(
                 f"the container), or set {VARIABLE}=1",
                 depth=2,
             )
-            return work
-    return done.result
+    return done
 
 
 def _ready_pool() -> ThreadPoolExecutor:

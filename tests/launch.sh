@@ -17,7 +17,7 @@ if [ "${1:-}" != --rank ]; then
   export MPI_TEST_NPROCS=$size
   # pytest rewrites the assertions of each file, for seconds: once, and not on each rank
   unset PYTHONDONTWRITEBYTECODE
-  [ -d "$here/mpi/__pycache__" ] || python -m pytest -p pytest_mpi -p no:cacheprovider --collect-only -q "$here/mpi" > /dev/null || true
+  [ -d "$here/mpi/__pycache__" ] || timeout 120 python -m pytest -p pytest_mpi -p no:cacheprovider --collect-only -q "$here/mpi" > /dev/null || true
   exec timeout --kill-after=10 "${MPI_TEST_TIMEOUT:-900}" mpirun -n "$size" bash "$here/launch.sh" --rank "$@"
 fi
 

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from collectives.calls.call import Sum, ToSum
+from collectives.calls.call import Prepared, Sum, ToSum
 from collectives.calls.checking import check_conserved, mass, total_mass
 from collectives.calls.notification import run_or_notify
 from collectives.faults.errors import CheckError
@@ -25,17 +25,16 @@ T = TypeVar("T")
 
 
 def checked(
-    group: Group, steps: Steps[T], contributed: Any, promise: ToSum | None
+    group: Group, steps: Steps[T], prepared: Prepared, promise: ToSum | None
 ) -> Steps[T]:
     """Run an operation with the checks of the debug mode; return its result, or raise on all ranks.
 
-    contributed: the vector, or the array that MPI sums. promise: see
-    `collectives.calls.collective.Declaration`.
+    promise: see `collectives.calls.collective.Declaration`.
     """
     # The caller's frames are gone once the nonblocking call has returned.
     call = [group.signature["operation"], _caller()]
     if promise is not None:
-        steps = _audited(group, steps, contributed, promise)
+        steps = _audited(group, steps, prepared, promise)
     return _compared(group, call, steps)
 
 
@@ -55,12 +54,12 @@ def _compared(group: Group, call: list[str], steps: Steps[T]) -> Steps[T]:
 
 
 def _audited(
-    group: Group, steps: Steps[T], contributed: Any, promise: ToSum
+    group: Group, steps: Steps[T], prepared: Prepared, promise: ToSum
 ) -> Steps[T]:
-    is_array = not isinstance(contributed, SparseVector)
+    is_array = not isinstance(prepared.payload, SparseVector)
     # The operation may write to the contribution, so its mass is computed first.
-    before = _weighed("its contribution", Sum, contributed, is_array=is_array)
-    del contributed
+    before = _weighed("its contribution", _contribution, prepared, is_array=is_array)
+    del prepared
     result = yield from steps
     after = _weighed("its result", promise, result, is_array=is_array)
     account = {
@@ -72,6 +71,12 @@ def _audited(
     where = f"{_where(group)}{group.signature['operation']}: "
     audit(accounts, group.signature.get("dtype") or "float32", where)
     return result
+
+
+def _contribution(prepared: Prepared) -> Sum:
+    if prepared.contributed is not None:
+        return Sum(prepared.contributed())
+    return Sum(prepared.payload)
 
 
 def _where(group: Group) -> str:

@@ -74,11 +74,8 @@ def start(
             except BaseException as raised:
                 group.contribute(kept(raised))
         if link.checked:
-            contributed = prepared.payload
-            if prepared.contributed is not None:
-                contributed = prepared.contributed()
             promise = collective.declaration.promised
-            steps = debug.checked(group, steps, contributed, promise)
+            steps = debug.checked(group, steps, prepared, promise)
         else:
             steps = run_or_notify(group, steps)
         if prepared.finish is not None:

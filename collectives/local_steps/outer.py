@@ -510,6 +510,7 @@ class OuterLoop(CheckedKeywords):
         if frozen or before:
             self._hold(frozen)
         if self._held != before:
+            self._trial = None  # It samples replicas that are no longer in use.
             self._subtract()
         self._send()
 

@@ -110,7 +110,7 @@ class Selection:
                 if run.end - run.first == 1:
                     prefix(error, self._prefixes[run.first])
                 elif isinstance(error, ValueError):
-                    self._check_segments(correction.out, run.first, run.end)
+                    self._check_segments(correction.add(), run.first, run.end)
                 raise
             vectors.append(vector)
         selected = concatenate(vectors) if len(vectors) > 1 else vectors[0]

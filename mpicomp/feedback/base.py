@@ -367,8 +367,8 @@ class Feedback(Configured):
     def _buffer(self, name: str, like: Array, size: int) -> Array:
         """Return the buffer of a name, on the device of another array, and of its dtype."""
         held = self._spares.get(name)
-        # `_stage` clears the buffers where size or dtype change.
-        if type(held) is not type(like):
+        kind = type(like), size, like.dtype
+        if held is None or (type(held), held.size, held.dtype) != kind:
             held = self._spares[name] = new_vector(namespace(like), size, like.dtype)
         return held
 

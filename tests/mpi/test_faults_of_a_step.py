@@ -195,6 +195,7 @@ def test_a_rank_without_memory_for_its_result(comm, feedback):
     takes_a_step(comm, exchange, home)
 
 
+@pytest.mark.unchecked("makes accounts in the memory that is missing")
 @pytest.mark.parametrize("form", ["array", "dict"])
 def test_an_allocation_that_fails_after_the_sums_arrived(comm, form, monkeypatch):
     exchange = GradientExchange(comm, TopK(k=9), small=10, bucket_nbytes=1)
@@ -376,6 +377,7 @@ def test_values_that_underflow_raise_on_no_rank(comm, collective, dtype):
         assert state_of(raising) == state_of(plain)
 
 
+@pytest.mark.unchecked("refuses sums that are not finite")
 @pytest.mark.at_least(2)
 @every_collective
 def test_a_sum_that_overflows_is_an_overflow_error_on_all_ranks_also_where_such_errors_raise(

@@ -95,6 +95,7 @@ def test_buckets_of_what_is_not_known_before_are_those_inside_a_node(
 
 
 @pytest.mark.at_least(2)
+@pytest.mark.unchecked("sends more")
 @pytest.mark.parametrize(
     "settings",
     [

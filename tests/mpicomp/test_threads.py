@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import threading
+import time
 import warnings
 from itertools import pairwise
 
@@ -189,6 +190,24 @@ def test_pieces_cover_a_range_in_order():
 def test_pieces_run_at_the_same_time():
     barrier = threading.Barrier(3)
     assert len(threads.in_pieces(lambda start, end: barrier.wait(60), 3 << 20, 3)) == 3
+
+
+def test_no_piece_writes_any_more_once_the_error_of_the_first_one_is_raised(
+    short_pieces,
+):
+    written = []
+
+    def work(start, end):
+        if start == 0:
+            raise KeyError("of the first piece")
+        if start == 64:
+            raise ValueError("of the second piece")
+        time.sleep(0.2)
+        written.append(start)
+
+    with pytest.raises(KeyError, match="of the first piece"):
+        threads.in_pieces(work, 192, 3)
+    assert written == [128]
 
 
 def test_short_vectors_are_left_to_one_thread(monkeypatch):

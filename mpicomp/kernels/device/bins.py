@@ -38,7 +38,7 @@ def entries_in_bins(
     decay: float = 1.0,
     threads: int | None = None,
 ) -> Selected:
-    """Return the entries of bins, as `mpicomp.kernels.host.entries_in_bins` does; the magnitudes in host memory.
+    """Return the entries of bins, as `mpicomp.kernels.host.entries_in_bins` does.
 
     threads: ignored. Four launches and one wait, whatever the number of segments.
     """

@@ -695,7 +695,7 @@ __device__ inline void dequantise(
 #define FEW_BITS(dtype, T, Key, Scale)                                                                              \
     QUANTISER quantise_long_##dtype(                                                                                \
         const i64* table, i64 rows, i64 terms, T* values, i64 size, i64 first, i64 last, i64 block,                 \
-        const T* residual, u64 decay, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,    \
+        const T* residual, u64 decay, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,               \
         u8* codes, Scale* scales, T* rejected, i64 bits) {                                                          \
         SUMMED(T, Key)                                                                                              \
         quantise_long(segments, (int)bits, (i32)block, sum, rounding, number_of((Key)offset), target);              \
@@ -715,7 +715,7 @@ __device__ inline void dequantise(
 #define OF_BITS(dtype, T, Key, Scale, BITS)                                                                         \
     QUANTISER quantise_##BITS##_##dtype(                                                                            \
         const i64* table, i64 rows, i64 terms, T* values, i64 size, i64 first, i64 last, i64 block,                 \
-        const T* residual, u64 decay, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,    \
+        const T* residual, u64 decay, i64 cut, u64 step, u64 coarse, u64 least, u64 most, u64 offset,               \
         u8* codes, Scale* scales, T* rejected) {                                                                    \
         SUMMED(T, Key)                                                                                              \
         if (block == 256) quantise_in_registers<T, BITS, 256>(segments, 0, sum, rounding, number_of((Key)offset), target); \

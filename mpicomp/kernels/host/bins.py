@@ -68,9 +68,9 @@ def entries_in_bins(
     there is one, `values` is first overwritten by ``decay * residual + parts``, in the
     same pass; the product is rounded before it is added. threads: as for `largest`.
 
-    Returns the entries, and the magnitude of each segment, the mean of the maxima of
-    its bins, above zero if one is; an entry has it with the sign of its value. If none
-    is selected of a segment that is not zero, its largest is. Raises ValueError naming
+    An entry has the sign of its value, and the magnitude of its segment: the mean of
+    the maxima of its bins, above zero if one is. If none is selected of a segment that
+    is not zero, its largest is. Raises ValueError naming
     the first of `values`, else of a part, that is NaN or infinite.
     """
     dtype = values.dtype
