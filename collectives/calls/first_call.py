@@ -2,7 +2,7 @@
 
 Notices of a deadline in this call are the only messages that the library sends on the
 caller's own communicator, with the highest tag: MPI does not tell which ranks a
-duplication waits for.
+barrier waits for.
 """
 
 import os
@@ -19,7 +19,7 @@ from collectives.runtime import cuda_aware, progress, waiting
 from collectives.runtime.engine import end_with_mpi, of_process
 from collectives.runtime.launcher import lone_warning, torchrun_warning
 from collectives.runtime.link import (
-    DUPLICATE,
+    BARRIER,
     LINK,
     Link,
     attached,
@@ -79,14 +79,15 @@ def _make_link(comm: Any, operation: str) -> Link:
     duplicate = comm  # until there is one
     try:
         with engine:
-            # After an interrupt the next call waits for the same duplicate, as other
-            # ranks have it.
-            unmade, request = attached(comm, DUPLICATE, comm.Idup)
+            # A duplication that not all ranks begin would block later ones on other
+            # communicators. After an interrupt the next call waits for the same
+            # barrier, as other ranks are in it.
+            request = attached(comm, BARRIER, comm.Ibarrier)
             engine.wait_for_ranks(Sending(request), faults, waits)
-            comm.Delete_attr(key_of(DUPLICATE))
+            comm.Delete_attr(key_of(BARRIER))
         # All ranks of `comm` are in this function now, so none waits for a reply of
         # this rank elsewhere, and blocking calls are safe.
-        duplicate = unmade  # Revoking it before would crash Open MPI.
+        duplicate = comm.Dup()
         link = attached(comm, LINK, lambda: _made(duplicate))
         engine.know(link.faults)
         return link

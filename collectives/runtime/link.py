@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Kinds of cached objects: the link, and the faults and the duplicate of the first call.
+# Kinds of cached objects: the link, and the faults and the barrier of the first call.
 LINK = "link"
 FAULTS = "faults"
-DUPLICATE = "duplicate"
+BARRIER = "barrier"
 # Values of an MPI reduction, at most: a count has to fit a C int.
 _PIECE = 2**30
 

@@ -203,6 +203,22 @@ def test_the_first_call_on_a_communicator_names_operation_and_absent_ranks(comm)
     comm.Barrier()
 
 
+@pytest.mark.exactly(3)
+def test_a_first_call_that_a_rank_never_makes_leaves_communicators_to_be_made(comm):
+    """Open MPI makes them in an order of its own, and a duplication that is never completed blocks those after it."""
+    first, second = comm.Dup(), comm.Dup()
+    configure(timeout=TIMEOUT)
+    try:
+        if comm.rank < 2:
+            with pytest.raises(CollectiveTimeoutError, match="the first call"):
+                sparse_allgather(SparseVector.empty(1), first)
+    finally:
+        configure(timeout=None)
+    comm.Barrier()
+    third = second.Dup()
+    assert len(sparse_allgather(SparseVector.empty(1), third)) == comm.size
+
+
 @pytest.mark.exactly(2)
 @pytest.mark.exactly(5)
 @pytest.mark.parametrize("is_first_call", [True, False])
