@@ -321,19 +321,20 @@ def test_tags_that_begin_again_do_not_meet_an_operation_that_broke_off(
 ):
     vector = SparseVector(np.arange(9), np.ones(9), 9)
     call = partial(sparse_allreduce, vector, fresh, algorithm="split_allgather")
-    call()
-    monkeypatch.setattr(link_of(fresh), "tags", 2)
+    for _ in range(7):
+        call()
+    monkeypatch.setattr(link_of(fresh), "tags", 8)
 
     def failing(group, arrival):
         raise MemoryError("no room")
 
     with monkeypatch.context() as patched:
-        # It is the second operation, with the last tag.
+        # It is the eighth operation, with the last tag.
         if fresh.rank == 0:
             patched.setattr(Group, "_received", failing)
         outcome(call)
     assert outcome(call) == CollectiveError
-    for _ in range(4):
+    for _ in range(9):
         assert (call().values == fresh.size).all()
 
 
