@@ -169,9 +169,13 @@ def names_of_parameters(function):
     if isinstance(function, type) and issubclass(function, Exception):
         return []
     parameters = inspect.signature(function).parameters.values()
-    # An argument for unknown keywords, which raises for any, is not shown.
-    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
-    return [one.name for one in named if one.name != "self"]
+    is_class = isinstance(function, type)
+    # That of a class for unknown keywords, which raises for any, is not shown.
+    return [
+        one.name
+        for one in parameters
+        if one.name != "self" and not (is_class and one.kind is one.VAR_KEYWORD)
+    ]
 
 
 def test_the_reference_shows_no_member_that_a_class_does_not_have():
