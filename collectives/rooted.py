@@ -106,7 +106,9 @@ def of_root(
 
 def _vectors_alone(result: Any) -> Sum:
     """Promise that all ranks have one vector; a patch has a digest of its own."""
-    return Sum([] if isinstance(result, Patch) else result)
+    if isinstance(result, Patch):
+        return Sum([])
+    return Sum(result)
 
 
 @collective(promise=_vectors_alone, checks={"root": to_root})

@@ -116,10 +116,13 @@ def in_pieces(
         own = work(0, min(length, size))
     finally:
         # They write to the caller's arrays, also if a piece has raised.
-        wait([one for one in started if not one.cancelled()])
+        wait([future for future in started if not future.cancelled()])
     results = [own]
-    for other, one in zip(others, started, strict=True):
-        results.append(other() if one.cancelled() else one.result())
+    for other, future in zip(others, started, strict=True):
+        if future.cancelled():
+            results.append(other())
+        else:
+            results.append(future.result())
     return results
 
 

@@ -114,8 +114,8 @@ class OuterLoop(CheckedKeywords):
         every: H, the steps from one exchange to the next; H = 1 compresses the update of each
             step.
         rate: multiplies the mean at the end of a round, at least 0; it may be changed between
-            steps, to the same value on all ranks. At 0 a round discards the progress of all ranks and their
-            residuals, and does not change the momentum.
+            steps, to the same value on all ranks. At 0 a round discards the progress of all
+            ranks and their residuals, and does not change the momentum.
         momentum: as in PyTorch's SGD, from 0 to below 1, without weight decay, which belongs to
             the inner optimiser.
         nesterov: likewise; with a momentum above 0.
